@@ -1,0 +1,1 @@
+"""The `orbax-safetensors` command."""

@@ -1,0 +1,1 @@
+"""Orbax handlers: the only place that subclasses or registers with Orbax."""
