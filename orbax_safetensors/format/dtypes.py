@@ -1,0 +1,108 @@
+"""The element types a `.safetensors` file can name, in one table, and the sizes that follow from them.
+
+Not for conversions between element types, and not for what JAX can hold: a type is fine here if it can be stored.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from orbax_safetensors.errors import TensorMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type; the instances in `DTYPES` are all there are.
+
+    name: as spelled in a header, upper case.
+    bits: of one element. Elements of fewer than 8 bits are packed, so only some shapes fill whole bytes.
+    rank: position in the format's own order, by which a writer sorts.
+    numpy: the little-endian type that holds one element, or None where elements are packed.
+    """
+
+    name: str
+    bits: int
+    rank: int
+    numpy: np.dtype[Any] | None
+
+
+# In the format's own order. The byte order is spelled out because files are little-endian whatever the machine is.
+_TABLE: tuple[tuple[str, int, Any], ...] = (
+    ("BOOL", 8, np.bool_),
+    ("F4", 4, None),
+    ("F6_E2M3", 6, None),
+    ("F6_E3M2", 6, None),
+    ("U8", 8, np.uint8),
+    ("I8", 8, np.int8),
+    ("F8_E5M2", 8, ml_dtypes.float8_e5m2),
+    ("F8_E4M3", 8, ml_dtypes.float8_e4m3fn),
+    ("F8_E8M0", 8, ml_dtypes.float8_e8m0fnu),
+    ("F8_E4M3FNUZ", 8, ml_dtypes.float8_e4m3fnuz),
+    ("F8_E5M2FNUZ", 8, ml_dtypes.float8_e5m2fnuz),
+    ("I16", 16, "<i2"),
+    ("U16", 16, "<u2"),
+    ("F16", 16, "<f2"),
+    ("BF16", 16, ml_dtypes.bfloat16),
+    ("I32", 32, "<i4"),
+    ("U32", 32, "<u4"),
+    ("F32", 32, "<f4"),
+    ("C64", 64, "<c8"),
+    ("F64", 64, "<f8"),
+    ("I64", 64, "<i8"),
+    ("U64", 64, "<u8"),
+)
+
+DTYPES: Mapping[str, DType] = MappingProxyType(
+    {
+        name: DType(name, bits, rank, None if numpy is None else np.dtype(numpy))
+        for rank, (name, bits, numpy) in enumerate(_TABLE)
+    }
+)
+
+_FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.numpy is not None}
+
+
+def from_numpy(dtype: np.dtype[Any]) -> DType:
+    """The stored type of an array of `dtype`.
+
+    Raises TensorMismatchError if the format has no such type: big-endian ones, `float4_e2m1fn` and its like (NumPy
+    gives each element a byte, a file packs them), strings, objects, structs.
+    """
+    try:
+        return _FROM_NUMPY[dtype]
+    except KeyError as error:
+        names = ", ".join(str(known) for known in _FROM_NUMPY)
+        raise TensorMismatchError(
+            f"dtype: expected one that safetensors can store ({names}), found {dtype!r}"
+        ) from error
+
+
+def nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
+    """Bytes of a stored tensor of `shape`, in elements.
+
+    Raises TensorMismatchError if packed elements do not fill whole bytes, as one F4 does not.
+    """
+    whole, rest = divmod(math.prod(shape) * dtype.bits, 8)
+    if rest:
+        raise TensorMismatchError(
+            f"expected a whole number of bytes, found {dtype.name} of shape {shape}: {whole} bytes and {rest} bits"
+        )
+    return whole
+
+
+def held(dtype: DType, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and element type of the array that holds a stored tensor in memory, byte for byte as it is stored.
+
+    Packed types stay packed, as uint8: the last dimension counts bytes where each row fills whole bytes, else the
+    shape is `(nbytes,)`. Raises TensorMismatchError as `nbytes` does, so a packed scalar is refused.
+    """
+    if dtype.numpy is not None:
+        return shape, dtype.numpy
+    size = nbytes(dtype, shape)
+    row_bytes, rest = divmod(shape[-1] * dtype.bits, 8)
+    return ((size,) if rest else (*shape[:-1], row_bytes)), np.dtype(np.uint8)

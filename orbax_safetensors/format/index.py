@@ -1,0 +1,98 @@
+"""`model.safetensors.index.json`: which file of a directory holds which tensor.
+
+Not for looking at the directory: whether the files exist and hold what the index says is their reader's to find out.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from orbax_safetensors.errors import IndexFileError
+from orbax_safetensors.format.header import load_json_object, shown
+
+INDEX_SUFFIX = ".safetensors.index.json"
+"""Every index is called so; the usual whole name is `model` and this."""
+
+_FILE_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index says. Building one checks it, so that no file name in it leads out of the directory.
+
+    weight_map: tensor name -> plain name of a file beside the index.
+    metadata: free, but for `total_size`.
+
+    Raises IndexFileError, without the index's own name, which only `parse` knows.
+    """
+
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight_map, Mapping):
+            raise IndexFileError(f"weight_map: expected an object, found {shown(self.weight_map)}")
+        if not isinstance(self.metadata, Mapping):
+            raise IndexFileError(f"metadata: expected an object, found {shown(self.metadata)}")
+        checked: set[str] = set()  # a few hundred files, where tensors are tens of thousands
+        for tensor, name in self.weight_map.items():
+            if type(name) is not str or name not in checked:
+                check_file_name(name, file=f"weight_map: tensor {shown(tensor)}")
+                checked.add(name)
+        size = self.metadata.get("total_size", 0)
+        if not (type(size) is int or (type(size) is float and size.is_integer())) or size < 0:
+            raise IndexFileError(f"metadata: expected a whole number of bytes as total_size, found {shown(size)}")
+        # Read-only copies: what has been checked stays as it was.
+        object.__setattr__(self, "weight_map", MappingProxyType(dict(self.weight_map)))
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
+    @property
+    def total_size(self) -> int | None:
+        """Bytes of all tensors' data, as the writer counted them, or None. Some writers put the files' sizes here."""
+        size = self.metadata.get("total_size")
+        return int(size) if isinstance(size, int | float) else None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files, each once, sorted."""
+        return tuple(sorted(set(self.weight_map.values())))
+
+    @classmethod
+    def parse(cls, text: bytes, *, file: str) -> "Index":
+        """The index whose whole text is `text`; `file` is for messages. Raises IndexFileError."""
+        try:
+            document = load_json_object(text)
+            weight_map: Any = document.get("weight_map")
+            return cls(weight_map, metadata=document.get("metadata", {}))
+        except ValueError as error:  # an IndexFileError is one, too
+            raise IndexFileError(f"{file}: {error}") from error
+
+    def encode(self) -> bytes:
+        """The index as `save_pretrained` writes it: sorted, indented by two, ASCII, a newline at the end.
+
+        Raises IndexFileError if the metadata is not JSON.
+        """
+        document = {"metadata": dict(self.metadata), "weight_map": dict(self.weight_map)}
+        try:
+            text = json.dumps(document, indent=2, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise IndexFileError(f"metadata: expected what JSON can hold: {error}") from error
+        return f"{text}\n".encode()
+
+
+def check_file_name(name: str, *, file: str) -> None:
+    """That `name`, found in the index `file`, is the plain name of a `.safetensors` file beside it.
+
+    The string is judged, not what it leads to: Hugging Face's caches are made of symlinks out of the directory.
+    Raises IndexFileError for anything that is a path, a URL, hidden, or not a name at all.
+    """
+    if type(name) is not str:
+        raise IndexFileError(f"{file}: expected the name of a file, found {shown(name)}")
+    # A colon ends a scheme or a Windows drive. A surrogate has no bytes to be a name on a disk.
+    is_plain = not any(part in name for part in ("/", "\\", "..", ":", "\0")) and not any(
+        "\ud800" <= character <= "\udfff" for character in name
+    )
+    if not is_plain or name.startswith(".") or not name.endswith(_FILE_SUFFIX):
+        raise IndexFileError(f"{file}: expected one plain file name that ends in {_FILE_SUFFIX}, found {shown(name)}")
