@@ -1,0 +1,44 @@
+"""Hugging Face `.safetensors` files as Orbax checkpoints of sharded JAX arrays.
+
+Where to start reading: `handlers/checkpoint_handler.py` is what Orbax calls; `api.py` has the functions; `plan/view.py`
+and `plan/coalesce.py` hold the one idea, that a parameter is a list of strided copies out of stored tensors;
+`transfer.py` executes it.
+"""
+
+from orbax_safetensors.api import plan_restore, verify
+from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
+from orbax_safetensors.errors import (
+    HeaderError,
+    IndexFileError,
+    MappingError,
+    SafetensorsError,
+    StorageError,
+    TensorMismatchError,
+)
+from orbax_safetensors.handlers.checkpoint_handler import (
+    SafetensorsCheckpointer,
+    SafetensorsHandler,
+    SafetensorsRestore,
+    SafetensorsSave,
+)
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.report import RestorePlan
+
+__all__ = [
+    "Checkpoint",
+    "HeaderError",
+    "IndexFileError",
+    "MappingError",
+    "RestorePlan",
+    "SafetensorsCheckpointer",
+    "SafetensorsError",
+    "SafetensorsHandler",
+    "SafetensorsOptions",
+    "SafetensorsRestore",
+    "SafetensorsSave",
+    "StorageError",
+    "TensorMismatchError",
+    "open_checkpoint",
+    "plan_restore",
+    "verify",
+]

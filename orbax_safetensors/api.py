@@ -1,0 +1,113 @@
+"""The functions behind the public names: thin compositions of the rooms below."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_safetensors import arrays, replicas, targets
+from orbax_safetensors.checkpoint import Checkpoint, find_faults, open_checkpoint
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.report import Leaf, RestorePlan, restore_plan
+from orbax_safetensors.plan.view import Box
+
+PathLike = str | os.PathLike[str]
+
+
+def restore(
+    path: PathLike,
+    item: Any = None,
+    restore_args: Any = None,
+    *,
+    partial_restore: bool = False,
+    options: SafetensorsOptions,
+) -> Any:
+    """Restores a checkpoint; see `SafetensorsRestore` for the arguments.
+
+    Raises:
+      TensorMismatchError: the request does not fit the checkpoint.
+      StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
+    """
+    checkpoint = open_checkpoint(path)
+    if item is None and restore_args is None:
+        if jax.process_count() > 1:
+            raise TensorMismatchError(
+                f"{checkpoint.path}: {jax.process_count()} processes restore with item or restore_args only, which say "
+                "where each array goes"
+            )
+        request = targets.everything(checkpoint)
+    else:
+        request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
+    return request.tree(replicas.restore(checkpoint, request.targets, options))
+
+
+def plan_restore(
+    path: PathLike,
+    target: Any,
+    *,
+    process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
+) -> RestorePlan:
+    """What restoring `target` will cost each process, from the headers alone.
+
+    Args:
+      path: a checkpoint, as for `open_checkpoint`.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`; every tensor of the
+        checkpoint that it does not name is left out. An abstract mesh will do.
+      process_count: how many processes the devices of each mesh are dealt to, evenly and in order. Without it, the
+        devices say whose they are, and those of an abstract mesh are all of one process.
+      options: those that the restore will have.
+
+    Raises:
+      TensorMismatchError: the target does not fit the checkpoint, or devices cannot be dealt evenly.
+      StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
+    """
+    options = options or SafetensorsOptions()
+    checkpoint = open_checkpoint(path)
+    item, restore_args = (None, target) if targets.are_restore_args(target) else (target, None)
+    request = targets.resolve(checkpoint, item, restore_args, partial=True)
+    boxes: dict[tuple[Any, tuple[int, ...]], list[tuple[Box, ...]]] = {}
+    leaves = []
+    for wanted in request.targets:
+        sharding = None if wanted.sharding is None else arrays.plain(wanted.sharding)
+        key = (sharding, wanted.shape)
+        if key not in boxes:
+            boxes[key] = _boxes(wanted, sharding, process_count)
+        leaves.append(Leaf(wanted.view, wanted.shape, wanted.dtype, boxes[key]))
+    files = [file.path for file in checkpoint.files]
+    return restore_plan(
+        leaves, checkpoint.location, files, max_gap_bytes=options.max_gap_bytes, threads=options.threads
+    )
+
+
+def _boxes(
+    wanted: targets.Target, sharding: jax.sharding.Sharding | None, process_count: int | None
+) -> list[tuple[Box, ...]]:
+    whole: tuple[Box, ...] = (tuple((0, size) for size in wanted.shape),)
+    if sharding is None:  # a NumPy array or a scalar: every process has it all
+        return [whole] * (process_count or 1)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return [whole]
+    try:
+        return arrays.process_boxes(sharding, wanted.shape, process_count)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
+
+
+def verify(path: PathLike) -> list[SafetensorsError]:
+    """Every fault of a checkpoint: headers, sizes, the index and its files. An empty list where there is none.
+
+    Data is not read: the format has no checksums, so any bytes are valid.
+    """
+    return find_faults(path)
+
+
+def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every tensor by name, as it is restored where nothing else is asked for; no device needed."""
+    return {
+        name: jax.ShapeDtypeStruct(tensor.shape, np.dtype(tensor.dtype)) for name, tensor in checkpoint.tensors.items()
+    }

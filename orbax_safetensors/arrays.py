@@ -1,0 +1,119 @@
+"""`jax.Array`s as a sink: which boxes of an array this process holds, and the array from their memory.
+
+No collective, no compilation and no traffic between hosts happens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.plan.view import Box
+
+
+def default_sharding() -> jax.sharding.Sharding:
+    """JAX's default device, where an array goes that nobody gave a sharding."""
+    return jax.device_put(np.zeros(())).sharding
+
+
+def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
+    """The sharding of a `Format`; others as they are."""
+    if isinstance(sharding, Format):
+        assert isinstance(sharding.sharding, jax.sharding.Sharding)
+        return sharding.sharding
+    return sharding
+
+
+@lru_cache(maxsize=2**16)
+def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """The distinct boxes of an array of `shape` that devices of this process hold, in the order of the devices.
+
+    Raises `TensorMismatchError` where JAX cannot shard the shape that way.
+    """
+    try:
+        indices = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
+    return tuple(dict.fromkeys(box_of(index, shape) for index in indices.values()))
+
+
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """A tuple of slices, as JAX describes a shard, as a box of `shape`."""
+    assert index is not None
+    return tuple(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
+
+
+def on_host(sharding: jax.sharding.Sharding) -> bool:
+    """Whether this process's shards live in host memory that a NumPy buffer can become a part of."""
+    devices: set[Any] = sharding.addressable_devices
+    return all(device.platform == "cpu" for device in devices)
+
+
+def assemble(
+    sharding: jax.sharding.Sharding | Format, shape: tuple[int, ...], dtype: np.dtype, shards: Mapping[Box, np.ndarray]
+) -> jax.Array:
+    """The global array of `shape` from the boxes that this process holds.
+
+    Devices with the same box get the same memory: on CPU devices they share it, and it must not be written to again.
+    """
+    return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
+
+
+def process_boxes(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None
+) -> list[tuple[Box, ...]]:
+    """For every process the boxes of its devices, one for each device, with neither devices nor processes at hand.
+
+    With `process_count`, the devices of a mesh are dealt to processes evenly and in order; without it they belong to
+    the process that they say, or all to one where the mesh is abstract. A dimension that does not divide is cut as
+    XLA cuts it: equal blocks, rounded up, of which the last may be short or empty.
+
+    Raises `TensorMismatchError` where the sharding does not fit the shape or the devices cannot be dealt evenly.
+    """
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        boxes = _named_boxes(sharding, shape)
+        devices = [] if isinstance(sharding.mesh, jax.sharding.AbstractMesh) else list(sharding.mesh.devices.flat)
+    else:
+        try:
+            indices = sharding.devices_indices_map(shape)
+        except ValueError as error:
+            raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
+        boxes, devices = [box_of(index, shape) for index in indices.values()], list(indices)
+    if process_count is None:
+        owners = [device.process_index for device in devices] or [0] * len(boxes)
+        owners = [sorted(set(owners)).index(owner) for owner in owners]
+    else:
+        if len(boxes) % process_count:
+            raise TensorMismatchError(f"{len(boxes)} devices cannot be dealt to {process_count} processes evenly")
+        owners = [number * process_count // len(boxes) for number in range(len(boxes))]
+    out: list[list[Box]] = [[] for _ in range(max(owners) + 1 if process_count is None else process_count)]
+    for owner, box in zip(owners, boxes, strict=True):
+        out[owner].append(box)
+    return [tuple(own) for own in out]
+
+
+def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
+    """The box of each device of a mesh, in the order of the mesh."""
+    sizes = dict(sharding.mesh.shape)
+    if len(sharding.spec) > len(shape):
+        raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding.spec}: it has too few dimensions")
+    places = {axis: place for place, axis in enumerate(sizes)}
+    coordinates = np.indices(tuple(sizes.values())).reshape(len(sizes), prod(sizes.values()))
+    ranges = []
+    for axis, size in enumerate(shape):
+        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        block = np.zeros(coordinates.shape[1], np.int64)
+        for name in axes:
+            block = block * sizes[name] + coordinates[places[name]]
+        length = -(-size // prod(sizes[name] for name in axes))
+        start = np.minimum(block * length, size)
+        ranges.append(zip(start.tolist(), np.minimum(start + length, size).tolist(), strict=True))
+    return list(zip(*ranges, strict=True)) if ranges else [()] * coordinates.shape[1]

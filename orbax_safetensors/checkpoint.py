@@ -1,0 +1,211 @@
+"""Safetensors files as one checkpoint: which tensors there are, and where their bytes lie.
+
+Only headers and the index are read here; the bytes of tensors are moved by `transfer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.format.dtypes import held
+from orbax_safetensors.format.header import PREFIX_BYTES, Header, TensorEntry, header_length
+from orbax_safetensors.format.index import INDEX_SUFFIX, Index
+from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.store import File, Stamp, Store
+from orbax_safetensors.plan.view import View
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One `.safetensors` file: its path, the state it was in when its header was read, and the header."""
+
+    path: str
+    stamp: Stamp
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint: `file` is its position in `Checkpoint.files`."""
+
+    file: int
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in which the tensor is held: as stored; packed where an element is less than a byte."""
+        return held(self.entry.dtype, self.entry.shape)[0]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy dtype in which the tensor is held; `uint8` where an element is less than a byte."""
+        return held(self.entry.dtype, self.entry.shape)[1]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them."""
+
+    path: str
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    store: Store
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of all files; the first file that has a key gives its value."""
+        return {key: text for file in reversed(self.files) for key, text in file.header.metadata.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(tensor.entry.nbytes for tensor in self.tensors.values())
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """The tensor `name`; `TensorMismatchError` where there is none."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise TensorMismatchError(f"{self.path}: there is no tensor {name!r}") from None
+
+    def view(self, name: str) -> View:
+        """The tensor `name` as a view of itself."""
+        tensor = self[name]
+        return View.tensor(name, *held(tensor.entry.dtype, tensor.entry.shape))
+
+    def location(self, name: str) -> tuple[int, int]:
+        """Position of the tensor's file in `files`, and of its first byte in that file."""
+        tensor = self[name]
+        return tensor.file, self.files[tensor.file].header.data_start + tensor.entry.begin
+
+    def open_file(self, index: int) -> File:
+        """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
+        stored = self.files[index]
+        file = self.store.open(stored.path)
+        try:
+            file.check(stored.stamp)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Reads the index and all headers of a checkpoint, and validates them.
+
+    `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
+    that it names, otherwise all `.safetensors` files that are not hidden.
+
+    Raises:
+      StorageError: something is missing or cannot be read.
+      HeaderError: a file is not valid.
+      IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
+    """
+
+    def fail(fault: SafetensorsError) -> None:
+        raise fault
+
+    return _open(os.fspath(path), fail)
+
+
+def find_faults(path: str | os.PathLike[str]) -> list[SafetensorsError]:
+    """Everything for which `open_checkpoint` would refuse a checkpoint, where it stops at the first."""
+    faults: list[SafetensorsError] = []
+    try:
+        _open(os.fspath(path), faults.append)
+    except SafetensorsError as fault:
+        faults.append(fault)
+    return faults
+
+
+def _open(path: str, report: Callable[[SafetensorsError], None]) -> Checkpoint:
+    """`open_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
+    if "://" in path:
+        raise StorageError(f"{path}: only local and mounted file systems can be read")
+    store = LocalStore()
+    names = store.list(path)
+    index = None
+    if names is None:
+        paths = [path]
+    else:
+        index = _read_index(path, names, store)
+        paths = [posixpath.join(path, name) for name in _file_names(path, names, index, report)]
+    files = []
+    for file in paths:
+        try:
+            files.append(read_header(store, file))
+        except SafetensorsError as fault:
+            report(fault)
+    tensors: dict[str, StoredTensor] = {}
+    for number, stored in enumerate(files):
+        for name, entry in stored.header.tensors.items():
+            if index is not None and index.weight_map.get(name) != posixpath.basename(stored.path):
+                continue
+            if name in tensors:
+                other = files[tensors[name].file].path
+                report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
+            tensors[name] = StoredTensor(number, entry)
+    if index is not None:
+        read = {posixpath.basename(stored.path) for stored in files}
+        for name, file in index.weight_map.items():
+            if name not in tensors and file in read:
+                report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
+    return Checkpoint(path, tuple(files), tensors, store)
+
+
+def _file_names(
+    path: str, names: list[str], index: Index | None, report: Callable[[SafetensorsError], None]
+) -> list[str]:
+    """The files of the directory `path`, which holds `names`, that belong to the checkpoint."""
+    present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
+    if index is None:
+        if not present:
+            raise StorageError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
+        return present
+    for name in sorted(set(index.files) - set(names)):
+        report(StorageError(f"{posixpath.join(path, name)}: is named by the index and missing"))
+    if unnamed := sorted(set(present) - set(index.files)):
+        logger.info("%s: the index does not name these files, they are ignored: %s", path, ", ".join(unnamed))
+    return [name for name in index.files if name in set(names)]
+
+
+def read_header(store: Store, path: str) -> StoredFile:
+    """Reads and validates one file's header."""
+    file = store.open(path)
+    try:
+        prefix = bytearray(min(PREFIX_BYTES, file.stamp.nbytes))
+        file.read(0, [memoryview(prefix)])
+        text = bytearray(header_length(bytes(prefix), file.stamp.nbytes, file=path))
+        file.read(PREFIX_BYTES, [memoryview(text)])
+        return StoredFile(path, file.stamp, Header.parse(bytes(text), file.stamp.nbytes, file=path))
+    finally:
+        file.close()
+
+
+def _read_index(path: str, names: list[str], store: Store) -> Index | None:
+    found = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
+    if not found:
+        return None
+    # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
+    name = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in found else found[0]
+    if len(found) > 1 and name == found[0] != "model" + INDEX_SUFFIX:
+        raise IndexFileError(f"{path}: expected one index, found {', '.join(found)} and none is model{INDEX_SUFFIX}")
+    file = store.open(posixpath.join(path, name))
+    try:
+        text = bytearray(file.stamp.nbytes)
+        file.read(0, [memoryview(text)])
+    finally:
+        file.close()
+    return Index.parse(bytes(text), file=file.path)

@@ -1,0 +1,117 @@
+"""`SafetensorsHandler` and its arguments: safetensors files as an item of an Orbax checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+# Orbax exports the protocol of this type, and not the way to make one.
+from orbax.checkpoint._src.metadata import tree as tree_metadata
+
+from orbax_safetensors import api
+from orbax_safetensors.checkpoint import open_checkpoint
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.options import SafetensorsOptions
+
+
+class SafetensorsHandler(ocp.AsyncCheckpointHandler):
+    """Restores `.safetensors` files as sharded arrays: each process reads the bytes of its own shards.
+
+    Works wherever Orbax takes a handler: `ocp.Checkpointer`, `ocp.AsyncCheckpointer`, `ocp.CheckpointManager`,
+    `ocp.CompositeCheckpointHandler`.
+    """
+
+    def __init__(self, *, options: SafetensorsOptions | None = None) -> None:
+        """`options` say how bytes are moved; the defaults suit local disks."""
+        self._options = options or SafetensorsOptions()
+
+    def restore(self, directory: epath.Path, args: SafetensorsRestore | None = None) -> Any:
+        """Restores the item in `directory`; see `SafetensorsRestore`."""
+        args = args or SafetensorsRestore()
+        return api.restore(
+            directory, args.item, args.restore_args, partial_restore=args.partial_restore, options=self._options
+        )
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """Orbax's metadata tree: for every stored name an `ocp.metadata.ArrayMetadata`. Needs no device.
+
+        Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
+        """
+        checkpoint = open_checkpoint(directory)
+        leaves = {
+            name: ocp.metadata.ArrayMetadata(
+                name=name, directory=epath.Path(directory), shape=tensor.shape, sharding=None, dtype=tensor.dtype
+            )
+            for name, tensor in checkpoint.tensors.items()
+        }
+        return tree_metadata.build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
+
+    async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> Any:
+        """Saving is not part of this version."""
+        raise SafetensorsError(f"{directory}: this version restores safetensors files and does not save them")
+
+    def save(self, directory: epath.Path, args: SafetensorsSave) -> None:
+        """Saving is not part of this version."""
+        raise SafetensorsError(f"{directory}: this version restores safetensors files and does not save them")
+
+    def close(self) -> None:
+        """Nothing to give back: files and threads live no longer than a restore."""
+
+
+@ocp.args.register_with_handler(SafetensorsHandler, for_restore=True)
+@dataclasses.dataclass
+class SafetensorsRestore(ocp.args.CheckpointArgs):
+    """What to restore.
+
+    With neither `item` nor `restore_args`, all tensors come back as a flat dict of NumPy arrays, in one process only.
+
+    Attributes:
+      item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree. The tree that comes
+        back has its structure. A leaf's name in the checkpoint is its key path joined by dots.
+      restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself
+        where there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
+      partial_restore: tensors that the tree does not name are left out. Without it they are an error. Leaves that are
+        `ocp.PLACEHOLDER` are named, not read, and come back as they are.
+    """
+
+    item: Any = None
+    restore_args: Any = None
+    partial_restore: bool = False
+
+
+@ocp.args.register_with_handler(SafetensorsHandler, for_save=True)
+@dataclasses.dataclass
+class SafetensorsSave(ocp.args.CheckpointArgs):
+    """What to save."""
+
+    item: Any
+
+
+class SafetensorsCheckpointer(ocp.Checkpointer):
+    """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one `.safetensors` file."""
+
+    def __init__(self, *, options: SafetensorsOptions | None = None, **kwargs: Any) -> None:
+        """`options` are the handler's; other keywords are those of `ocp.Checkpointer`."""
+        super().__init__(SafetensorsHandler(options=options), **kwargs)
+
+    def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
+        if not _is_file(directory):
+            return super().restore(directory, *args, **kwargs)
+        # Orbax takes a file for an unfinished checkpoint.
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, SafetensorsRestore)]
+        return self._handler.restore(epath.Path(directory), given[0] if given else SafetensorsRestore(*args, **kwargs))
+
+    def metadata(self, directory: epath.PathLike) -> Any:
+        """Metadata of a directory or one file, with the tensors in `item_metadata`."""
+        if not _is_file(directory):
+            return super().metadata(directory)
+        return ocp.metadata.StepMetadata(item_metadata=self._handler.metadata(epath.Path(directory)))
+
+
+def _is_file(path: epath.PathLike) -> bool:
+    return os.path.isfile(os.fspath(path))

@@ -1,0 +1,43 @@
+"""Fresh memory to read into, in few large pieces."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+
+# XLA's CPU client takes a NumPy buffer as it is, without a copy, where its address is a multiple of this.
+ALIGNMENT = 64
+# Small enough that an array that is kept alone does not pin much besides itself, large enough that 45,000 tensors make
+# few mappings: Linux allows 65,530 by default.
+ARENA_BYTES = 128 * 2**20
+
+
+def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
+    """Zeroed, aligned uint8 buffers of `sizes` bytes, cut in order from shared anonymous mappings.
+
+    A mapping is given back when the last buffer cut from it is gone. Pages are huge where the system has them and
+    exist only once they are written to.
+    """
+    out: list[np.ndarray] = []
+    offsets: list[int] = []
+    end = 0
+    for size in (*sizes, None):
+        if size is None or (offsets and end + size > ARENA_BYTES):
+            arena = _map(end)
+            out += [arena[offset : offset + sizes[len(out) + i]] for i, offset in enumerate(offsets)]
+            offsets, end = [], 0
+        if size is not None:
+            offsets.append(end)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+    return out
+
+
+def _map(nbytes: int) -> np.ndarray:
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

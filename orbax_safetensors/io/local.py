@@ -1,0 +1,102 @@
+"""Files on a local or mounted file system, read with `preadv`: no shared position, no copy, no mapping unless asked."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.store import Stamp
+
+# Linux refuses more buffers in one call.
+_MAX_BUFFERS = 1024
+
+
+class LocalFile:
+    """A local file that is open for reading; see `store.File`."""
+
+    def __init__(self, path: str) -> None:
+        """Opens `path`; raises `StorageError` where it cannot be read or is not a regular file."""
+        self.path = path
+        try:
+            # Without O_NONBLOCK, opening a pipe would wait for its writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self.stamp = self._stamp()
+        except BaseException:
+            self.close()
+            raise
+
+    def _stamp(self) -> Stamp:
+        facts = os.fstat(self._descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise StorageError(f"{self.path}: is not a regular file")
+        return Stamp(facts.st_size, facts.st_mtime_ns, facts.st_ino)
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fills `buffers` from `offset` on. A short read is continued; the end of the file is an error."""
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        while left:
+            try:
+                count = os.preadv(self._descriptor, left[:_MAX_BUFFERS], offset)
+            except OSError as error:
+                missing = sum(buffer.nbytes for buffer in left)
+                raise StorageError(
+                    f"{self.path}: reading {missing} bytes at offset {offset} failed: {error.strerror}"
+                ) from error
+            if count == 0:
+                missing = sum(buffer.nbytes for buffer in left)
+                raise StorageError(f"{self.path}: expected {missing} more bytes at offset {offset}, found its end")
+            offset += count
+            left = list(_after(left, count))
+
+    def map(self) -> memoryview:
+        """The file as read-only memory."""
+        try:
+            return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{self.path}: cannot be mapped into memory: {error}") from error
+
+    def check(self, stamp: Stamp) -> None:
+        """Raises `StorageError` where size, modification time or inode differ from those in `stamp`."""
+        found = self._stamp()
+        if found != stamp:
+            raise StorageError(
+                f"{self.path}: changed while it was in use: expected {stamp.nbytes} bytes modified at {stamp.mtime_ns} "
+                f"ns (inode {stamp.inode}), found {found.nbytes} bytes modified at {found.mtime_ns} ns (inode "
+                f"{found.inode})"
+            )
+
+    def close(self) -> None:
+        """Closes the descriptor; mappings stay."""
+        os.close(self._descriptor)
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
+    """What is left of `buffers` once their first `count` bytes are filled."""
+    for buffer in buffers:
+        if count < buffer.nbytes:
+            yield buffer[count:] if count else buffer
+        count = max(0, count - buffer.nbytes)
+
+
+class LocalStore:
+    """The file systems of this machine; see `store.Store`."""
+
+    def list(self, path: str) -> list[str] | None:
+        """Names in the directory `path`, sorted; None where it is a file."""
+        try:
+            with os.scandir(path) as entries:
+                return sorted(entry.name for entry in entries)
+        except NotADirectoryError:
+            return None
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+
+    def open(self, path: str) -> LocalFile:
+        """Opens the file `path` for reading."""
+        return LocalFile(path)

@@ -1,0 +1,42 @@
+"""The knobs of a transfer and their defaults. They are set at the public entries; inner functions require them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from orbax_safetensors.errors import SafetensorsError
+
+
+def _default_threads() -> int:
+    # Two threads saturate memory with a warm page cache; a cold disk wants more requests in flight than that.
+    return min(16, 2 * (os.cpu_count() or 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafetensorsOptions:
+    """How bytes are moved. The defaults are meant for local disks and file systems that look like one.
+
+    Attributes:
+      alias: map files into memory and let CPU arrays share their pages wherever a shard lies in the file as it does in
+        memory, at a multiple of 64 bytes. Nothing is then read until it is used. While such an array lives, writing
+        into the file changes it and truncating the file kills the process; renaming and deleting are safe.
+      in_flight_bytes: host memory that may be held for bytes on their way to an accelerator. Arrays on CPU devices do
+        not count, because the memory that is read into is the array.
+      threads: reads that are in flight at once.
+      max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what a
+        disk reads in the time that a request takes.
+
+    Raises:
+      SafetensorsError: a number is out of range.
+    """
+
+    alias: bool = False
+    in_flight_bytes: int = 2 * 2**30
+    threads: int = _default_threads()
+    max_gap_bytes: int = 16 * 2**10
+
+    def __post_init__(self) -> None:
+        for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0)):
+            if getattr(self, name) < least:
+                raise SafetensorsError(f"SafetensorsOptions: {name} is {getattr(self, name)}, must be at least {least}")

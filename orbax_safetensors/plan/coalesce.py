@@ -1,0 +1,220 @@
+"""From the copies that read one stored tensor to the byte ranges to ask its file for.
+
+Pure arithmetic on sets of bytes. Nothing is enumerated run by run: a shard of the inner dimension is one `Runs`,
+however many rows it has. What is asked here is asked again for every tensor of the same geometry, so `gather` caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+import numpy as np
+
+from orbax_safetensors.plan.strided import Copy, Modes, Runs, keeps_order, packed, runs_of, source_runs
+
+# The longest read that goes straight to its destination. A pool of threads shares a large tensor in such pieces; below
+# about 4 MiB the work per call begins to show, above 16 MiB threads wait for one another.
+MAX_REQUEST_BYTES = 16 * 2**20
+# The longest read into a staging buffer, which is then copied out of. Small enough to stay in a core's cache between
+# the two, so that the second copy is nearly free.
+MAX_STAGED_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A copy and where its elements go: `buffer` is the position of the copy among those that were asked for."""
+
+    buffer: int
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Bytes of a tensor that are exactly the bytes of a destination, from its byte `offset` on."""
+
+    runs: Runs
+    buffer: int
+    offset: int
+
+    @property
+    def pitch(self) -> int:
+        """Size in bytes of the windows in which the packed bytes are read, where they are not one range."""
+        return _pitch(self.runs, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Bytes of a tensor that several copies, or one that reorders or casts, take what they need from.
+
+    The copies of `uses` read from the packed bytes of `runs`. `pitch` is the size in bytes of the windows in which
+    the packed bytes are read and copied.
+    """
+
+    runs: Runs
+    pitch: int
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All that is to be read of one tensor for one process; offsets are relative to the tensor's first byte.
+
+    `ranges` are contiguous, in order, and may be joined with those of a neighbouring tensor; `windowed` are read in
+    windows of their pitch. `needed_bytes` counts each byte that some copy reads once.
+    """
+
+    ranges: tuple[Direct, ...]
+    windowed: tuple[Direct | Staged, ...]
+    needed_bytes: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read, `ranges` included."""
+        return sum(reads.runs.nbytes for reads in self.ranges) + sum(reads.runs.nbytes for reads in self.windowed)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests, without those for `ranges`."""
+        return sum(_requests(reads.runs, reads.pitch) for reads in self.windowed)
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory that the longest staged window takes."""
+        staged = (reads for reads in self.windowed if isinstance(reads, Staged))
+        return max((min(reads.pitch, reads.runs.nbytes) for reads in staged), default=0)
+
+
+@lru_cache(maxsize=2**16)
+def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: int) -> Gather:
+    """Plans the reading of one tensor.
+
+    `copies` has all copies that one process makes from the tensor, and for each whether it moves bits unchanged (False
+    where it casts). `itemsize` is the stored dtype's. The runs of one copy are read as one where the gap between them
+    is at most `max_gap_bytes`; what different copies read is joined only where it touches, so that shards of the
+    leading dimension cost exactly their bytes.
+    """
+    exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], _adjoin)
+    joined = _union([(_widen(runs, max_gap_bytes), members) for runs, members in exact], _overlap)
+    ranges: list[Direct] = []
+    windowed: list[Direct | Staged] = []
+    for runs, members in joined:
+        direct = _direct(runs, members, copies, itemsize)
+        if direct is None:
+            uses = tuple(Use(index, packed(copies[index][0], runs, itemsize)) for index in members)
+            rows = [stride * itemsize for use in uses for _, stride, _ in use.copy.modes]
+            windowed.append(Staged(runs, _pitch(runs, rows), uses))
+        elif runs.modes:
+            windowed += direct
+        else:
+            ranges += direct
+    ranges.sort(key=lambda part: part.runs.begin)
+    return Gather(tuple(ranges), tuple(windowed), sum(runs.nbytes for runs, _ in exact))
+
+
+def _requests(runs: Runs, pitch: int) -> int:
+    """How many storage operations it takes to read `runs` in windows of `pitch` packed bytes."""
+    cuts = -(-runs.nbytes // pitch) - 1
+    between_runs = (runs.nbytes - 1) // lcm(pitch, runs.length)
+    return runs.count + cuts - between_runs
+
+
+def _pitch(runs: Runs, rows: Iterable[int]) -> int:
+    """Bytes of `runs` to stage at a time: whole rows or runs, as many as `MAX_STAGED_BYTES` holds.
+
+    `rows` are the strides in bytes of the copies that read the packed bytes.
+    """
+    row = max((row for row in (*rows, runs.length) if row <= MAX_STAGED_BYTES), default=MAX_STAGED_BYTES)
+    return MAX_STAGED_BYTES // row * row
+
+
+def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """First index of every group of ranges that follow one another in a file without a gap.
+
+    The ranges are in the order of the files and of their offsets, and disjoint.
+    """
+    if not begin.size:
+        return np.zeros(0, np.intp)
+    return np.flatnonzero(np.concatenate(([True], (begin[1:] != end[:-1]) | (files[1:] != files[:-1]))))
+
+
+def _direct(
+    runs: Runs, members: tuple[int, ...], copies: Sequence[tuple[Copy, bool]], itemsize: int
+) -> list[Direct] | None:
+    """`runs` as bytes that go straight to the destinations of their `members`, None where they do not."""
+    out = []
+    for index in members:
+        copy, same_bits = copies[index]
+        own = source_runs(copy, itemsize)
+        if not same_bits or not keeps_order(copy) or (own != runs and (own.modes or runs.modes)):
+            return None
+        out.append(Direct(own, index, copy.destination * itemsize))
+    # Members may overlap, or a joined gap may belong to none of them.
+    return out if sum(part.runs.nbytes for part in out) == runs.nbytes else None
+
+
+_Member = tuple[Runs, tuple[int, ...]]
+
+
+def _union(items: list[_Member], join: Callable[[Runs, Runs], Runs | None]) -> list[_Member]:
+    """Joins what `join` can join, until nothing more can be, keeping the members of what was joined."""
+    while True:
+        before = len(items)
+        for key in _ORDERS:
+            items.sort(key=lambda item: key(item[0]))
+            out: list[_Member] = []
+            for runs, members in items:
+                if out and (both := join(out[-1][0], runs)) is not None:
+                    out[-1] = (both, out[-1][1] + members)
+                else:
+                    out.append((runs, members))
+            items = out
+        if len(items) == before:
+            return items
+
+
+# Orders in which sets that can be joined stand side by side: along the run, then along each of the outer modes.
+_ORDERS: tuple[Callable[[Runs], tuple[object, ...]], ...] = (
+    lambda runs: (runs.begin, runs.end),
+    lambda runs: (runs.modes, runs.begin),
+    *(lambda runs, at=at: (runs.length, _without(runs.modes, at), runs.begin) for at in range(3)),
+)
+
+
+def _without(modes: Modes, at: int) -> Modes:
+    return modes[:at] + modes[at + 1 :]
+
+
+def _adjoin(a: Runs, b: Runs) -> Runs | None:
+    """The union of two sets, where it is exact and is itself one set."""
+    if a == b:
+        return a
+    if not a.modes and not b.modes:
+        return Runs(a.begin, max(a.end, b.end) - a.begin, ()) if a.begin <= b.begin <= a.end else None
+    if a.modes == b.modes and b.begin == a.begin + a.length:
+        return runs_of(a.begin, a.length + b.length, a.modes)
+    if a.length == b.length and len(a.modes) == len(b.modes):
+        differing = [at for at, (x, y) in enumerate(zip(a.modes, b.modes, strict=True)) if x != y]
+        for at in differing if differing else range(len(a.modes)):
+            (size, stride), (more, other) = a.modes[at], b.modes[at]
+            if len(differing) <= 1 and stride == other and b.begin == a.begin + size * stride:
+                return runs_of(a.begin, a.length, (*a.modes[:at], (size + more, stride), *a.modes[at + 1 :]))
+    return None
+
+
+def _overlap(a: Runs, b: Runs) -> Runs | None:
+    """The union of a contiguous range and a set that begins in it or right behind it."""
+    if not a.modes and b.begin <= a.end and (not b.modes or b.end <= a.end):
+        return Runs(a.begin, max(a.end, b.end) - a.begin, ())
+    return a if a == b else None
+
+
+def _widen(runs: Runs, max_gap_bytes: int) -> Runs:
+    """`runs` with every gap of at most `max_gap_bytes` between neighbouring runs read as well."""
+    length, modes = runs.length, list(runs.modes)
+    while modes and modes[-1][1] - length <= max_gap_bytes:
+        size, stride = modes.pop()
+        length += (size - 1) * stride
+    return Runs(runs.begin, length, tuple(modes))

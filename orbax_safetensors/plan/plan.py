@@ -1,0 +1,148 @@
+"""What one process reads: plain data, computed before the first byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from orbax_safetensors.plan.coalesce import (
+    MAX_REQUEST_BYTES,
+    Direct,
+    Gather,
+    Staged,
+    gather,
+    touching,
+)
+from orbax_safetensors.plan.strided import Copy
+from orbax_safetensors.plan.view import Box, View
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Memory to fill: a dense row-major array of `shape` and `dtype` whose leading corner is `box` of `view`.
+
+    `shape` is the box's own, or larger; what lies outside the box is left as it is.
+    """
+
+    view: View
+    box: Box
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether elements are moved as they are stored."""
+        return self.dtype == self.view.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """One request for file bytes `[begin, end)`, filling `(destination, offset, nbytes)` one after the other."""
+
+    file: int
+    begin: int
+    end: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a tensor that are read in windows. The tensor begins at `begin` in the file.
+
+    `destinations` has the destination for each buffer of `reads`.
+    """
+
+    file: int
+    tensor: str
+    begin: int
+    reads: Direct | Staged
+    destinations: tuple[int, ...]
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the packed bytes of `reads.runs` that are read, and copied, at a time."""
+        nbytes, pitch = self.reads.runs.nbytes, self.reads.pitch
+        for low in range(0, nbytes, pitch):
+            yield low, min(low + pitch, nbytes)
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Everything that one process reads to fill its destinations.
+
+    `needed_bytes` are those of the files that some destination holds, each counted once; `read_bytes` are those that
+    storage is asked for, in `num_requests` requests; `window_bytes` is the longest range that is staged at a time.
+    """
+
+    scatters: tuple[Scatter, ...]
+    parts: tuple[Part, ...]
+    needed_bytes: int
+    read_bytes: int
+    num_requests: int
+    window_bytes: int
+
+
+def read_plan(
+    destinations: Sequence[Destination], locate: Callable[[str], tuple[int, int]], max_gap_bytes: int
+) -> ReadPlan:
+    """Plans the filling of `destinations`.
+
+    `locate` gives for the name of a tensor the number of its file and the file offset of its first byte.
+    """
+    uses: dict[str, list[tuple[int, Copy]]] = {}
+    for number, destination in enumerate(destinations):
+        for name, copy in destination.view.copies(destination.box, destination.shape):
+            uses.setdefault(name, []).append((number, copy))
+    located = sorted((*locate(name), name) for name in uses)
+    ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, destination
+    parts: list[Part] = []
+    gathers: list[Gather] = []
+    for file, begin, name in located:
+        numbers = tuple(number for number, _ in uses[name])
+        gathered = gather(
+            tuple((copy, destinations[number].same_bits) for number, copy in uses[name]),
+            destinations[numbers[0]].view.dtype.itemsize,
+            max_gap_bytes,
+        )
+        gathers.append(gathered)
+        ranges += [(file, begin + reads.runs.begin, reads, numbers[reads.buffer]) for reads in gathered.ranges]
+        parts += [Part(file, name, begin, reads, numbers) for reads in gathered.windowed]
+    scatters = tuple(_scatters(ranges))
+    return ReadPlan(
+        scatters,
+        tuple(parts),
+        needed_bytes=sum(gathered.needed_bytes for gathered in gathers),
+        read_bytes=sum(gathered.read_bytes for gathered in gathers),
+        num_requests=len(scatters) + sum(gathered.num_requests for gathered in gathers),
+        window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
+    )
+
+
+def _scatters(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Scatter]:
+    """Ranges in file order as requests: those that touch are joined, and cut at `MAX_REQUEST_BYTES`."""
+    begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
+    end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
+    files = np.array([file for file, _, _, _ in ranges], np.int64)
+    first = touching(files, begin, end)
+    for start, stop in zip(first, [*first[1:], len(ranges)], strict=True):
+        at, group_end = int(begin[start]), int(end[stop - 1])
+        number, done = int(start), 0  # the range that is being handed out, and how much of it has been
+        while at < group_end:
+            cut = min(at + MAX_REQUEST_BYTES, group_end)
+            parts, here = [], at
+            while here < cut:
+                _, _, reads, destination = ranges[number]
+                nbytes = min(reads.runs.length - done, cut - here)
+                parts.append((destination, reads.offset + done, nbytes))
+                here, done = here + nbytes, done + nbytes
+                if done == reads.runs.length:
+                    number, done = number + 1, 0
+            yield Scatter(int(files[start]), at, cut, tuple(parts))
+            at = cut

@@ -1,0 +1,283 @@
+"""Stride arithmetic: modes, and the strided copies that every view comes down to.
+
+All arithmetic on strides in the package is in this file. It knows no names of dimensions, no dtypes and no files.
+
+A *mode* is `(size, stride)`: `size` positions, `stride` elements apart. A dimension is a tuple of modes, outermost
+first, and runs through them like the digits of an odometer; the extent of a dimension is the product of its sizes. A
+dimension of extent 1 is the empty tuple. That is the hierarchical layout of CuTe, and it is closed under splitting and
+merging dimensions, which plain strides are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+Mode = tuple[int, int]  # (size, stride), elements
+Modes = tuple[Mode, ...]  # outermost first
+CopyMode = tuple[int, int, int]  # (size, source stride, destination stride), elements
+
+
+def extent(modes: Modes) -> int:
+    """Number of positions that `modes` runs through."""
+    return prod(size for size, _ in modes)
+
+
+def merged(modes: Sequence[Mode]) -> Modes:
+    """The same positions in the fewest modes: size 1 is dropped, and a mode that continues the next is joined to it."""
+    out: list[Mode] = []
+    for size, stride in modes:
+        if size == 1:
+            continue
+        if out and out[-1][1] == size * stride:
+            out[-1] = (out[-1][0] * size, stride)
+        else:
+            out.append((size, stride))
+    return tuple(out)
+
+
+def split(modes: Modes, extents: Sequence[int]) -> list[Modes] | None:
+    """`modes` as one dimension for each of `extents`, outermost first; None where no modes can express that."""
+    rest = list(modes)
+    out: list[Modes] = []
+    for wanted in reversed(extents):
+        inner: list[Mode] = []
+        while wanted > 1:
+            size, stride = rest.pop()
+            if wanted % size == 0:
+                inner.append((size, stride))
+                wanted //= size
+            elif size % wanted == 0:
+                inner.append((wanted, stride))
+                rest.append((size // wanted, stride * wanted))
+                wanted = 1
+            else:
+                return None
+        out.append(merged(inner[::-1]))
+    return out[::-1]
+
+
+def subrange(modes: Modes, start: int, stop: int) -> Iterator[tuple[int, int, Modes]]:
+    """Positions `[start, stop)` of a dimension as `(first position, offset of it, modes)`, in order.
+
+    A range that cuts through the digits of the odometer needs several pieces: at most `2 * len(modes) - 1`.
+    """
+    if start >= stop:
+        return
+    if not modes:
+        yield 0, 0, ()
+        return
+    (size, stride), inner = modes[0], modes[1:]
+    step = extent(inner)
+    if start == 0 and stop == size * step:
+        yield 0, 0, modes
+        return
+    if not inner:
+        yield start, start * stride, merged(((stop - start, stride),))
+        return
+    first, last = start // step, (stop - 1) // step
+    whole_first, whole_last = -(-start // step), stop // step  # digits that are covered from end to end
+    if first == last or start % step:
+        for at, offset, part in subrange(inner, start % step, min(stop - first * step, step)):
+            yield first * step + at, first * stride + offset, part
+    if whole_first < whole_last:
+        part = merged(((whole_last - whole_first, stride), *inner))
+        yield whole_first * step, whole_first * stride, part
+    if first != last and stop % step:
+        for at, offset, part in subrange(inner, 0, stop % step):
+            yield last * step + at, last * stride + offset, part
+
+
+def every(modes: Modes, start: int, step: int, count: int) -> Iterator[tuple[int, int, Modes]]:
+    """Positions `start, start + step, ...` (`count` of them) as `(how many before, offset, modes)`, in order.
+
+    Over a single mode that is one piece. Over several there is a piece for each turn of the innermost digit, unless
+    `step` is 1.
+    """
+    if step == 1:
+        for at, offset, part in subrange(modes, start, start + count):
+            yield at - start, offset, part
+        return
+    size, stride = modes[-1] if modes else (1, 0)
+    done = 0
+    while done < count:
+        turn, digit = divmod(start + done * step, size)
+        here = min(count - done, -(-(size - digit) // step))
+        (_, offset, _) = next(subrange(modes[:-1], turn, turn + 1))
+        yield done, offset + digit * stride, merged(((here, stride * step),))
+        done += here
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One strided copy from a stored tensor into a dense destination.
+
+    Offsets and strides count elements, of the stored dtype on the source side and of the destination's on the other,
+    because a cast changes the size of an element. `modes` is outermost first in the order of the destination.
+
+    On the source side modes nest: sorted by stride, each is at least as long as all that lies inside it. Views cannot
+    make others, since they only split, merge, drop and reorder the digits of a row-major tensor.
+    """
+
+    source: int
+    destination: int
+    modes: tuple[CopyMode, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that are copied."""
+        return prod(size for size, _, _ in self.modes)
+
+    def shifted(self, distance: int) -> Copy:
+        """The same copy from a source whose elements lie `distance` elements further on."""
+        return Copy(self.source + distance, self.destination, self.modes)
+
+    def within(self, low: int, high: int) -> Iterator[Copy]:
+        """The part that reads source elements `[low, high)`, at most `2 * len(modes) - 1` copies."""
+        modes = sorted(self.modes, key=lambda mode: -mode[1])
+        yield from _within(self.source, self.destination, modes, low, high)
+
+
+def _within(source: int, destination: int, modes: list[CopyMode], low: int, high: int) -> Iterator[Copy]:
+    """`Copy.within` on modes that are sorted by descending source stride."""
+    last = source + sum((size - 1) * stride for size, stride, _ in modes)
+    if high <= source or low > last:
+        return
+    if low <= source and last < high:
+        yield Copy(source, destination, _by_destination(modes))
+        return
+    (size, stride, step), inner = modes[0], modes[1:]
+    inside = last - source - (size - 1) * stride  # from the first to the last element of one position of this mode
+    # Positions [first, stop) of this mode lie wholly in the range; those beside them are cut by its ends.
+    first = min(max(-((source - low) // stride), 0), size)
+    stop = max(min((high - 1 - inside - source) // stride + 1, size), first)
+    cut_low = max((low - source) // stride, 0)
+    cut_high = min((high - 1 - source) // stride + 1, size)
+    for at in range(cut_low, min(first, cut_high)):
+        yield from _within(source + at * stride, destination + at * step, inner, low, high)
+    if stop > first:
+        yield Copy(
+            source + first * stride, destination + first * step, _by_destination([(stop - first, stride, step), *inner])
+        )
+    for at in range(max(stop, min(first, cut_high)), cut_high):
+        yield from _within(source + at * stride, destination + at * step, inner, low, high)
+
+
+def _by_destination(modes: Sequence[CopyMode]) -> tuple[CopyMode, ...]:
+    return tuple(sorted((mode for mode in modes if mode[0] > 1), key=lambda mode: -mode[2]))
+
+
+def copy_modes(dims: Sequence[Modes], strides: Sequence[int]) -> tuple[CopyMode, ...]:
+    """Source dimensions paired with the destination's stride for each, in the fewest modes."""
+    out: list[CopyMode] = []
+    for modes, step in zip(dims, strides, strict=True):
+        inner = extent(modes)
+        for size, stride in modes:
+            inner //= size
+            here = (size, stride, inner * step)
+            if out and out[-1][1] == size * stride and out[-1][2] == size * here[2]:
+                out[-1] = (out[-1][0] * size, stride, here[2])
+            elif size > 1:
+                out.append(here)
+    return tuple(out)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous array of `shape`."""
+    out = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        out[axis] = out[axis + 1] * shape[axis + 1]
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A set of bytes: runs of `length` bytes, repeated over `modes`.
+
+    `begin` and the strides are bytes. Modes nest and are ordered by descending stride, so that runs neither touch nor
+    overlap; `modes == ()` is one contiguous range. The *packed* bytes are those of all runs in order, without gaps.
+    """
+
+    begin: int
+    length: int
+    modes: Modes
+
+    @property
+    def count(self) -> int:
+        """Number of runs."""
+        return extent(self.modes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all runs together, gaps excluded."""
+        return self.length * self.count
+
+    @property
+    def end(self) -> int:
+        """Where the last run ends: the set lies in `[begin, end)`."""
+        return self.begin + self.length + sum((size - 1) * stride for size, stride in self.modes)
+
+    def position(self, distance: int) -> int:
+        """How far apart two packed bytes are that lie `distance` bytes apart, as a multiple of the strides."""
+        packed, step = 0, self.nbytes
+        for size, stride in self.modes:
+            step //= size
+            digits, distance = divmod(distance, stride)
+            packed += digits * step
+        return packed + distance
+
+    def pieces(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Where packed bytes `[low, high)` lie: `(begin, length)` of each run or part of one, in order."""
+        while low < high:
+            index, inside = divmod(low, self.length)
+            begin = self.begin + inside
+            for size, stride in reversed(self.modes):
+                index, digit = divmod(index, size)
+                begin += digit * stride
+            length = min(self.length - inside, high - low)
+            yield begin, length
+            low += length
+
+
+def runs_of(begin: int, length: int, modes: Sequence[Mode]) -> Runs | None:
+    """`Runs` in its normal form, from modes in any order; None where they do not nest."""
+    out: list[Mode] = []
+    inside = length
+    for size, stride in sorted((mode for mode in modes if mode[0] > 1), key=lambda mode: mode[1]):
+        if stride < inside:
+            return None
+        if stride == inside and not out:
+            length = inside = size * stride
+        else:
+            out.append((size, stride))
+            inside += (size - 1) * stride
+    return Runs(begin, length, merged(out[::-1]))
+
+
+def source_runs(copy: Copy, itemsize: int) -> Runs:
+    """The bytes that `copy` reads, relative to the tensor's first byte."""
+    runs = runs_of(copy.source * itemsize, itemsize, [(size, stride * itemsize) for size, stride, _ in copy.modes])
+    assert runs is not None, copy  # the modes of a copy nest
+    return runs
+
+
+def packed(copy: Copy, runs: Runs, itemsize: int) -> Copy:
+    """`copy` reading from the packed bytes of `runs`, which hold all that it reads, instead of from the tensor."""
+
+    def elements(distance: int) -> int:
+        return runs.position(distance * itemsize) // itemsize
+
+    source = runs.position(copy.source * itemsize - runs.begin) // itemsize
+    modes = tuple((size, elements(stride), step) for size, stride, step in copy.modes)
+    return Copy(source, copy.destination, modes)
+
+
+def keeps_order(copy: Copy) -> bool:
+    """Whether the destination holds the elements that `copy` reads contiguously and in their stored order."""
+    inside = 1
+    for size, _, step in sorted(copy.modes, key=lambda mode: mode[1]):
+        if step != inside:
+            return False
+        inside *= size
+    return True

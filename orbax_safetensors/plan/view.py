@@ -1,0 +1,316 @@
+"""`View`: stored tensors seen through NumPy's words, in one normal form.
+
+Nothing is read here. A view is composed lazily and asked for the copies that fill any box of it.
+
+The normal form is a list of pieces: boxes that tile the view's index domain, each an affine map into one stored tensor
+(an offset and, for every dimension, its modes; see `strided`). Every operation maps pieces to pieces, so a composition
+is as cheap to ask as a plain tensor.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.plan.strided import (
+    Copy,
+    Modes,
+    copy_modes,
+    every,
+    extent,
+    merged,
+    row_major,
+    split,
+    subrange,
+)
+
+_T = TypeVar("_T")
+Box = tuple[tuple[int, int], ...]  # for every dimension a half-open range
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
+
+    tensor: str
+    start: tuple[int, ...]  # where the box begins in the view's domain
+    offset: int  # of the box's first element in the tensor
+    dims: tuple[Modes, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """A lazily composed array over stored tensors.
+
+    `shape` and `dtype` are those of the array that the view stands for; all its tensors are stored with `dtype`.
+    Operations return new views and follow NumPy's function of the same name; those that NumPy cannot do raise
+    `MappingError`, as does a reshape that is not affine in the stored tensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
+        """The stored tensor `name` as it is."""
+        shape = tuple(shape)
+        dims = tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
+        piece = Piece(name, (0,) * len(shape), 0, dims)
+        return View(shape, dtype, (piece,) if prod(shape) else ())
+
+    def transpose(self, axes: Sequence[int] | None = None) -> View:
+        """Permutes the dimensions; reverses them where `axes` is not given."""
+        order = tuple(range(len(self.shape)))[::-1] if axes is None else tuple(axes)
+        if sorted(order) != list(range(len(self.shape))):
+            raise MappingError(f"{self}: transpose{order} is not a permutation of its {len(self.shape)} dimensions")
+        pieces = (
+            replace(p, start=tuple(p.start[a] for a in order), dims=tuple(p.dims[a] for a in order))
+            for p in self.pieces
+        )
+        return View(tuple(self.shape[a] for a in order), self.dtype, tuple(pieces))
+
+    def slice(self, *slices: builtins.slice) -> View:
+        """Takes `slices` of the leading dimensions. Steps are positive; ranges are clipped as NumPy clips them."""
+        if len(slices) > len(self.shape):
+            raise MappingError(f"{self}: {len(slices)} slices for {len(self.shape)} dimensions")
+        view = self
+        for axis, taken in enumerate(slices):
+            view = view._slice_axis(axis, taken)
+        return view
+
+    def _slice_axis(self, axis: int, taken: builtins.slice) -> View:
+        start, stop, step = taken.indices(self.shape[axis])
+        if step < 1:
+            raise MappingError(f"{self}: slice step {step} on dimension {axis}; a step must be positive")
+        count = len(range(start, stop, step))
+        pieces = []
+        for piece in self.pieces:
+            begin = piece.start[axis]
+            end = begin + extent(piece.dims[axis])
+            first = max(0, -(-(begin - start) // step))  # the first taken position that lies in the piece
+            here = min(count, -(-(end - start) // step)) - first
+            for done, offset, modes in every(piece.dims[axis], start + first * step - begin, step, max(0, here)):
+                pieces.append(
+                    replace(
+                        piece,
+                        start=_with(piece.start, axis, first + done),
+                        offset=piece.offset + offset,
+                        dims=_with(piece.dims, axis, modes),
+                    )
+                )
+        return View(_with(self.shape, axis, count), self.dtype, tuple(pieces))
+
+    def reshape(self, shape: Sequence[int]) -> View:
+        """Splits and merges dimensions in row-major order; one size may be -1.
+
+        Raises `MappingError` where the sizes do not match, or where a new dimension would have to run through a stored
+        tensor in steps that are not constant.
+        """
+        shape = self._complete(tuple(shape))
+        pieces = self.pieces
+        for old, new in _groups(self.shape, shape):
+            before, after = old.start, len(shape) - new.stop
+            regrouped = []
+            for piece in pieces:
+                for start, offset, dims in self._regroup(piece, before, self.shape[old], shape[new], shape):
+                    regrouped.append(
+                        Piece(
+                            piece.tensor,
+                            piece.start[:before] + start + piece.start[len(piece.start) - after :],
+                            piece.offset + offset,
+                            piece.dims[:before] + dims + piece.dims[len(piece.dims) - after :],
+                        )
+                    )
+            pieces = tuple(regrouped)
+        return View(shape, self.dtype, pieces)
+
+    def _complete(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """`shape` with its -1 filled in; checked to hold as many elements as the view."""
+        elements, known = prod(self.shape), prod(size for size in shape if size != -1)
+        if shape.count(-1) == 1 and known and elements % known == 0:
+            shape = tuple(elements // known if size == -1 else size for size in shape)
+        if min(shape, default=0) < 0 or prod(shape) != elements:
+            raise MappingError(f"{self}: {elements} elements cannot be reshaped to {shape}")
+        return shape
+
+    def _regroup(
+        self, piece: Piece, axis: int, old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], int, tuple[Modes, ...]]]:
+        """The dimensions `old` of a piece, which begin at `axis`, as boxes over the dimensions `new`.
+
+        Yields `(start, offset, dims)` for each. `old` and `new` have the same number of elements.
+        """
+        dims = piece.dims[axis : axis + len(old)]
+        for first, offset, modes in _rows(piece.start[axis : axis + len(old)], dims, old):
+            todo = [(first, offset, modes)]
+            while todo:
+                first, offset, modes = todo.pop()
+                boxes = list(_boxes(first, first + extent(modes), new))
+                if len(boxes) == 1:
+                    ((start, box_shape),) = boxes
+                    parts = split(modes, box_shape)
+                    if parts is None:
+                        raise MappingError(
+                            f"{self}: reshape to {shape} is not affine in {piece.tensor!r}: dimensions of sizes {old} "
+                            f"run through it as (size, stride) = {modes}, which sizes {new} cut across"
+                        )
+                    yield start, offset, tuple(parts)
+                    continue
+                done = 0
+                for _, box_shape in boxes:
+                    end = done + prod(box_shape)
+                    todo += [(first + at, offset + o, part) for at, o, part in subrange(modes, done, end)]
+                    done = end
+
+    @staticmethod
+    def stack(views: Sequence[View], axis: int = 0) -> View:
+        """Joins views of one shape along a new dimension at `axis`."""
+        _check_alike(views, "stack", [view.shape for view in views])
+        axis = _check_axis(views[0], axis, len(views[0].shape) + 1)
+        return View.concatenate(
+            [view.reshape(view.shape[:axis] + (1,) + view.shape[axis:]) for view in views], axis=axis
+        )
+
+    @staticmethod
+    def concatenate(views: Sequence[View], axis: int = 0) -> View:
+        """Joins views along the existing dimension `axis`; their other dimensions agree."""
+        if views:
+            axis = _check_axis(views[0], axis, len(views[0].shape))
+        _check_alike(views, "concatenate", [(*view.shape[:axis], -1, *view.shape[axis + 1 :]) for view in views])
+        pieces, at = [], 0
+        for view in views:
+            for piece in view.pieces:
+                pieces.append(replace(piece, start=_with(piece.start, axis, piece.start[axis] + at)))
+            at += view.shape[axis]
+        return View(_with(views[0].shape, axis, at), views[0].dtype, tuple(pieces))
+
+    def copies(self, box: Box, shape: Sequence[int]) -> list[tuple[str, Copy]]:
+        """The copies that fill the leading corner of a dense row-major array of `shape` with `box` of the view.
+
+        Each comes with the name of the stored tensor that it reads.
+        """
+        strides = row_major(shape)
+        out = []
+        for piece in self.pieces:
+            cuts = []
+            for (low, high), begin, modes in zip(box, piece.start, piece.dims, strict=True):
+                # (where in the box, offset in the tensor, modes)
+                cut = [
+                    (begin + at - low, offset, part)
+                    for at, offset, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
+                ]
+                if not cut:
+                    break
+                cuts.append(cut)
+            else:
+                for parts in product(*cuts):
+                    copy = Copy(
+                        piece.offset + sum(offset for _, offset, _ in parts),
+                        sum(at * stride for (at, _, _), stride in zip(parts, strides, strict=True)),
+                        copy_modes([modes for _, _, modes in parts], strides),
+                    )
+                    out.append((piece.tensor, copy))
+        return out
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors, in the order in which the view first meets them."""
+        return tuple(dict.fromkeys(piece.tensor for piece in self.pieces))
+
+    def __str__(self) -> str:
+        shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
+        return f"view {self.shape} of [{shown}]"
+
+
+def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
+    """`values` with the one at `axis` replaced."""
+    out = list(values)
+    out[axis] = value
+    return tuple(out)
+
+
+def _check_alike(views: Sequence[View], operation: str, shapes: Sequence[tuple[int, ...]]) -> None:
+    if not views:
+        raise MappingError(f"{operation} of no views")
+    for view, shape in zip(views, shapes, strict=True):
+        if shape != shapes[0] or view.dtype != views[0].dtype:
+            raise MappingError(f"{operation}: {view} of {view.dtype} does not fit {views[0]} of {views[0].dtype}")
+
+
+def _check_axis(view: View, axis: int, rank: int) -> int:
+    if not -rank <= axis < rank:
+        raise MappingError(f"{view}: axis {axis} is out of range")
+    return axis % rank
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """The shortest runs of old and new dimensions that hold the same number of elements, innermost first.
+
+    Both shapes hold the same number of elements. Innermost first, because then the dimensions before a group still
+    have their old positions when it is replaced.
+    """
+    if prod(old) == 0:
+        return [(slice(0, len(old)), slice(0, len(new)))]
+    groups = []
+    old_end, new_end = len(old), len(new)
+    while old_end or new_end:
+        old_begin, new_begin = max(old_end - 1, 0), max(new_end - 1, 0)
+        while (a := prod(old[old_begin:old_end])) != (b := prod(new[new_begin:new_end])):
+            if a < b:
+                old_begin -= 1
+            else:
+                new_begin -= 1
+        groups.append((slice(old_begin, old_end), slice(new_begin, new_end)))
+        old_end, new_end = old_begin, new_begin
+    return groups
+
+
+def _rows(start: tuple[int, ...], dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int, Modes]]:
+    """A box of `shape` as ranges of the flattened `shape`: `(first position, offset, modes)` for each.
+
+    One range where every dimension but the outermost that counts is covered from end to end.
+    """
+    strides = row_major(shape)
+    inner = len(shape)
+    while inner and extent(dims[inner - 1]) == shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    modes = merged([mode for dim in dims[inner:] for mode in dim])
+    first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+    for index in product(*(range(extent(dim)) for dim in dims[:inner])):
+        flat, offset = first, 0
+        for at, dim, stride in zip(index, dims[:inner], strides, strict=False):
+            ((_, step, _),) = subrange(dim, at, at + 1)
+            flat, offset = flat + at * stride, offset + step
+        yield flat, offset, modes
+
+
+def _boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Positions `[first, last)` of the flattened `shape` as boxes of it, in order: `(start, shape)` for each."""
+    if not shape:
+        yield (), ()
+        return
+    inner = prod(shape[1:])
+    head, tail = first // inner, (last - 1) // inner
+    if head == tail:
+        for start, box in _boxes(first - head * inner, last - head * inner, shape[1:]):
+            yield (head, *start), (1, *box)
+        return
+    if first % inner:
+        for start, box in _boxes(first % inner, inner, shape[1:]):
+            yield (head, *start), (1, *box)
+        head += 1
+    if head < last // inner:
+        yield (head, *(0 for _ in shape[1:])), (last // inner - head, *shape[1:])
+    if last % inner:
+        for start, box in _boxes(0, last % inner, shape[1:]):
+            yield (tail, *start), (1, *box)

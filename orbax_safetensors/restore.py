@@ -1,0 +1,184 @@
+"""Restoring: targets to a plan, the plan's bytes into memory, the memory into leaves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_safetensors import arrays
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.io.arena import ALIGNMENT, allocate
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.plan import Destination, read_plan
+from orbax_safetensors.plan.strided import keeps_order
+from orbax_safetensors.targets import Target
+from orbax_safetensors.transfer import Reader
+
+logger = logging.getLogger(__name__)
+
+# jax.monitoring scalars, one of each for a restore and process; the names are those of Orbax's own loader.
+EVENT_BYTES_READ = "/jax/orbax/read/safetensors/bytes_read"
+EVENT_NUM_READS = "/jax/orbax/read/safetensors/num_reads"
+EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """A target and what this process has to fill of it: a destination and, once it is there, memory for each box."""
+
+    target: Target
+    destinations: tuple[Destination, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(destination.nbytes for destination in self.destinations)
+
+    @property
+    def on_host(self) -> bool:
+        return self.target.sharding is None or arrays.on_host(arrays.plain(self.target.sharding))
+
+
+def destinations(target: Target) -> tuple[Destination, ...]:
+    """The memory that this process fills for a target, one for each distinct box."""
+    out = []
+    for box in target.local_boxes():
+        stored = tuple(
+            (min(start, size), min(stop, size)) for (start, stop), size in zip(box, target.view.shape, strict=True)
+        )
+        out.append(Destination(target.view, stored, tuple(stop - start for start, stop in box), target.dtype))
+    return tuple(out)
+
+
+def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
+    """Fills `targets` with what this process holds of them.
+
+    Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory (or one leaf, where that
+    is more); arrays in host memory are read straight into place.
+
+    Raises:
+      TensorMismatchError: a cast that nobody asked for would change values.
+      StorageError: bytes cannot be read, or a file changed. Then nothing is returned, and no file or thread stays.
+    """
+    started = time.perf_counter()
+    fills = [_Fill(target, destinations(target)) for target in targets]
+    # In the order of the files, so that a disk reads forward and each batch is one stretch of it.
+    order = sorted(range(len(fills)), key=lambda at: _first_location(checkpoint, fills[at]))
+    values: list[Any] = [None] * len(fills)
+    in_flight: deque[tuple[list[jax.Array], int]] = deque()
+    held = num_reads = 0
+    with Reader(checkpoint.open_file, options.threads) as reader:
+        for batch in _batches([(at, fills[at]) for at in order], options.in_flight_bytes // 2):
+            leaving = sum(fill.nbytes for _, fill in batch if not fill.on_host)
+            while in_flight and held + leaving > options.in_flight_bytes:
+                transferred, nbytes = in_flight.popleft()
+                jax.block_until_ready(transferred)
+                held -= nbytes
+            memory, reads = _read(checkpoint, reader, [fill for _, fill in batch], options)
+            num_reads += reads
+            for at, fill in batch:
+                values[at] = _value(fill, memory[: len(fill.destinations)])
+                del memory[: len(fill.destinations)]
+            if leaving:
+                in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
+                held += leaving
+        reader.check({number: file.stamp for number, file in enumerate(checkpoint.files)})
+        counters = reader.counters
+    jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.read_bytes))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(num_reads))
+    jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
+    seconds = time.perf_counter() - started
+    logger.info(
+        "Restored %d arrays from %s: %d bytes read in %d requests, %.2f s, %.2f GB/s",
+        len(targets),
+        checkpoint.path,
+        counters.read_bytes,
+        counters.num_requests,
+        seconds,
+        counters.read_bytes / max(seconds, 1e-9) / 1e9,
+    )
+    return values
+
+
+def _first_location(checkpoint: Checkpoint, fill: _Fill) -> tuple[int, int]:
+    return min((checkpoint.location(name) for name in fill.target.view.tensors), default=(0, 0))
+
+
+def _batches(fills: Sequence[tuple[int, _Fill]], batch_bytes: int) -> Iterator[list[tuple[int, _Fill]]]:
+    """`fills` in order, cut where the bytes for accelerators exceed `batch_bytes`."""
+    batch: list[tuple[int, _Fill]] = []
+    leaving = 0
+    for at, fill in fills:
+        nbytes = 0 if fill.on_host else fill.nbytes
+        if batch and leaving + nbytes > batch_bytes:
+            yield batch
+            batch, leaving = [], 0
+        batch.append((at, fill))
+        leaving += nbytes
+    if batch:
+        yield batch
+
+
+def _read(
+    checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], options: SafetensorsOptions
+) -> tuple[list[np.ndarray], int]:
+    """Memory for every destination of `fills`, filled, and the number of requests that were planned for it."""
+    wanted = [destination for fill in fills for destination in fill.destinations]
+    memory: list[np.ndarray | None] = [None] * len(wanted)
+    if options.alias:
+        sharable = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.destinations]
+        memory = [
+            _mapped(checkpoint, reader, destination) if share else None
+            for destination, share in zip(wanted, sharable, strict=True)
+        ]
+    left = [at for at, mapped in enumerate(memory) if mapped is None]
+    fresh = allocate([wanted[at].nbytes for at in left])
+    plan = read_plan([wanted[at] for at in left], checkpoint.location, options.max_gap_bytes)
+    lossless = [fill.target.lossless for fill in fills for _ in fill.destinations]
+    reader.run(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
+    for at, buffer in zip(left, fresh, strict=True):
+        memory[at] = buffer
+    return [buffer for buffer in memory if buffer is not None], plan.num_requests
+
+
+def _mapped(checkpoint: Checkpoint, reader: Reader, destination: Destination) -> np.ndarray | None:
+    """The destination's bytes where they lie in the file, None where they do not lie there as memory needs them."""
+    copies = destination.view.copies(destination.box, destination.shape)
+    if len(copies) != 1 or not destination.same_bits:
+        return None
+    ((name, copy),) = copies
+    dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
+    file, begin = checkpoint.location(name)
+    begin += copy.source * destination.dtype.itemsize
+    nbytes = copy.elements * destination.dtype.itemsize
+    if not dense or not keeps_order(copy) or nbytes != destination.nbytes or begin % ALIGNMENT:
+        return None
+    return np.frombuffer(reader.map(file), np.uint8, nbytes, begin)
+
+
+def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
+    """The leaf made of its filled memory."""
+    target = fill.target
+    shards = [
+        buffer.view(target.dtype).reshape(destination.shape)
+        for buffer, destination in zip(memory, fill.destinations, strict=True)
+    ]
+    if target.sharding is not None:
+        boxes = dict(zip(target.local_boxes(), shards, strict=True))
+        return arrays.assemble(target.sharding, target.shape, target.dtype, boxes)
+    (array,) = shards
+    return array if target.kind is np.ndarray else _scalar(target, array.item())
+
+
+def _scalar(target: Target, value: Any) -> Any:
+    converted = target.kind(value)
+    if converted != value and value == value:  # NaN is a float as good as any
+        raise TensorMismatchError(f"{target.name!r}: {value!r} cannot be restored as {target.kind.__name__}")
+    return converted

@@ -1,0 +1,23 @@
+"""Eight simulated CPU devices and one hypothesis profile for all tests."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis  # noqa: E402  (the environment has to be set before jax starts)
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Shared machines stall for longer than any deadline.
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    """Eight devices as a 2 x 4 mesh with the axes `x` and `y`."""
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
