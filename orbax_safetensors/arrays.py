@@ -20,7 +20,8 @@ from orbax_safetensors.plan.view import Box
 
 def default_sharding() -> jax.sharding.Sharding:
     """JAX's default device, where an array goes that nobody gave a sharding."""
-    return jax.device_put(np.zeros(())).sharding
+    sharding: jax.sharding.Sharding = jax.device_put(np.zeros(())).sharding
+    return sharding
 
 
 def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:

@@ -96,8 +96,8 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
     is at most `max_gap_bytes`; what different copies read is joined only where it touches, so that shards of the
     leading dimension cost exactly their bytes.
     """
-    exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], _adjoin)
-    joined = _union([(_widen(runs, max_gap_bytes), members) for runs, members in exact], _overlap)
+    exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)])
+    joined = _disjoint([(_widen(runs, max_gap_bytes), members) for runs, members in exact])
     ranges: list[Direct] = []
     windowed: list[Direct | Staged] = []
     for runs, members in joined:
@@ -158,15 +158,15 @@ def _direct(
 _Member = tuple[Runs, tuple[int, ...]]
 
 
-def _union(items: list[_Member], join: Callable[[Runs, Runs], Runs | None]) -> list[_Member]:
-    """Joins what `join` can join, until nothing more can be, keeping the members of what was joined."""
+def _union(items: list[_Member]) -> list[_Member]:
+    """The same bytes in as few sets as can be found, each with the members of those that went into it."""
     while True:
         before = len(items)
         for key in _ORDERS:
             items.sort(key=lambda item: key(item[0]))
             out: list[_Member] = []
             for runs, members in items:
-                if out and (both := join(out[-1][0], runs)) is not None:
+                if out and (both := _adjoin(out[-1][0], runs)) is not None:
                     out[-1] = (both, out[-1][1] + members)
                 else:
                     out.append((runs, members))
@@ -204,11 +204,39 @@ def _adjoin(a: Runs, b: Runs) -> Runs | None:
     return None
 
 
+def _disjoint(items: list[_Member]) -> list[_Member]:
+    """Joins sets that have bytes in common, which happens once gaps belong to them, and ranges that touch."""
+    while True:
+        items.sort(key=lambda item: (item[0].begin, item[0].end))
+        ranges: list[_Member] = []
+        scattered: list[_Member] = []
+        for runs, members in items:
+            # Ranges are in order and disjoint: only the last can reach this one.
+            for others, at in (*((scattered, at) for at in range(len(scattered))), (ranges, len(ranges) - 1)):
+                if at >= 0 and (both := _overlap(others[at][0], runs)) is not None:
+                    joined = (both, others.pop(at)[1] + members)
+                    break
+            else:
+                joined = (runs, members)
+            (scattered if joined[0].modes else ranges).append(joined)
+        if len(ranges) + len(scattered) == len(items):
+            return ranges + scattered
+        items = ranges + scattered
+
+
 def _overlap(a: Runs, b: Runs) -> Runs | None:
-    """The union of a contiguous range and a set that begins in it or right behind it."""
-    if not a.modes and b.begin <= a.end and (not b.modes or b.end <= a.end):
-        return Runs(a.begin, max(a.end, b.end) - a.begin, ())
-    return a if a == b else None
+    """One set that holds two that have bytes in common, or two ranges that touch; None for others."""
+    if a == b:
+        return a
+    if a.modes and b.modes and a.modes[0] == b.modes[0]:
+        (size, stride), *_ = a.modes
+        inner = _overlap(Runs(a.begin, a.length, a.modes[1:]), Runs(b.begin, b.length, b.modes[1:]))
+        return None if inner is None else runs_of(inner.begin, inner.length, ((size, stride), *inner.modes))
+    if a.modes and b.modes:
+        return None
+    first, last = min(a.begin, b.begin), max(a.end, b.end)
+    touching = a.end == b.begin if not (a.modes or b.modes) else False
+    return Runs(first, last - first, ()) if touching or (a.meets(b.begin, b.end) and b.meets(a.begin, a.end)) else None
 
 
 def _widen(runs: Runs, max_gap_bytes: int) -> Runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -130,8 +131,7 @@ def _scatters(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Scatte
     begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
     end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
     files = np.array([file for file, _, _, _ in ranges], np.int64)
-    first = touching(files, begin, end)
-    for start, stop in zip(first, [*first[1:], len(ranges)], strict=True):
+    for start, stop in pairwise([*touching(files, begin, end), len(ranges)]):
         at, group_end = int(begin[start]), int(end[stop - 1])
         number, done = int(start), 0  # the range that is being handed out, and how much of it has been
         while at < group_end:

@@ -76,15 +76,15 @@ def subrange(modes: Modes, start: int, stop: int) -> Iterator[tuple[int, int, Mo
     if not inner:
         yield start, start * stride, merged(((stop - start, stride),))
         return
-    first, last = start // step, (stop - 1) // step
-    whole_first, whole_last = -(-start // step), stop // step  # digits that are covered from end to end
-    if first == last or start % step:
-        for at, offset, part in subrange(inner, start % step, min(stop - first * step, step)):
-            yield first * step + at, first * stride + offset, part
-    if whole_first < whole_last:
-        part = merged(((whole_last - whole_first, stride), *inner))
-        yield whole_first * step, whole_first * stride, part
-    if first != last and stop % step:
+    # Digits [first, last) of the outermost mode are covered from end to end; those beside them in part.
+    first, last = -(-start // step), stop // step
+    if start % step:
+        outer, end = start // step, min(stop - start // step * step, step)
+        for at, offset, part in subrange(inner, start % step, end):
+            yield outer * step + at, outer * stride + offset, part
+    if first < last:
+        yield first * step, first * stride, merged(((last - first, stride), *inner))
+    if stop % step and last >= first:
         for at, offset, part in subrange(inner, 0, stop % step):
             yield last * step + at, last * stride + offset, part
 
@@ -226,6 +226,20 @@ class Runs:
             digits, distance = divmod(distance, stride)
             packed += digits * step
         return packed + distance
+
+    def meets(self, low: int, high: int) -> bool:
+        """Whether any of the bytes lies in `[low, high)`."""
+        if high <= self.begin or self.end <= low:
+            return False
+        if not self.modes:
+            return True
+        (size, stride), inner = self.modes[0], self.modes[1:]
+        first = max((low - self.begin) // stride, 0)
+        last = min((high - 1 - self.begin) // stride, size - 1)
+        # Positions between the first and the last lie wholly in the range.
+        return last - first > 1 or any(
+            Runs(self.begin + at * stride, self.length, inner).meets(low, high) for at in (first, last)
+        )
 
     def pieces(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Where packed bytes `[low, high)` lie: `(begin, length)` of each run or part of one, in order."""

@@ -1,0 +1,122 @@
+"""Meshes and partitions as they are written on a command line, and a partition for those who wrote none.
+
+Plain data without JAX, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Axes = tuple[tuple[str, ...], ...]
+"""For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
+
+
+class UsageError(argparse.ArgumentTypeError):
+    """The command line asks for something that cannot be."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One `--spec`: tensors whose name `pattern` is found in are sharded by `axes`. `text` is as it was written."""
+
+    text: str
+    pattern: re.Pattern[str]
+    axes: Axes
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`data=2,model=4` as axis sizes by name."""
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"expected NAME=SIZE,... as in data=2,model=4, found {text!r}")
+        if name in mesh:
+            raise UsageError(f"the axis {name!r} is there twice in {text!r}")
+        mesh[name] = int(size)
+    return mesh
+
+
+def parse_rule(text: str) -> Rule:
+    """`REGEX=axes`. The regex may hold `=`, the axes may not."""
+    regex, equals, spec = text.rpartition("=")
+    if not equals:
+        raise UsageError(f"expected REGEX=AXES as in 'kernel$=data,model', found {text!r}")
+    try:
+        pattern = re.compile(regex)
+    except re.error as error:
+        raise UsageError(f"{regex!r} is not a regular expression: {error}") from error
+    entries = spec.split(",") if spec else []
+    axes = tuple(() if entry in ("", "-") else tuple(entry.split("+")) for entry in entries)
+    used = [axis for entry in axes for axis in entry]
+    if not all(axis.isidentifier() for axis in used):
+        raise UsageError(f"expected for every dimension -, AXIS or AXIS+AXIS in {spec!r} of {text!r}")
+    if len(set(used)) < len(used):
+        raise UsageError(f"a mesh axis is there twice in {spec!r} of {text!r}")
+    return Rule(text, pattern, axes)
+
+
+def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
+    """The axes of every tensor: those of the first rule whose regex is found in its name, none where there is none.
+
+    Raises `UsageError` where a rule names an axis that the mesh does not have, has more dimensions than a tensor that
+    it is for, or is for no tensor.
+    """
+    for rule in rules:
+        for axis in (axis for entry in rule.axes for axis in entry):
+            if axis not in mesh:
+                raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
+    out: dict[str, Axes] = {}
+    unused = dict.fromkeys(rules)
+    for name, shape in shapes.items():
+        rule = next((rule for rule in rules if rule.pattern.search(name)), None)
+        unused.pop(rule, None) if rule else None
+        if rule and len(rule.axes) > len(shape):
+            raise UsageError(
+                f"--spec {rule.text!r}: names {len(rule.axes)} dimensions, the tensor {name!r} of shape {shape} has "
+                f"{len(shape)}"
+            )
+        out[name] = rule.axes if rule else ()
+    for rule in unused:
+        taken = sum(1 for name in shapes if rule.pattern.search(name))
+        why = f"all {taken} tensors that it matches are matched by an earlier one" if taken else "it matches no tensor"
+        raise UsageError(f"--spec {rule.text!r} is not used: {why}")
+    return out
+
+
+def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
+    """A partition that divides evenly, for whoever has not said one.
+
+    Every mesh axis in turn shards the first dimension that it divides and that is whole so far; where there is none,
+    the first sharded dimension whose shards it divides; where there is none, it is not used.
+    """
+    axes: list[tuple[str, ...]] = [() for _ in shape]
+    left = list(shape)
+    for axis, size in mesh.items():
+        divided = [at for at, length in enumerate(left) if length and length % size == 0]
+        # A dimension that is whole so far comes before the others: `sorted` keeps the order among equals.
+        for at in sorted(divided, key=lambda at: bool(axes[at]))[:1]:
+            axes[at] += (axis,)
+            left[at] //= size
+    while axes and not axes[-1]:
+        axes.pop()
+    return tuple(axes)
+
+
+def shards(axes: Axes, mesh: Mapping[str, int]) -> list[int]:
+    """Into how many blocks each dimension that `axes` names is cut."""
+    out = []
+    for entry in axes:
+        count = 1
+        for axis in entry:
+            count *= mesh[axis]
+        out.append(count)
+    return out
+
+
+def axes_text(axes: Axes) -> str:
+    """Axes as `--spec` takes them."""
+    return ",".join("+".join(entry) or "-" for entry in axes)

@@ -1,0 +1,125 @@
+"""Output for people and for programs: tables with rich on a terminal, tab-separated lines in a pipe.
+
+In a pipe nothing is shortened, wrapped, coloured or drawn, and numbers are exact. Text that comes from files is shown
+with everything escaped that a terminal would act upon.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Size(int):
+    """A number of bytes."""
+
+
+class Share(float):
+    """A part of a whole, from 0 to 1."""
+
+
+Cell = str | int | float
+
+
+def human_bytes(nbytes: int) -> str:
+    """`nbytes` with three digits or more and a binary unit, as `86.7 MiB`."""
+    value, unit = float(nbytes), 0
+    # 1023.95 would be rounded to 1024.0.
+    while value >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:,.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
+
+
+def clean(text: str) -> str:
+    """`text` on one line, with control characters and the like escaped: a stored name may hold any character."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as JSON writes it, without spaces."""
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _for_people(cell: Cell) -> str:
+    match cell:
+        case Size():
+            return human_bytes(cell)
+        case Share():
+            return f"{cell:.2%}"
+        case float():
+            return f"{cell:.2f}"
+        case int():
+            return f"{cell:,}"
+    return clean(cell)
+
+
+def _for_programs(cell: Cell) -> str:
+    return clean(cell) if isinstance(cell, str) else f"{cell:.6g}" if isinstance(cell, float) else str(int(cell))
+
+
+class Output:
+    """Where a command prints its results: blocks, with an empty line between them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """What is printed is made for people where `stream` is a terminal, for programs elsewhere."""
+        self._stream = stream
+        self._blocks = 0
+        self._console: Any = None
+        if stream.isatty():
+            from rich.console import Console  # costs a tenth of a second, which a pipe need not pay
+
+            self._console = Console(file=stream, highlight=False)
+
+    def line(self, text: str) -> None:
+        """One line of text, control characters escaped; on a terminal it may wrap."""
+        print(clean(text), file=self._stream)
+        self._blocks += 1
+
+    def json(self, document: object) -> None:
+        """A JSON document, on one line in a pipe and indented on a terminal."""
+        print(json.dumps(document, indent=2 if self._console else None), file=self._stream)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
+        """A table with a line of headings. Columns that begin with a number are aligned to the right."""
+        self._space()
+        if self._console is None:
+            self._stream.write("\t".join(columns) + "\n")
+            self._stream.writelines("\t".join(map(_for_programs, row)) + "\n" for row in rows)
+        else:
+            self._draw(columns, list(rows))
+
+    def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
+        """Names with a value each, one to a line."""
+        self._space()
+        width = max(len(name) for name, _ in pairs)
+        for name, value in pairs:
+            if self._console is None:
+                self._stream.write(f"{name}\t{_for_programs(value)}\n")
+            else:
+                from rich.text import Text
+
+                self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
+
+    def _space(self) -> None:
+        if self._blocks:
+            print(file=self._stream)
+        self._blocks += 1
+
+    def _draw(self, columns: Sequence[str], rows: list[Sequence[Cell]]) -> None:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold")
+        for number, name in enumerate(columns):
+            right = bool(rows) and not isinstance(rows[0][number], str)
+            # Names fold where the terminal is narrow; nothing is cut off.
+            table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        for row in rows:
+            table.add_row(*(Text(_for_people(cell)) for cell in row))
+        self._console.print(table)
