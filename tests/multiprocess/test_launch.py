@@ -1,0 +1,58 @@
+"""The harness itself: results in order, and no process left over whatever goes wrong."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.multiprocess.launch import LaunchError, launch
+
+WORKERS = "tests.multiprocess.workers_launch"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the processes that are started while a test runs."""
+    ids: list[int] = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            ids.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    return ids
+
+
+def _alive(ids: list[int]) -> list[int]:
+    return [pid for pid in ids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_results_come_in_the_order_of_the_processes():
+    results = launch(f"{WORKERS}:describe", {"a": [1, "b"]}, processes=3, devices=2)
+    assert results == [
+        {"arguments": {"a": [1, "b"]}, "process": index, "processes": 3, "local": 2, "devices": 6} for index in range(3)
+    ]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_failure_is_shown_and_ends_the_others(process, started):
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"(?s)--- process {process}, exit status 1:.*RuntimeError: this one fails"):
+        launch(f"{WORKERS}:fail_in_one", {"process": process}, processes=2, devices=1)
+    assert time.monotonic() - begun < 20
+    assert len(started) == 2
+    assert not _alive(started)
+
+
+def test_a_hang_is_killed_and_shows_where_it_is(started):
+    with pytest.raises(LaunchError, match=r"(?s)process 0, .*line \d+ in never_end.*process 1, .*in never_end"):
+        launch(f"{WORKERS}:never_end", None, processes=2, devices=1, timeout=6)
+    assert len(started) == 2
+    assert not _alive(started)
+
+
+def test_warnings_are_errors_in_every_process():
+    with pytest.raises(LaunchError, match="UserWarning: look out"):
+        launch(f"{WORKERS}:warn", None, processes=1, devices=1)
