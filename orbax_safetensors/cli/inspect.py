@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import posixpath
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint import Checkpoint, StoredFile, StoredTensor, open_checkpoint
-from orbax_safetensors.cli.tables import Output, Size, shape_text
+from orbax_safetensors.checkpoint import Checkpoint, StoredFile, open_checkpoint
+from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -18,13 +19,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if args.json:
         output.json(_document(checkpoint))
         return 0
-    output.table(
-        ("name", "dtype", "shape", "bytes", "file"),
-        (
-            (name, tensor.entry.dtype.name, shape_text(tensor.entry.shape), Size(tensor.entry.nbytes), file)
-            for name, tensor, file in _rows(checkpoint)
-        ),
-    )
+    _print_tensors(checkpoint, output)
     dtypes = _dtypes(checkpoint)
     if len(dtypes) > 1:
         output.table(
@@ -43,6 +38,33 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _print_tensors(checkpoint: Checkpoint, output: Output) -> None:
+    """Every tensor. On a terminal files are numbers, explained below the table, to leave room for the names."""
+    files = [_name(file) for file in checkpoint.files]
+
+    def rows(file: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
+        for name, tensor in checkpoint.tensors.items():
+            entry = tensor.entry
+            yield name, entry.dtype.name, shape_text(entry.shape), Size(entry.nbytes), file[tensor.file]
+
+    headings = ("name", "dtype", "shape", "bytes", "file")
+    if not output.for_people:
+        output.table(headings, rows(files))
+        return
+    if len(files) > 1:
+        output.table(headings, rows(range(1, len(files) + 1)))
+    else:
+        output.table(headings[:-1], (row[:-1] for row in rows(files)))
+    tensors = Counter(tensor.file for tensor in checkpoint.tensors.values())
+    output.table(
+        ("file", "name", "tensors", "bytes"),
+        (
+            (number + 1, files[number], tensors[number], Size(file.header.file_bytes))
+            for number, file in enumerate(checkpoint.files)
+        ),
+    )
+
+
 def _document(checkpoint: Checkpoint) -> dict[str, Any]:
     """What `--json` prints; the keys are described in the help of the command."""
     return {
@@ -54,21 +76,16 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
                 "shape": list(tensor.entry.shape),
                 "parameters": prod(tensor.entry.shape),
                 "bytes": tensor.entry.nbytes,
-                "file": file,
+                "file": _name(checkpoint.files[tensor.file]),
                 "offset": checkpoint.location(name)[1],
             }
-            for name, tensor, file in _rows(checkpoint)
+            for name, tensor in checkpoint.tensors.items()
         ],
         "files": [{"file": _name(file), "bytes": file.header.file_bytes} for file in checkpoint.files],
         "metadata": checkpoint.metadata,
         "dtypes": _dtypes(checkpoint),
         "totals": _totals(checkpoint),
     }
-
-
-def _rows(checkpoint: Checkpoint) -> list[tuple[str, StoredTensor, str]]:
-    files = [_name(file) for file in checkpoint.files]
-    return [(name, tensor, files[tensor.file]) for name, tensor in checkpoint.tensors.items()]
 
 
 def _name(file: StoredFile) -> str:

@@ -9,6 +9,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 Axes = tuple[tuple[str, ...], ...]
 """For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
@@ -70,35 +71,38 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
             if axis not in mesh:
                 raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
     out: dict[str, Axes] = {}
-    unused = dict.fromkeys(rules)
+    used: set[int] = set()
     for name, shape in shapes.items():
-        rule = next((rule for rule in rules if rule.pattern.search(name)), None)
-        unused.pop(rule, None) if rule else None
-        if rule and len(rule.axes) > len(shape):
+        number = next((at for at, rule in enumerate(rules) if rule.pattern.search(name)), None)
+        if number is None:
+            out[name] = ()
+            continue
+        used.add(number)
+        out[name] = rules[number].axes
+        if len(out[name]) > len(shape):
             raise UsageError(
-                f"--spec {rule.text!r}: names {len(rule.axes)} dimensions, the tensor {name!r} of shape {shape} has "
-                f"{len(shape)}"
+                f"--spec {rules[number].text!r}: is for {len(out[name])} dimensions, the tensor {name!r} has "
+                f"{len(shape)}: {shape}"
             )
-        out[name] = rule.axes if rule else ()
-    for rule in unused:
-        taken = sum(1 for name in shapes if rule.pattern.search(name))
-        why = f"all {taken} tensors that it matches are matched by an earlier one" if taken else "it matches no tensor"
-        raise UsageError(f"--spec {rule.text!r} is not used: {why}")
+    for number, rule in enumerate(rules):
+        if number not in used:
+            taken = sum(1 for name in shapes if rule.pattern.search(name))
+            why = f"an earlier one is for all {taken} tensors that it matches" if taken else "it matches no tensor"
+            raise UsageError(f"--spec {rule.text!r} is not used: {why}")
     return out
 
 
 def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
     """A partition that divides evenly, for whoever has not said one.
 
-    Every mesh axis in turn shards the first dimension that it divides and that is whole so far; where there is none,
-    the first sharded dimension whose shards it divides; where there is none, it is not used.
+    Every mesh axis in turn shards the first dimension whose shards so far it divides, or none. Leading dimensions come
+    first because their shards are contiguous in a file.
     """
     axes: list[tuple[str, ...]] = [() for _ in shape]
     left = list(shape)
     for axis, size in mesh.items():
-        divided = [at for at, length in enumerate(left) if length and length % size == 0]
-        # A dimension that is whole so far comes before the others: `sorted` keeps the order among equals.
-        for at in sorted(divided, key=lambda at: bool(axes[at]))[:1]:
+        at = next((at for at, length in enumerate(left) if length and length % size == 0), None)
+        if at is not None:
             axes[at] += (axis,)
             left[at] //= size
     while axes and not axes[-1]:
@@ -108,13 +112,7 @@ def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
 
 def shards(axes: Axes, mesh: Mapping[str, int]) -> list[int]:
     """Into how many blocks each dimension that `axes` names is cut."""
-    out = []
-    for entry in axes:
-        count = 1
-        for axis in entry:
-            count *= mesh[axis]
-        out.append(count)
-    return out
+    return [prod(mesh[axis] for axis in entry) for entry in axes]
 
 
 def axes_text(axes: Axes) -> str:

