@@ -40,7 +40,7 @@ def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tupl
     """
     try:
         indices = sharding.addressable_devices_indices_map(shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # an IndexError where the spec has more entries than the shape
         raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
     return tuple(dict.fromkeys(box_of(index, shape) for index in indices.values()))
 

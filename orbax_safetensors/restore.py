@@ -178,7 +178,12 @@ def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
 
 
 def _scalar(target: Target, value: Any) -> Any:
-    converted = target.kind(value)
+    try:
+        converted = target.kind(value)
+    except (ValueError, OverflowError):  # an infinity or NaN as an integer
+        converted = None
     if converted != value and value == value:  # NaN is a float as good as any
+        converted = None
+    if converted is None:
         raise TensorMismatchError(f"{target.name!r}: {value!r} cannot be restored as {target.kind.__name__}")
     return converted

@@ -5,10 +5,10 @@ import os
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import hypothesis  # noqa: E402  (the environment has to be set before jax starts)
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import numpy as np
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

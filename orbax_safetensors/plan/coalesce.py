@@ -97,7 +97,9 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
     leading dimension cost exactly their bytes.
     """
     exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)])
-    joined = _disjoint([(_widen(runs, max_gap_bytes), members) for runs, members in exact])
+    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in exact]
+    # What was disjoint can have bytes in common once gaps belong to it.
+    joined = exact if widened == exact else _disjoint(widened)
     ranges: list[Direct] = []
     windowed: list[Direct | Staged] = []
     for runs, members in joined:
@@ -205,7 +207,7 @@ def _adjoin(a: Runs, b: Runs) -> Runs | None:
 
 
 def _disjoint(items: list[_Member]) -> list[_Member]:
-    """Joins sets that have bytes in common, which happens once gaps belong to them, and ranges that touch."""
+    """Joins sets that have bytes in common, so that none is read twice."""
     while True:
         items.sort(key=lambda item: (item[0].begin, item[0].end))
         ranges: list[_Member] = []
@@ -225,18 +227,41 @@ def _disjoint(items: list[_Member]) -> list[_Member]:
 
 
 def _overlap(a: Runs, b: Runs) -> Runs | None:
-    """One set that holds two that have bytes in common, or two ranges that touch; None for others."""
+    """One set that holds two that have bytes in common, gaps included; None for two that have none.
+
+    Sets with different strides that lie in the same stretch of the tensor are taken to have some. No sharding over a
+    mesh makes such sets.
+    """
     if a == b:
         return a
-    if a.modes and b.modes and a.modes[0] == b.modes[0]:
-        (size, stride), *_ = a.modes
-        inner = _overlap(Runs(a.begin, a.length, a.modes[1:]), Runs(b.begin, b.length, b.modes[1:]))
-        return None if inner is None else runs_of(inner.begin, inner.length, ((size, stride), *inner.modes))
-    if a.modes and b.modes:
+    if not a.modes or not b.modes:
+        if not (a.meets(b.begin, b.end) and b.meets(a.begin, a.end)):
+            return None
+    elif a.modes[0][1] == b.modes[0][1]:
+        return _overlap_rows(a, b) if a.begin <= b.begin else _overlap_rows(b, a)
+    elif a.end <= b.begin or b.end <= a.begin:
         return None
-    first, last = min(a.begin, b.begin), max(a.end, b.end)
-    touching = a.end == b.begin if not (a.modes or b.modes) else False
-    return Runs(first, last - first, ()) if touching or (a.meets(b.begin, b.end) and b.meets(a.begin, a.end)) else None
+    return _span(a, b)
+
+
+def _overlap_rows(a: Runs, b: Runs) -> Runs | None:
+    """`_overlap` of sets with the same outermost stride, of which `a` begins first."""
+    (rows, stride), (more, _) = a.modes[0], b.modes[0]
+    skipped, inside = divmod(b.begin - a.begin, stride)
+    # The first row of `b` begins in a row of `a`, and may lie in the next one instead.
+    for row, begin in ((skipped, a.begin + inside), (skipped + 1, a.begin + inside - stride)):
+        inner = (
+            _overlap(Runs(a.begin, a.length, a.modes[1:]), Runs(begin, b.length, b.modes[1:])) if row < rows else None
+        )
+        if inner is not None:
+            modes = ((max(rows, row + more), stride), *inner.modes)
+            return runs_of(inner.begin, inner.length, modes) or _span(a, b)
+    return None
+
+
+def _span(a: Runs, b: Runs) -> Runs:
+    begin = min(a.begin, b.begin)
+    return Runs(begin, max(a.end, b.end) - begin, ())
 
 
 def _widen(runs: Runs, max_gap_bytes: int) -> Runs:

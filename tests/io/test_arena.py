@@ -1,0 +1,43 @@
+"""Memory to read into: aligned, zeroed, apart, given back."""
+
+import gc
+import weakref
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbax_safetensors.io import arena
+from orbax_safetensors.io.arena import allocate
+
+
+@given(st.lists(st.integers(0, 5000), max_size=20))
+def test_buffers_are_aligned_zeroed_and_apart(sizes):
+    buffers = allocate(sizes)
+    assert [buffer.nbytes for buffer in buffers] == sizes
+    for number, buffer in enumerate(buffers):
+        assert buffer.dtype == np.uint8
+        assert buffer.ctypes.data % 64 == 0
+        assert not buffer.any()
+        buffer[:] = number + 1
+    for number, buffer in enumerate(buffers):
+        assert (buffer == number + 1).all()
+
+
+def test_a_long_list_takes_several_arenas(monkeypatch):
+    monkeypatch.setattr(arena, "ARENA_BYTES", 4096)
+    buffers = allocate([1000, 10_000, 3000, 1000, 500])
+    bases = [id(buffer.base) for buffer in buffers]
+    assert len(set(bases)) == 4
+    assert bases[2] == bases[3]
+
+
+def test_an_arena_goes_with_its_last_buffer():
+    first, second = allocate([100, 100])
+    gone = weakref.ref(first.base)
+    del first
+    gc.collect()
+    assert gone() is not None
+    del second
+    gc.collect()
+    assert gone() is None
