@@ -42,6 +42,7 @@ def restore(
         request = targets.everything(checkpoint)
     else:
         request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
+    request = targets.placed(request, checkpoint)
     return request.tree(replicas.restore(checkpoint, request.targets, options))
 
 
@@ -88,9 +89,9 @@ def _boxes(
     wanted: targets.Target, sharding: jax.sharding.Sharding | None, process_count: int | None
 ) -> list[tuple[Box, ...]]:
     whole: tuple[Box, ...] = (tuple((0, size) for size in wanted.shape),)
-    if sharding is None:  # a NumPy array or a scalar: every process has it all
+    if wanted.kind is not jax.Array:  # every process has it all
         return [whole] * (process_count or 1)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+    if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return [whole]
     try:
         return arrays.process_boxes(sharding, wanted.shape, process_count)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ class Target:
         end of each dimension.
       dtype: of the leaf.
       kind: `jax.Array`, `np.ndarray`, or the Python scalar type that is returned.
-      sharding: of a `jax.Array`.
+      sharding: of a `jax.Array`; None until `placed` where the caller gave none.
       lossless: the caller did not ask for this dtype, so values must survive the cast.
       broadcast: one replica of the mesh reads, the others receive from it.
     """
@@ -79,6 +79,26 @@ class Request:
         values = iter(filled)
         leaves = [next(values) if isinstance(leaf, Target) else leaf for leaf in self.leaves]
         return jax.tree_util.tree_unflatten(self.structure, leaves)
+
+
+def placed(request: Request, checkpoint: Checkpoint) -> Request:
+    """The request with JAX's default device for arrays that have no sharding.
+
+    Raises `TensorMismatchError` where there are several processes, which have no device in common.
+    """
+
+    def place(target: Target) -> Target:
+        if target.kind is not jax.Array or target.sharding is not None:
+            return target
+        if jax.process_count() > 1:
+            raise TensorMismatchError(
+                f"{checkpoint.path}: {target.name!r} has no sharding, and there are {jax.process_count()} processes; "
+                "give it one in restore_args or in the item"
+            )
+        return replace(target, sharding=arrays.default_sharding())
+
+    leaves = tuple(place(leaf) if isinstance(leaf, Target) else leaf for leaf in request.leaves)
+    return replace(request, leaves=leaves)
 
 
 def everything(checkpoint: Checkpoint) -> Request:
@@ -231,20 +251,15 @@ def _dtype(
     return canonical, canonical != dtype
 
 
-def _sharding(leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format:
-    """The leaf's sharding; JAX's default device where there is none and one process."""
+def _sharding(leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
+    """The sharding that the caller gave the leaf, if any."""
     for given in (getattr(args, "sharding", None), _sharding_of_mesh(args, where), getattr(leaf, "sharding", None)):
         sharding = given.to_jax_sharding() if isinstance(given, ocp.metadata.ShardingMetadata) else given
         if isinstance(sharding, jax.sharding.Sharding | Format):
             return sharding
         if sharding is not None:
             raise TensorMismatchError(f"{where}: expected a sharding, found {sharding!r}")
-    if jax.process_count() > 1:
-        raise TensorMismatchError(
-            f"{where}: has no sharding, and there are {jax.process_count()} processes; give it one in restore_args or "
-            "in the item"
-        )
-    return arrays.default_sharding()
+    return None
 
 
 def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
 from orbax_safetensors.cli.picture import draw
-from orbax_safetensors.cli.tables import Output, Share, Size
+from orbax_safetensors.cli.tables import Output, Share, Size, clean
 from orbax_safetensors.errors import SafetensorsError, StorageError
 
 PROCESSES = 2
@@ -84,7 +84,8 @@ def installed_weights() -> str:
 def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
     """Runs the workers on `path` and returns what each reports, in the order of the processes.
 
-    Raises `SafetensorsError` with the output of a worker that failed or did not end in time. None is left running.
+    Where one fails or does not end in time, the end of its output goes to stderr and `SafetensorsError` is raised. None
+    is left running.
     """
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
@@ -114,7 +115,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: f
         _raise_failure(workers, logs)
         if time.monotonic() > deadline:
             running = [number for number, worker in enumerate(workers) if worker.poll() is None]
-            raise SafetensorsError(_failure(running[0], f"did not end within {timeout_s:.0f} seconds", logs))
+            raise _failure(running[0], f"did not end within {timeout_s:.0f} seconds", logs)
         time.sleep(_POLL_SECONDS)
     _raise_failure(workers, logs)
 
@@ -122,12 +123,14 @@ def _wait(workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: f
 def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
     for number, worker in enumerate(workers):
         if status := worker.poll():
-            raise SafetensorsError(_failure(number, f"ended with status {status}", logs))
+            raise _failure(number, f"ended with status {status}", logs)
 
 
-def _failure(number: int, what: str, logs: list[Path]) -> str:
-    lines = logs[number].read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-    return "\n".join([f"process {number} of the demo {what}; the end of its output:", *lines])
+def _failure(number: int, what: str, logs: list[Path]) -> SafetensorsError:
+    """The error to raise for a worker, once the end of its output is shown."""
+    for line in logs[number].read_text(errors="replace").splitlines()[-_SHOWN_LINES:]:
+        print(f"process {number}: {clean(line)}", file=sys.stderr)
+    return SafetensorsError(f"process {number} of the demo {what}; the end of its output is above")
 
 
 def _free_port() -> int:
