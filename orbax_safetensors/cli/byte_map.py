@@ -54,7 +54,8 @@ def amounts(regions: Sequence[tuple[int, int, int]], begin: int, end: int) -> di
     out: dict[int, int] = {}
     first = bisect_right(regions, begin, key=lambda region: region[1])
     for start, stop, owner in islice(regions, first, None):
-        if start >= end:
+        nbytes = min(stop, end) - max(start, begin)
+        if nbytes <= 0:
             break
-        out[owner] = out.get(owner, 0) + min(stop, end) - max(start, begin)
+        out[owner] = out.get(owner, 0) + nbytes
     return out

@@ -1,0 +1,78 @@
+"""`inspect` against what the `safetensors` package says of the same files."""
+
+import json
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_json_says_what_the_reference_says(cli, directory):
+    result = cli("inspect", directory, "--json")
+    assert (result.status, result.err) == (0, "")
+    found = json.loads(result.out)
+    assert found["path"] == str(directory)
+    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+    seen = 0
+    for file in FILES:
+        content = (directory / file).read_bytes()
+        with safe_open(directory / file, framework="np") as reference:
+            for name in reference.keys():  # noqa: SIM118  (a handle is no mapping)
+                array, stored = reference.get_tensor(name), reference.get_slice(name)
+                tensor = tensors[name]
+                assert (tensor["dtype"], tensor["shape"]) == (stored.get_dtype(), stored.get_shape())
+                assert (tensor["bytes"], tensor["parameters"], tensor["file"]) == (array.nbytes, array.size, file)
+                assert content[tensor["offset"] :][: array.nbytes] == array.tobytes()
+                seen += 1
+    assert seen == len(tensors) == found["totals"]["tensors"]
+    assert found["files"] == [{"file": file, "bytes": (directory / file).stat().st_size} for file in FILES]
+
+
+def test_totals(cli, single, parts):
+    found = json.loads(cli("inspect", single, "--json").out)
+    arrays = (parts[0] | parts[1]).values()
+    nbytes, size = sum(array.nbytes for array in arrays), sum(array.size for array in arrays)
+    assert found["totals"] == {"tensors": 5, "parameters": size, "bytes": nbytes, "files": 1}
+    assert list(found["dtypes"]) == ["F32", "F16", "U8", "I64"]
+    assert found["dtypes"]["F32"] == {"tensors": 2, "parameters": 65 * 48, "bytes": 4 * 65 * 48}
+    assert found["metadata"] == {"format": "np"}
+
+
+def test_a_pipe_gets_lines_of_fields(cli, directory):
+    result = cli("inspect", directory)
+    tensors, dtypes, totals = result.blocks
+    assert tensors[0] == ["name", "dtype", "shape", "bytes", "file"]
+    assert ["layer.0.kernel", "F32", "[64,48]", "12288", FILES[0]] in tensors
+    assert ["steps", "I64", "[]", "8", FILES[0]] in tensors
+    assert dtypes[0] == ["dtype", "tensors", "parameters", "bytes"]
+    assert dict(totals) == {"tensors": "5", "parameters": "3230", "bytes": "12693", "files": "2"}
+    assert result.out.isascii()
+    assert "\x1b" not in result.out
+
+
+def test_long_and_hostile_names_stay_whole_and_on_their_line(cli, tmp_path):
+    name = "x" * 500 + "\t\n\x1b[31m\u202e"
+    save_file({name: np.zeros(1, np.float32)}, tmp_path / "a.safetensors")
+    result = cli("inspect", tmp_path)
+    (_, row), totals = result.blocks
+    assert row == ["x" * 500 + "\\t\\n\\x1b[31m\\u202e", "F32", "[1]", "4", "a.safetensors"]
+    assert json.loads(cli("inspect", tmp_path, "--json").out)["tensors"][0]["name"] == name
+    assert ["tensors", "1"] in totals  # and no block of dtypes where there is one
+
+
+def test_no_tensors(cli, tmp_path):
+    save_file({}, tmp_path / "a.safetensors")
+    result = cli("inspect", tmp_path)
+    assert result.status == 0
+    assert result.facts == {"tensors": "0", "parameters": "0", "bytes": "0", "files": "1"}
+    assert json.loads(cli("inspect", tmp_path, "--json").out)["tensors"] == []
+
+
+def test_an_invalid_file_is_an_error(cli, single):
+    single.write_bytes(single.read_bytes()[:-1])
+    result = cli("inspect", single)
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith(f"error: {single}: expected")
+    assert result.err.count("\n") == 1

@@ -1,0 +1,88 @@
+"""The command as a process: exit statuses, streams, and what it does not do."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "orbax_safetensors.cli.main"]
+
+
+def test_a_process_prints_and_succeeds(single):
+    done = subprocess.run([*COMMAND, "inspect", single, "--json"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["totals"]["tensors"] == 5
+
+
+def test_a_reader_that_has_enough_is_no_error(single):
+    process = subprocess.Popen([*COMMAND, "inspect", single], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()  # before anything is printed
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["plan", "--mesh", "x=1000"]])
+def test_no_jax_backend_is_started(single, command):
+    code = """
+import sys
+from orbax_safetensors.cli.main import main
+status = main(sys.argv[1:])
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code, *command, single], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_that_the_locale_cannot_print(tmp_path, single):
+    path = tmp_path / "gewicht-é.safetensors"
+    single.rename(path)
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": ""}
+    done = subprocess.run([*COMMAND, "inspect", path], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gewicht-\\xe9.safetensors" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["inspect", "a", "--js"],
+        ["plan", "a"],
+        ["demo", "a", "b"],
+    ],
+)
+def test_mistakes_in_the_command_line_are_status_2(cli, argv):
+    result = cli(*argv)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("usage: orbax-safetensors")
+
+
+@pytest.mark.parametrize("argv", [["inspect"], ["plan", "--mesh", "x=2"], ["demo"]])
+def test_errors_are_one_line_and_status_1(cli, tmp_path, argv):
+    path = tmp_path / "no\nsuch"
+    result = cli(*argv, path)
+    assert (result.status, result.out) == (1, "")
+    assert result.err == f"error: {tmp_path}/no\\nsuch: cannot be listed: No such file or directory\n"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan", "demo"])
+def test_help_fits_a_terminal(cli, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = cli(command, "--help")
+    assert result.status == 0
+    assert max(len(line) for line in result.out.splitlines()) < 80
+
+
+def test_an_interrupt_is_status_130(cli, single, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orbax_safetensors.cli.inspect.open_checkpoint", interrupted)
+    assert cli("inspect", single) == (130, "", "")

@@ -1,0 +1,65 @@
+"""What is printed on a terminal, and in what form numbers are."""
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from orbax_safetensors.cli.tables import Output, Share, Size, clean, human_bytes
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (90_868_376, "86.7 MiB"),
+        (1000 * 2**40, "1,000.0 TiB"),
+        (5000 * 2**50, "5,000.0 PiB"),
+    ],
+)
+def test_human_bytes(nbytes, text):
+    assert human_bytes(nbytes) == text
+
+
+def test_clean():
+    assert clean("naïve 模型") == "naïve 模型"
+    assert clean("a\nb\x1b[0m\x9b\u2028\udc80") == "a\\nb\\x1b[0m\\x9b\\u2028\\udc80"
+
+
+def test_programs_get_exact_numbers():
+    stream = io.StringIO()
+    Output(stream).table(("n", "size", "share", "ratio"), [(12345678, Size(12345678), Share(0.5), 1 / 3)])
+    assert stream.getvalue() == "n\tsize\tshare\tratio\n12345678\t12345678\t0.5\t0.333333\n"
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "120"])
+def test_a_terminal_gets_a_table_that_fits_and_holds_everything(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    output = Output(stream)
+    name = "model.layers.10.block_sparse_moe.experts.63.w1.weight[bold]"
+    output.table(("name", "bytes", "share"), [(name, Size(90_868_376), Share(0.49994)), ("b", Size(1), Share(1))])
+    output.facts([("parameters", 12_345_678)])
+    text = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
+    assert max(map(len, text.splitlines())) <= int(columns)
+    assert name in "".join(line[1:].split("  ")[0].strip() for line in text.splitlines())
+    for number in ("86.7 MiB", "49.99%", "100.00%", "12,345,678"):
+        assert number in text
+
+
+def test_a_terminal_is_what_the_stream_says():
+    code = "import sys; from orbax_safetensors.cli.tables import Output; print(Output(sys.stdout).for_people)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"FORCE_COLOR": "1"})
+    assert done.stdout == "False\n"
