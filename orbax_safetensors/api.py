@@ -55,6 +55,9 @@ def plan_restore(
 ) -> RestorePlan:
     """What restoring `target` will cost each process, from the headers alone.
 
+    Shardings that do not divide a dimension are planned as XLA would cut it, although JAX refuses to restore them. As
+    in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
+
     Args:
       path: a checkpoint, as for `open_checkpoint`.
       target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`; every tensor of the
@@ -71,32 +74,45 @@ def plan_restore(
     checkpoint = open_checkpoint(path)
     item, restore_args = (None, target) if targets.are_restore_args(target) else (target, None)
     request = targets.resolve(checkpoint, item, restore_args, partial=True)
-    boxes: dict[tuple[Any, tuple[int, ...]], list[tuple[Box, ...]]] = {}
+    shardings = [None if wanted.sharding is None else arrays.plain(wanted.sharding) for wanted in request.targets]
+    with_devices = any(sharding is not None and not arrays.is_abstract(sharding) for sharding in shardings)
+    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
+    started = with_devices or jax.distributed.is_initialized()
+    count = process_count or (jax.process_count() if started else 1)
+    boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
     leaves = []
-    for wanted in request.targets:
-        sharding = None if wanted.sharding is None else arrays.plain(wanted.sharding)
-        key = (sharding, wanted.shape)
+    for wanted, sharding in zip(request.targets, shardings, strict=True):
+        key = (wanted.kind, sharding, wanted.shape)
         if key not in boxes:
-            boxes[key] = _boxes(wanted, sharding, process_count)
-        leaves.append(Leaf(wanted.view, wanted.shape, wanted.dtype, boxes[key]))
-    files = [file.path for file in checkpoint.files]
+            boxes[key] = _boxes(wanted, sharding, process_count, count)
+        readers = replicas.readers(wanted, process_count)
+        leaves.append(Leaf(wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
     return restore_plan(
-        leaves, checkpoint.location, files, max_gap_bytes=options.max_gap_bytes, threads=options.threads
+        leaves,
+        checkpoint.location,
+        [file.path for file in checkpoint.files],
+        process_count=count,
+        max_gap_bytes=options.max_gap_bytes,
+        threads=options.threads,
     )
 
 
 def _boxes(
-    wanted: targets.Target, sharding: jax.sharding.Sharding | None, process_count: int | None
+    wanted: targets.Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
 ) -> list[tuple[Box, ...]]:
-    whole: tuple[Box, ...] = (tuple((0, size) for size in wanted.shape),)
-    if wanted.kind is not jax.Array:  # every process has it all
-        return [whole] * (process_count or 1)
-    if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return [whole]
+    """For each of `count` processes the boxes of its devices."""
+    whole: Box = tuple((0, size) for size in wanted.shape)
+    if sharding is None:  # every process has a NumPy array, the first the default device
+        return [(whole,) if wanted.kind is not jax.Array or process == 0 else () for process in range(count)]
     try:
-        return arrays.process_boxes(sharding, wanted.shape, process_count)
+        boxes = arrays.device_boxes(sharding, wanted.shape)
+        owners = arrays.device_owners(sharding, process_count)
     except TensorMismatchError as error:
         raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
+    out: list[list[Box]] = [[] for _ in range(count)]
+    for owner, box in zip(owners, boxes, strict=True):
+        out[owner].append(box)
+    return [tuple(own) for own in out]
 
 
 def verify(path: PathLike) -> list[SafetensorsError]:

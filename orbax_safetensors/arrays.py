@@ -60,44 +60,53 @@ def on_host(sharding: jax.sharding.Sharding) -> bool:
 def assemble(
     sharding: jax.sharding.Sharding | Format, shape: tuple[int, ...], dtype: np.dtype, shards: Mapping[Box, np.ndarray]
 ) -> jax.Array:
-    """The global array of `shape` from the boxes that this process holds.
+    """The global array of `shape` from the boxes that this process holds, if any.
 
     Devices with the same box get the same memory: on CPU devices they share it, and it must not be written to again.
     """
+    if not shards:  # make_array_from_callback would ask for a replicated array all the same
+        return jax.make_array_from_single_device_arrays(shape, plain(sharding), [], dtype=dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
 
 
-def process_boxes(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None
-) -> list[tuple[Box, ...]]:
-    """For every process the boxes of its devices, one for each device, with neither devices nor processes at hand.
+def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:
+    """The box of every device, in the order of the mesh where there is one; the mesh may be abstract.
 
-    With `process_count`, the devices of a mesh are dealt to processes evenly and in order; without it they belong to
-    the process that they say, or all to one where the mesh is abstract. A dimension that does not divide is cut as
-    XLA cuts it: equal blocks, rounded up, of which the last may be short or empty.
-
-    Raises `TensorMismatchError` where the sharding does not fit the shape or the devices cannot be dealt evenly.
+    A dimension that does not divide is cut as XLA cuts it: equal blocks, rounded up, of which the last may be short or
+    empty. Raises `TensorMismatchError` where the sharding does not fit the shape.
     """
     if isinstance(sharding, jax.sharding.NamedSharding):
-        boxes = _named_boxes(sharding, shape)
-        devices = [] if isinstance(sharding.mesh, jax.sharding.AbstractMesh) else list(sharding.mesh.devices.flat)
-    else:
-        try:
-            indices = sharding.devices_indices_map(shape)
-        except ValueError as error:
-            raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
-        boxes, devices = [box_of(index, shape) for index in indices.values()], list(indices)
-    if process_count is None:
-        owners = [device.process_index for device in devices] or [0] * len(boxes)
-        owners = [sorted(set(owners)).index(owner) for owner in owners]
-    else:
-        if len(boxes) % process_count:
-            raise TensorMismatchError(f"{len(boxes)} devices cannot be dealt to {process_count} processes evenly")
-        owners = [number * process_count // len(boxes) for number in range(len(boxes))]
-    out: list[list[Box]] = [[] for _ in range(max(owners) + 1 if process_count is None else process_count)]
-    for owner, box in zip(owners, boxes, strict=True):
-        out[owner].append(box)
-    return [tuple(own) for own in out]
+        return _named_boxes(sharding, shape)
+    try:
+        return [box_of(index, shape) for index in sharding.devices_indices_map(shape).values()]
+    except ValueError as error:
+        raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
+
+
+def device_owners(sharding: jax.sharding.Sharding, process_count: int | None) -> list[int]:
+    """The process of every device, in the order of `device_boxes`.
+
+    With `process_count`, the devices of a mesh are dealt to processes evenly and in order; without it they belong to
+    the process that they say, or to the first where they are abstract. Raises `TensorMismatchError` where they cannot
+    be dealt evenly.
+    """
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        if process_count is not None:
+            if sharding.mesh.size % process_count:
+                raise TensorMismatchError(
+                    f"{sharding.mesh.size} devices cannot be dealt to {process_count} processes evenly"
+                )
+            return [number * process_count // sharding.mesh.size for number in range(sharding.mesh.size)]
+        if is_abstract(sharding):
+            return [0] * sharding.mesh.size
+        return [device.process_index for device in sharding.mesh.devices.flat]
+    devices: list[Any] = list(sharding.devices_indices_map(()))
+    return [device.process_index for device in devices]
+
+
+def is_abstract(sharding: jax.sharding.Sharding) -> bool:
+    """Whether a sharding has no devices."""
+    return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
 
 
 def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:

@@ -28,11 +28,9 @@ def test_boxes_of_a_mesh_are_jaxs(mesh, spec, shape):
     expected = [arrays.box_of(index, shape) for index in sharding.devices_indices_map(shape).values()]
     abstract = NamedSharding(jax.sharding.AbstractMesh((2, 4), ("x", "y")), spec)
     order = {device: at for at, device in enumerate(sharding.devices_indices_map(shape))}
-    (boxes,) = arrays.process_boxes(sharding, shape, None)
-    assert [boxes[at] for at in range(8)] == [expected[order[device]] for device in mesh.devices.flat]
-    dealt = arrays.process_boxes(abstract, shape, 4)
-    assert [box for own in dealt for box in own] == list(boxes)
-    assert [len(own) for own in dealt] == [2, 2, 2, 2]
+    boxes = arrays.device_boxes(sharding, shape)
+    assert boxes == [expected[order[device]] for device in mesh.devices.flat]
+    assert arrays.device_boxes(abstract, shape) == boxes
     assert set(arrays.local_boxes(sharding, shape)) == set(boxes)
 
 
@@ -40,30 +38,39 @@ def test_a_permuted_mesh(mesh):
     permuted = jax.sharding.Mesh(mesh.devices[::-1, [2, 0, 3, 1]], ("x", "y"))
     sharding = NamedSharding(permuted, P("y", "x"))
     indices = sharding.devices_indices_map((8, 4))
-    (boxes,) = arrays.process_boxes(sharding, (8, 4), None)
-    assert list(boxes) == [arrays.box_of(indices[device], (8, 4)) for device in permuted.devices.flat]
+    assert arrays.device_boxes(sharding, (8, 4)) == [arrays.box_of(indices[device], (8, 4)) for device in permuted.devices.flat]
 
 
 def test_other_shardings(mesh):
     single = jax.sharding.SingleDeviceSharding(mesh.devices[0, 0])
-    assert arrays.process_boxes(single, (3, 2), None) == [(((0, 3), (0, 2)),)]
+    assert arrays.device_boxes(single, (3, 2)) == [((0, 3), (0, 2))]
+    assert arrays.device_owners(single, None) == [0]
     assert arrays.local_boxes(single, (3, 2)) == (((0, 3), (0, 2)),)
 
 
 def test_dimensions_that_do_not_divide_are_rounded_up():
     sharding = NamedSharding(jax.sharding.AbstractMesh((4,), ("x",)), P("x"))
-    assert arrays.process_boxes(sharding, (5,), 4) == [(((0, 2),),), (((2, 4),),), (((4, 5),),), (((5, 5),),)]
+    assert arrays.device_boxes(sharding, (5,)) == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 5),)]
+
+
+def test_devices_are_dealt_in_order(mesh):
+    abstract = NamedSharding(jax.sharding.AbstractMesh((2, 4), ("x", "y")), P("y"))
+    assert arrays.device_owners(abstract, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert arrays.device_owners(abstract, None) == [0] * 8
+    assert arrays.device_owners(NamedSharding(mesh, P("y")), None) == [0] * 8
+    assert arrays.is_abstract(abstract)
+    assert not arrays.is_abstract(NamedSharding(mesh, P()))
 
 
 def test_devices_that_cannot_be_dealt_evenly():
     sharding = NamedSharding(jax.sharding.AbstractMesh((4,), ("x",)), P("x"))
     with pytest.raises(TensorMismatchError, match="4 devices cannot be dealt to 3 processes evenly"):
-        arrays.process_boxes(sharding, (8,), 3)
+        arrays.device_owners(sharding, 3)
 
 
 def test_a_spec_that_is_too_long(mesh):
     with pytest.raises(TensorMismatchError, match="too few dimensions"):
-        arrays.process_boxes(NamedSharding(mesh, P("x", "y")), (8,), None)
+        arrays.device_boxes(NamedSharding(mesh, P("x", "y")), (8,))
     with pytest.raises(TensorMismatchError, match="cannot be sharded"):
         arrays.local_boxes(NamedSharding(mesh, P("x", "y")), (8,))
 

@@ -93,11 +93,11 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
 
     `copies` has all copies that one process makes from the tensor, and for each whether it moves bits unchanged (False
     where it casts). `itemsize` is the stored dtype's. The runs of one copy are read as one where the gap between them
-    is at most `max_gap_bytes`; what different copies read is joined only where it touches, so that shards of the
-    leading dimension cost exactly their bytes.
+    is at most `max_gap_bytes`, as are those of different copies that alternate; contiguous ranges are joined only where
+    they touch, so that shards of the leading dimension cost exactly their bytes.
     """
-    exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)])
-    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in exact]
+    exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], 0)
+    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
     # What was disjoint can have bytes in common once gaps belong to it.
     joined = exact if widened == exact else _disjoint(widened)
     ranges: list[Direct] = []
@@ -160,15 +160,19 @@ def _direct(
 _Member = tuple[Runs, tuple[int, ...]]
 
 
-def _union(items: list[_Member]) -> list[_Member]:
-    """The same bytes in as few sets as can be found, each with the members of those that went into it."""
+def _union(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
+    """The same bytes in as few sets as can be found, each with the members of those that went into it.
+
+    Sets of runs are joined across gaps of `max_gap_bytes`, plain ranges only where they touch.
+    """
+    items = list(items)
     while True:
         before = len(items)
         for key in _ORDERS:
             items.sort(key=lambda item: key(item[0]))
             out: list[_Member] = []
             for runs, members in items:
-                if out and (both := _adjoin(out[-1][0], runs)) is not None:
+                if out and (both := _adjoin(out[-1][0], runs, max_gap_bytes)) is not None:
                     out[-1] = (both, out[-1][1] + members)
                 else:
                     out.append((runs, members))
@@ -189,14 +193,14 @@ def _without(modes: Modes, at: int) -> Modes:
     return modes[:at] + modes[at + 1 :]
 
 
-def _adjoin(a: Runs, b: Runs) -> Runs | None:
-    """The union of two sets, where it is exact and is itself one set."""
+def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
+    """The union of two sets, where it is itself one set; their runs may have gaps of `max_gap_bytes` between them."""
     if a == b:
         return a
     if not a.modes and not b.modes:
         return Runs(a.begin, max(a.end, b.end) - a.begin, ()) if a.begin <= b.begin <= a.end else None
-    if a.modes == b.modes and b.begin == a.begin + a.length:
-        return runs_of(a.begin, a.length + b.length, a.modes)
+    if a.modes == b.modes and 0 <= b.begin - (a.begin + a.length) <= max_gap_bytes:
+        return runs_of(a.begin, b.begin - a.begin + b.length, a.modes)
     if a.length == b.length and len(a.modes) == len(b.modes):
         differing = [at for at, (x, y) in enumerate(zip(a.modes, b.modes, strict=True)) if x != y]
         for at in differing if differing else range(len(a.modes)):

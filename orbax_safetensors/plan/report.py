@@ -20,15 +20,20 @@ from orbax_safetensors.plan.view import Box, View
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of the tree: `shape` and `dtype` are the target's; `boxes` has for every process those of its devices.
+    """One array of the tree.
 
-    What lies outside the view is zeros and costs no read. Leaves that are sharded alike share one `boxes` object.
+    Attributes:
+      view: what is stored for it; what lies outside the view is zeros and costs no read.
+      shape, dtype: of the array.
+      boxes: for every process those of its devices, in a list that leaves which are sharded alike share.
+      readers: the processes that read their boxes; others receive them from these. None where all read.
     """
 
     view: View
     shape: tuple[int, ...]
     dtype: np.dtype
     boxes: Sequence[tuple[Box, ...]]
+    readers: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ def restore_plan(
     locate: Callable[[str], tuple[int, int]],
     files: Sequence[str],
     *,
+    process_count: int,
     max_gap_bytes: int,
     threads: int,
 ) -> RestorePlan:
@@ -126,16 +132,17 @@ def restore_plan(
 
     costs: dict[Hashable, ProcessCost] = {}
     processes = []
-    count = max((len(leaf.boxes) for leaf in example.values()), default=1)
-    for process in range(count):
-        boxes = tuple(
-            tuple(dict.fromkeys(leaf.boxes[process])) if process < len(leaf.boxes) else () for leaf in example.values()
+    for process in range(process_count):
+        held = tuple(tuple(dict.fromkeys(leaf.boxes[process])) for leaf in example.values())
+        read = tuple(
+            boxes if leaf.readers is None or process in leaf.readers else ()
+            for leaf, boxes in zip(example.values(), held, strict=True)
         )
-        if boxes not in costs:
-            costs[boxes] = _process_cost(
-                tuple(example.values()), leaf_counts, boxes, tensors, files, max_gap_bytes, threads
+        if (held, read) not in costs:
+            costs[held, read] = _process_cost(
+                tuple(example.values()), leaf_counts, held, read, tensors, files, max_gap_bytes, threads
             )
-        processes.append(costs[boxes])
+        processes.append(costs[held, read])
     largest, smallest = _shard_sizes(tuple(example.values()), leaf_counts)
     return RestorePlan(
         total_params=sum(prod(leaf.shape) for leaf in leaves),
@@ -151,7 +158,7 @@ def _geometry(leaf: Leaf) -> Hashable:
     """Equal for leaves whose plans differ only in which tensors they read."""
     number = {name: at for at, name in enumerate(leaf.view.tensors)}
     pieces = tuple((number[piece.tensor], piece.start, piece.offset, piece.dims) for piece in leaf.view.pieces)
-    return pieces, leaf.view.shape, leaf.view.dtype, leaf.shape, leaf.dtype, id(leaf.boxes)
+    return pieces, leaf.view.shape, leaf.view.dtype, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers
 
 
 class _Tensors:
@@ -182,14 +189,15 @@ class _Tensors:
 def _process_cost(
     leaves: Sequence[Leaf],
     counts: Sequence[int],
-    boxes: Sequence[tuple[Box, ...]],
+    held: Sequence[tuple[Box, ...]],
+    read_boxes: Sequence[tuple[Box, ...]],
     tensors: _Tensors,
     files: Sequence[str],
     max_gap_bytes: int,
     threads: int,
 ) -> ProcessCost:
-    """The cost for a process that holds `boxes` of each kind of leaf, of which there are `counts`."""
-    copies = [_copies(leaf, own) for leaf, own in zip(leaves, boxes, strict=True)]
+    """The cost for a process that holds and reads boxes of each kind of leaf, of which there are `counts`."""
+    copies = [_copies(leaf, own) for leaf, own in zip(leaves, read_boxes, strict=True)]
     needed, read, requests = (np.zeros(len(files), np.int64) for _ in range(3))
     window_bytes = 0
     ranges: list[tuple[np.ndarray, tuple[Direct, ...]]] = []
@@ -205,7 +213,7 @@ def _process_cost(
     requests += _range_requests(tensors, ranges, len(files))
     destination_bytes = sum(
         count * leaf.dtype.itemsize * sum(prod(stop - start for start, stop in box) for box in own)
-        for leaf, count, own in zip(leaves, counts, boxes, strict=True)
+        for leaf, count, own in zip(leaves, counts, held, strict=True)
     )
     costs = (
         FileCost(file, *figures)

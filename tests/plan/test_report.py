@@ -56,7 +56,7 @@ def test_the_report_counts_what_is_planned(data, gap, per_file):
         sizes += [(renamed[name], array.nbytes) for name, array in made.stored.items()]
     places = Places(sizes, per_file)
     files = [f"f{number}" for number in range(len(sizes) + 1)]
-    report = restore_plan(leaves, places.locate, files, max_gap_bytes=gap, threads=3)
+    report = restore_plan(leaves, places.locate, files, max_gap_bytes=gap, threads=3, process_count=2)
     for process, cost in enumerate(report.processes):
         expected, destinations = planned(leaves, places, process, gap)
         assert cost.read_bytes == expected.read_bytes
@@ -81,7 +81,7 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
         )
     ]
     places = Places([("a", 40), ("b", limit), ("c", 20)], per_file=3)
-    (cost,) = restore_plan(leaves, places.locate, ["f"], max_gap_bytes=0, threads=1).processes
+    (cost,) = restore_plan(leaves, places.locate, ["f"], max_gap_bytes=0, threads=1, process_count=1).processes
     assert cost.num_requests == 2
     expected, _ = planned(leaves, places, 0, 0)
     assert [(scatter.begin, scatter.end) for scatter in expected.scatters] == [
@@ -98,7 +98,9 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
 def test_totals_and_uneven_shards():
     view = View.tensor("w", (5, 2), F4)
     held = [(((0, 3), (0, 2)),), (((3, 5), (0, 2)),)]
-    report = restore_plan([Leaf(view, (5, 2), F2, held)], lambda name: (0, 8), ["f"], max_gap_bytes=0, threads=2)
+    report = restore_plan(
+        [Leaf(view, (5, 2), F2, held)], lambda name: (0, 8), ["f"], max_gap_bytes=0, threads=2, process_count=2
+    )
     assert (report.total_params, report.total_bytes, report.num_arrays) == (10, 20, 1)
     assert (report.largest_shard.params, report.smallest_shard.params) == (6, 4)
     assert (report.largest_shard.nbytes, report.smallest_shard.nbytes) == (12, 8)
@@ -110,7 +112,7 @@ def test_totals_and_uneven_shards():
 
 
 def test_nothing_to_restore():
-    report = restore_plan([], lambda name: (0, 0), [], max_gap_bytes=0, threads=2)
+    report = restore_plan([], lambda name: (0, 0), [], max_gap_bytes=0, threads=2, process_count=1)
     assert (report.total_params, report.largest_shard.params) == (0, 0)
     (cost,) = report.processes
     assert (cost.read_bytes, cost.over_read) == (0, 1.0)
