@@ -116,10 +116,11 @@ def _sum(stacked: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Ar
     elif dtype == jnp.bool_:
         summed = jnp.any(stacked, axis=0)
     elif jnp.issubdtype(dtype, jnp.complexfloating):
-        summed = jax.lax.complex(*(_bits_sum(part) for part in (jnp.real(stacked), jnp.imag(stacked))))
+        summed = jax.lax.complex(_bits_sum(jnp.real(stacked)), _bits_sum(jnp.imag(stacked)))
     else:
         summed = _bits_sum(stacked)
-    return jax.lax.with_sharding_constraint(summed, sharding)
+    made: jax.Array = jax.lax.with_sharding_constraint(summed, sharding)
+    return made
 
 
 def _bits_sum(stacked: jax.Array) -> jax.Array:

@@ -35,9 +35,7 @@ def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def _map(nbytes: int) -> np.ndarray:
-    if nbytes == 0:
-        return np.empty(0, np.uint8)
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, max(nbytes, 1))  # there are no empty mappings
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
