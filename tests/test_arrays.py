@@ -38,7 +38,9 @@ def test_a_permuted_mesh(mesh):
     permuted = jax.sharding.Mesh(mesh.devices[::-1, [2, 0, 3, 1]], ("x", "y"))
     sharding = NamedSharding(permuted, P("y", "x"))
     indices = sharding.devices_indices_map((8, 4))
-    assert arrays.device_boxes(sharding, (8, 4)) == [arrays.box_of(indices[device], (8, 4)) for device in permuted.devices.flat]
+    assert arrays.device_boxes(sharding, (8, 4)) == [
+        arrays.box_of(indices[device], (8, 4)) for device in permuted.devices.flat
+    ]
 
 
 def test_other_shardings(mesh):
