@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_safetensors import arrays, replicas, targets
+from orbax_safetensors import arrays, replicas, sources, targets
+from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import Checkpoint, find_faults, open_checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import Leaf, RestorePlan, restore_plan
 from orbax_safetensors.plan.view import Box
@@ -44,6 +47,31 @@ def restore(
         request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
     request = targets.placed(request, checkpoint)
     return request.tree(replicas.restore(checkpoint, request.targets, options))
+
+
+def plan_save(
+    item: Any,
+    save_args: Any = None,
+    *,
+    metadata: Mapping[str, str] | None,
+    max_file_bytes: int,
+    options: SafetensorsOptions,
+) -> saving.Save:
+    """Checks a tree and lays out its files; see `SafetensorsSave` for the arguments.
+
+    Raises `TensorMismatchError` or `HeaderError` where the tree or the metadata cannot be stored.
+    """
+    if max_file_bytes < 1:
+        raise SafetensorsError(f"max_file_bytes is {max_file_bytes}, must be at least 1")
+    return saving.plan_save(sources.resolve(item, save_args), metadata or {}, max_file_bytes, options)
+
+
+def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None:
+    """Writes what was planned into an empty directory, together with all other processes.
+
+    Raises `StorageError` in every process where one fails.
+    """
+    saving.write(save, shards, os.fspath(directory), LocalStore())
 
 
 def plan_restore(

@@ -69,6 +69,30 @@ def assemble(
     return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
 
 
+@lru_cache(maxsize=2**16)
+def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """For each distinct box that a device of this process holds, all processes that hold it; the boxes are sorted."""
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    holders: dict[Box, set[int]] = {}
+    for device, index in indices.items():
+        holders.setdefault(box_of(index, shape), set()).add(device.process_index)
+    return {box: tuple(sorted(holders[box])) for box in sorted(local_boxes(sharding, shape))}
+
+
+def local_shards(array: jax.Array) -> dict[Box, np.ndarray]:
+    """The memory of each distinct box that this process holds, row-major.
+
+    A view of it where it is in host memory, otherwise a copy.
+    """
+    shards: dict[Box, Any] = {}
+    for shard in array.addressable_shards:
+        shards.setdefault(box_of(shard.index, array.shape), shard.data)
+    if not on_host(array.sharding):
+        for data in shards.values():
+            data.copy_to_host_async()
+    return {box: np.ascontiguousarray(data).reshape(data.shape) for box, data in shards.items()}
+
+
 def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:
     """The box of every device, in the order of the mesh where there is one; the mesh may be abstract.
 

@@ -24,6 +24,9 @@ class SafetensorsOptions:
       in_flight_bytes: host memory that may be held for bytes on their way to an accelerator. Arrays on CPU devices do
         not count, because the memory that is read into is the array.
       threads: reads that are in flight at once.
+      alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
+        file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.
+      fsync: a save ends when its bytes are on the disk, rather than when the system has them.
       max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what a
         disk reads in the time that a request takes.
 
@@ -35,8 +38,12 @@ class SafetensorsOptions:
     in_flight_bytes: int = 2 * 2**30
     threads: int = _default_threads()
     max_gap_bytes: int = 16 * 2**10
+    alignment: int = 64
+    fsync: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0)):
             if getattr(self, name) < least:
                 raise SafetensorsError(f"SafetensorsOptions: {name} is {getattr(self, name)}, must be at least {least}")
+        if self.alignment < 8 or self.alignment % 8:
+            raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")

@@ -17,7 +17,7 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import ALIGNMENT, allocate
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.plan import Destination, read_plan
+from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
 from orbax_safetensors.targets import Target
 from orbax_safetensors.transfer import Reader
@@ -32,28 +32,28 @@ EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
 
 @dataclass(frozen=True)
 class _Fill:
-    """A target and what this process has to fill of it: a destination and, once it is there, memory for each box."""
+    """A target and what this process has to fill of it: a block and, once it is there, memory for each box."""
 
     target: Target
-    destinations: tuple[Destination, ...]
+    blocks: tuple[Block, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(destination.nbytes for destination in self.destinations)
+        return sum(block.nbytes for block in self.blocks)
 
     @property
     def on_host(self) -> bool:
         return self.target.sharding is None or arrays.on_host(arrays.plain(self.target.sharding))
 
 
-def destinations(target: Target) -> tuple[Destination, ...]:
+def blocks(target: Target) -> tuple[Block, ...]:
     """The memory that this process fills for a target, one for each distinct box."""
     out = []
     for box in target.local_boxes():
         stored = tuple(
             (min(start, size), min(stop, size)) for (start, stop), size in zip(box, target.view.shape, strict=True)
         )
-        out.append(Destination(target.view, stored, tuple(stop - start for start, stop in box), target.dtype))
+        out.append(Block(target.view, stored, tuple(stop - start for start, stop in box), target.dtype))
     return tuple(out)
 
 
@@ -68,7 +68,7 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
       StorageError: bytes cannot be read, or a file changed. Then nothing is returned, and no file or thread stays.
     """
     started = time.perf_counter()
-    fills = [_Fill(target, destinations(target)) for target in targets]
+    fills = [_Fill(target, blocks(target)) for target in targets]
     # In the order of the files, so that a disk reads forward and each batch is one stretch of it.
     order = sorted(range(len(fills)), key=lambda at: _first_location(checkpoint, fills[at]))
     values: list[Any] = [None] * len(fills)
@@ -84,14 +84,14 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
             memory, reads = _read(checkpoint, reader, [fill for _, fill in batch], options)
             num_reads += reads
             for at, fill in batch:
-                values[at] = _value(fill, memory[: len(fill.destinations)])
-                del memory[: len(fill.destinations)]
+                values[at] = _value(fill, memory[: len(fill.blocks)])
+                del memory[: len(fill.blocks)]
             if leaving:
                 in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
                 held += leaving
         reader.check({number: file.stamp for number, file in enumerate(checkpoint.files)})
         counters = reader.counters
-    jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.read_bytes))
+    jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
     jax.monitoring.record_scalar(EVENT_NUM_READS, float(num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
     seconds = time.perf_counter() - started
@@ -99,10 +99,10 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         "Restored %d arrays from %s: %d bytes read in %d requests, %.2f s, %.2f GB/s",
         len(targets),
         checkpoint.path,
-        counters.read_bytes,
+        counters.nbytes,
         counters.num_requests,
         seconds,
-        counters.read_bytes / max(seconds, 1e-9) / 1e9,
+        counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
     return values
 
@@ -129,36 +129,35 @@ def _batches(fills: Sequence[tuple[int, _Fill]], batch_bytes: int) -> Iterator[l
 def _read(
     checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], options: SafetensorsOptions
 ) -> tuple[list[np.ndarray], int]:
-    """Memory for every destination of `fills`, filled, and the number of requests that were planned for it."""
-    wanted = [destination for fill in fills for destination in fill.destinations]
+    """Memory for every block of `fills`, filled, and the number of requests that were planned for it."""
+    wanted = [block for fill in fills for block in fill.blocks]
     memory: list[np.ndarray | None] = [None] * len(wanted)
     if options.alias:
-        sharable = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.destinations]
+        sharable = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
         memory = [
-            _mapped(checkpoint, reader, destination) if share else None
-            for destination, share in zip(wanted, sharable, strict=True)
+            _mapped(checkpoint, reader, block) if share else None for block, share in zip(wanted, sharable, strict=True)
         ]
     left = [at for at, mapped in enumerate(memory) if mapped is None]
     fresh = allocate([wanted[at].nbytes for at in left])
-    plan = read_plan([wanted[at] for at in left], checkpoint.location, options.max_gap_bytes)
-    lossless = [fill.target.lossless for fill in fills for _ in fill.destinations]
-    reader.run(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
+    plan = transfer_plan([wanted[at] for at in left], checkpoint.location, options.max_gap_bytes)
+    lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
+    reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
     for at, buffer in zip(left, fresh, strict=True):
         memory[at] = buffer
     return [buffer for buffer in memory if buffer is not None], plan.num_requests
 
 
-def _mapped(checkpoint: Checkpoint, reader: Reader, destination: Destination) -> np.ndarray | None:
-    """The destination's bytes where they lie in the file, None where they do not lie there as memory needs them."""
-    copies = destination.view.copies(destination.box, destination.shape)
-    if len(copies) != 1 or not destination.same_bits:
+def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:
+    """The block's bytes where they lie in the file, None where they do not lie there as memory needs them."""
+    copies = block.view.copies(block.box, block.shape)
+    if len(copies) != 1 or not block.same_bits:
         return None
     ((name, copy),) = copies
     dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
     file, begin = checkpoint.location(name)
-    begin += copy.source * destination.dtype.itemsize
-    nbytes = copy.elements * destination.dtype.itemsize
-    if not dense or not keeps_order(copy) or nbytes != destination.nbytes or begin % ALIGNMENT:
+    begin += copy.source * block.dtype.itemsize
+    nbytes = copy.elements * block.dtype.itemsize
+    if not dense or not keeps_order(copy) or nbytes != block.nbytes or begin % ALIGNMENT:
         return None
     return np.frombuffer(reader.map(file), np.uint8, nbytes, begin)
 
@@ -166,10 +165,7 @@ def _mapped(checkpoint: Checkpoint, reader: Reader, destination: Destination) ->
 def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
     """The leaf made of its filled memory."""
     target = fill.target
-    shards = [
-        buffer.view(target.dtype).reshape(destination.shape)
-        for buffer, destination in zip(memory, fill.destinations, strict=True)
-    ]
+    shards = [buffer.view(target.dtype).reshape(block.shape) for buffer, block in zip(memory, fill.blocks, strict=True)]
     if target.sharding is not None:
         boxes = dict(zip(target.local_boxes(), shards, strict=True))
         return arrays.assemble(target.sharding, target.shape, target.dtype, boxes)

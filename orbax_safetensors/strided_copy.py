@@ -1,4 +1,7 @@
-"""Executes `plan.strided.Copy` on memory with NumPy. Everything that is not a plain range read passes through here."""
+"""Executes `plan.strided.Copy` on memory with NumPy. Everything that is not moved as a plain range passes through here.
+
+Memory is one-dimensional and uint8: *packed* is as a file has it, *dense* is a block.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from orbax_safetensors.plan.strided import Copy
 _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
-def move(copy: Copy, source: np.ndarray, destination: np.ndarray, itemsize: int) -> None:
-    """Moves bits between one-dimensional uint8 arrays that hold elements of `itemsize` bytes."""
+def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of a copy that moves bits, as arrays of one shape; assigning one to the other makes the copy."""
     modes = [(size, src * itemsize, dst * itemsize) for size, src, dst in copy.modes]
     # The widest words that the innermost contiguous elements and all strides are made of: NumPy moves one a step.
     run = itemsize
@@ -23,32 +26,39 @@ def move(copy: Copy, source: np.ndarray, destination: np.ndarray, itemsize: int)
     word = gcd(8, run, begin, into, *(step for _, src, dst in modes for step in (src, dst)))
     shape = (*(size for size, _, _ in modes), run // word)
     dtype = _WORDS[word]
-    taken = np.ndarray(shape, dtype, source.data, begin, (*(src for _, src, _ in modes), word))
-    np.ndarray(shape, dtype, destination.data, into, (*(dst for _, _, dst in modes), word))[...] = taken
+    return (
+        np.ndarray(shape, dtype, packed.data, begin, (*(src for _, src, _ in modes), word)),
+        np.ndarray(shape, dtype, dense.data, into, (*(dst for _, _, dst in modes), word)),
+    )
 
 
-def cast(
-    copy: Copy, source: np.ndarray, stored: np.dtype, destination: np.ndarray, wanted: np.dtype, *, lossless: bool
-) -> None:
-    """Copies elements of dtype `stored` as elements of dtype `wanted`; both arrays are one-dimensional and uint8.
-
-    Rounds as NumPy does. With `lossless`, integers that do not fit and finite numbers that become infinite raise
-    `TensorMismatchError`, which does not know the tensor's name.
-    """
+def elements(
+    copy: Copy, packed: np.ndarray, stored: np.dtype, dense: np.ndarray, held: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both ends of a copy that casts between the dtypes `stored` and `held`, as arrays of one shape."""
     shape = tuple(size for size, _, _ in copy.modes)
-    taken = np.ndarray(
-        shape, stored, source.data, copy.source * stored.itemsize, [src * stored.itemsize for _, src, _ in copy.modes]
+    source = [src * stored.itemsize for _, src, _ in copy.modes]
+    into = [dst * held.itemsize for _, _, dst in copy.modes]
+    return (
+        np.ndarray(shape, stored, packed.data, copy.source * stored.itemsize, source),
+        np.ndarray(shape, held, dense.data, copy.destination * held.itemsize, into),
     )
-    made = np.ndarray(
-        shape,
-        wanted,
-        destination.data,
-        copy.destination * wanted.itemsize,
-        [dst * wanted.itemsize for _, _, dst in copy.modes],
-    )
+
+
+def cast(source: np.ndarray, destination: np.ndarray, *, lossless: bool) -> None:
+    """Assigns with a cast that rounds as NumPy does.
+
+    With `lossless`, integers that do not fit and finite numbers that become infinite raise `TensorMismatchError`,
+    which does not know the tensor's name.
+    """
     with np.errstate(all="ignore"):
-        np.copyto(made, taken, casting="unsafe")
+        np.copyto(destination, source, casting="unsafe")
         if lossless:
-            lost = made != taken if np.issubdtype(stored, np.integer) else np.isinf(made) & ~np.isinf(taken)
+            if np.issubdtype(source.dtype, np.integer):
+                lost = destination != source
+            else:
+                lost = np.isinf(destination) & ~np.isinf(source)
             if np.any(lost):
-                raise TensorMismatchError(f"{taken[lost].flat[0]!r} of {stored} does not fit {wanted}")
+                raise TensorMismatchError(
+                    f"{source[lost].flat[0]!r} of {source.dtype} does not fit {destination.dtype}"
+                )

@@ -20,6 +20,7 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType
 from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.trees import flatten
 
 # What `restore_type` may be.
 _KINDS: tuple[type, ...] = (jax.Array, np.ndarray, int, float, bool)
@@ -118,8 +119,8 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     Raises:
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
     """
-    structure, leaves = _flatten(item if item is not None else restore_args)
-    args = _flatten(restore_args)[1] if restore_args is not None else {}
+    structure, leaves = flatten(item if item is not None else restore_args)
+    args = flatten(restore_args)[1] if restore_args is not None else {}
     if unknown := sorted(set(args) - set(leaves)):
         raise TensorMismatchError(f"restore_args has leaves that item does not have: {_some(unknown)}")
     wanted = {name: leaf for name, leaf in leaves.items() if leaf is not ocp.PLACEHOLDER}
@@ -140,18 +141,6 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
 def are_restore_args(tree: Any) -> bool:
     """Whether a tree is one of restore arguments rather than of arrays."""
     return any(isinstance(leaf, ocp.RestoreArgs) for leaf in jax.tree_util.tree_leaves(tree))
-
-
-def _flatten(tree: Any) -> tuple[jax.tree_util.PyTreeDef, dict[str, Any]]:
-    """A tree's structure, and its leaves by key path joined with dots."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves: dict[str, Any] = {}
-    for path, leaf in paths:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name in leaves:
-            raise TensorMismatchError(f"two leaves of the tree have the name {name!r}")
-        leaves[name] = leaf
-    return structure, leaves
 
 
 def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], known: Mapping[str, Any] | None) -> None:

@@ -3,82 +3,62 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.io.store import File, Stamp
-from orbax_safetensors.plan.coalesce import Direct
-from orbax_safetensors.plan.plan import Destination, Part, ReadPlan, Scatter
-from orbax_safetensors.strided_copy import cast, move
+from orbax_safetensors.io.store import File, NewFile, Stamp
+from orbax_safetensors.plan.coalesce import Direct, Staged
+from orbax_safetensors.plan.plan import Block, Part, TransferPlan
+from orbax_safetensors.strided_copy import cast, elements, words
 
-_Task = Callable[[], None]
+_F = TypeVar("_F", bound=File | NewFile)
 
 
 @dataclass
 class Counters:
-    """What was really asked of storage: requests and the bytes they returned."""
+    """What was really asked of storage: requests and the bytes that they moved."""
 
     num_requests: int = 0
-    read_bytes: int = 0
+    nbytes: int = 0
 
 
-class Reader:
-    """Fills memory from open files. One for each restore; `counters` may be read once `run` has returned."""
+class _Transfer(ABC, Generic[_F]):
+    """Open files and threads for the plans of one restore or save; `counters` are right once `run` has returned."""
 
-    def __init__(self, open_file: Callable[[int], File], threads: int) -> None:
+    def __init__(self, open_file: Callable[[int], _F], threads: int) -> None:
         """Files are opened when they are first needed, by their number, and closed by `close`."""
         self.counters = Counters()
         self._open_file = open_file
         self._threads = threads
-        self._files: dict[int, File] = {}
-        self._mappings: dict[int, memoryview] = {}
+        self._files: dict[int, _F] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self,
-        plan: ReadPlan,
-        destinations: Sequence[Destination],
-        memory: Sequence[np.ndarray],
-        lossless: Sequence[bool],
-    ) -> None:
+    def close(self) -> None:
+        """Closes all files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def run(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
         """Executes `plan`; all of it has happened when this returns, and none of it goes on when it raises.
 
-        `memory` are one-dimensional uint8 arrays, one for each of `destinations`. Where `lossless` is set, a cast that
-        changes a value raises `TensorMismatchError`.
+        `memory` are one-dimensional uint8 arrays, one for each of `blocks`.
         """
-
-        def scatter(request: Scatter) -> _Task:
-            return lambda: self._read(
-                request.file,
-                request.begin,
-                [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in request.parts],
-            )
-
-        def window(part: Part, low: int, high: int) -> _Task:
-            return lambda: self._window(part, low, high, destinations, memory, lossless)
-
-        def tasks() -> Iterator[_Task]:
-            for request in plan.scatters:
-                yield scatter(request)
-            for part in plan.parts:
-                for low, high in part.windows():
-                    yield window(part, low, high)
-
-        self._run(tasks())
-
-    def _run(self, tasks: Iterator[_Task]) -> None:
+        tasks = self._tasks(plan, blocks, memory)
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -92,7 +72,7 @@ class Reader:
             except BaseException as error:
                 failures.append(error)
 
-        with ThreadPoolExecutor(self._threads, "safetensors-read") as pool:
+        with ThreadPoolExecutor(self._threads, "safetensors") as pool:
             workers = [pool.submit(work) for _ in range(self._threads)]
             try:
                 wait(workers)
@@ -102,45 +82,68 @@ class Reader:
         if failures:
             raise failures[0]
 
-    def _read(self, file: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.file(file).read(offset, buffers)
-        with self._lock:
-            self.counters.num_requests += 1
-            self.counters.read_bytes += sum(buffer.nbytes for buffer in buffers)
+    def _tasks(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
+    ) -> Iterator[Callable[[], None]]:
+        for extent in plan.extents:
+            buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
+            yield partial(self._request, extent.file, extent.begin, buffers)
+        for part in plan.parts:
+            for low, high in part.windows():
+                yield partial(self._window, part, low, high, blocks, memory)
 
-    def _window(
+    def _window(self, part: Part, low: int, high: int, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
+        access = part.access
+        if isinstance(access, Direct):
+            self._runs(part, low, high, memory[part.blocks[access.buffer]][access.offset + low : access.offset + high])
+        else:
+            self._staged(part, access, low, high, blocks, memory)
+
+    @abstractmethod
+    def _staged(
         self,
         part: Part,
+        access: Staged,
         low: int,
         high: int,
-        destinations: Sequence[Destination],
+        blocks: Sequence[Block],
         memory: Sequence[np.ndarray],
-        lossless: Sequence[bool],
     ) -> None:
-        reads = part.reads
-        if isinstance(reads, Direct):
-            into = memory[part.destinations[reads.buffer]][reads.offset + low : reads.offset + high]
-        else:
-            into = self._staging(high - low)
-        done = 0
-        for begin, length in reads.runs.pieces(low, high):
-            self._read(part.file, part.begin + begin, [into.data[done : done + length]])
-            done += length
-        if isinstance(reads, Direct):
-            return
-        for use in reads.uses:
-            number = part.destinations[use.buffer]
-            destination = destinations[number]
-            stored = destination.view.dtype
-            for copy in use.copy.within(low // stored.itemsize, high // stored.itemsize):
-                copy = copy.shifted(-(low // stored.itemsize))
-                if destination.same_bits:
-                    move(copy, into, memory[number], stored.itemsize)
+        """Moves packed bytes `[low, high)` of a part through a staging buffer."""
+
+    @abstractmethod
+    def _move(self, file: _F, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Makes one request."""
+
+    def _ends(
+        self, access: Staged, part: Part, low: int, high: int, blocks: Sequence[Block], packed: np.ndarray,
+        memory: Sequence[np.ndarray],
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:  # fmt: skip
+        """For every copy of a window its block's number, and both ends of the copy, in `packed` and in the block."""
+        for use in access.uses:
+            number = part.blocks[use.buffer]
+            block = blocks[number]
+            stored = block.view.dtype
+            first = low // stored.itemsize
+            for copy in use.copy.within(first, high // stored.itemsize):
+                own = copy.shifted(-first)
+                if block.same_bits:
+                    yield number, *words(own, packed, memory[number], stored.itemsize)
                 else:
-                    try:
-                        cast(copy, into, stored, memory[number], destination.dtype, lossless=lossless[number])
-                    except TensorMismatchError as error:
-                        raise TensorMismatchError(f"{self.file(part.file).path}: {part.tensor!r}: {error}") from None
+                    yield number, *elements(own, packed, stored, memory[number], block.dtype)
+
+    def _runs(self, part: Part, low: int, high: int, packed: np.ndarray) -> None:
+        """Moves packed bytes `[low, high)`, which `packed` holds, with one request for each run."""
+        done = 0
+        for begin, length in part.access.runs.pieces(low, high):
+            self._request(part.file, part.begin + begin, [packed.data[done : done + length]])
+            done += length
+
+    def _request(self, number: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._move(self._file(number), offset, buffers)
+        with self._lock:
+            self.counters.num_requests += 1
+            self.counters.nbytes += sum(buffer.nbytes for buffer in buffers)
 
     def _staging(self, nbytes: int) -> np.ndarray:
         """Memory of this thread, used again for every window so that it stays in the core's cache."""
@@ -150,20 +153,7 @@ class Reader:
             self._local.buffer = buffer
         return buffer[:nbytes]
 
-    def map(self, number: int) -> memoryview:
-        """A whole file as memory, the same for every caller."""
-        mapping = self._mappings.get(number)
-        if mapping is None:
-            mapping = self._mappings[number] = self.file(number).map()
-        return mapping
-
-    def check(self, stamps: Mapping[int, Stamp]) -> None:
-        """Raises `StorageError` where a file that was opened is no longer in the state that its stamp was taken in."""
-        for number, file in self._files.items():
-            file.check(stamps[number])
-
-    def file(self, number: int) -> File:
-        """The open file of that number."""
+    def _file(self, number: int) -> _F:
         file = self._files.get(number)
         if file is None:
             with self._lock:
@@ -172,7 +162,83 @@ class Reader:
                     file = self._files[number] = self._open_file(number)
         return file
 
-    def close(self) -> None:
-        """Closes all files."""
-        while self._files:
-            self._files.popitem()[1].close()
+
+class Reader(_Transfer[File]):
+    """Fills memory from files."""
+
+    def __init__(self, open_file: Callable[[int], File], threads: int) -> None:
+        """See `_Transfer`."""
+        super().__init__(open_file, threads)
+        self._lossless: Sequence[bool] = ()
+        self._mappings: dict[int, memoryview] = {}
+
+    def read(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray], lossless: Sequence[bool]
+    ) -> None:
+        """`run`, in which a cast that changes a value raises `TensorMismatchError` where `lossless` is set."""
+        self._lossless = lossless
+        self.run(plan, blocks, memory)
+
+    def map(self, number: int) -> memoryview:
+        """A whole file as memory, the same for every caller."""
+        mapping = self._mappings.get(number)
+        if mapping is None:
+            mapping = self._mappings[number] = self._file(number).map()
+        return mapping
+
+    def check(self, stamps: Mapping[int, Stamp]) -> None:
+        """Raises `StorageError` where a file that was opened is no longer in the state that its stamp was taken in."""
+        for number, file in self._files.items():
+            file.check(stamps[number])
+
+    def _move(self, file: File, offset: int, buffers: Sequence[memoryview]) -> None:
+        file.read(offset, buffers)
+
+    def _staged(
+        self,
+        part: Part,
+        access: Staged,
+        low: int,
+        high: int,
+        blocks: Sequence[Block],
+        memory: Sequence[np.ndarray],
+    ) -> None:
+        packed = self._staging(high - low)
+        self._runs(part, low, high, packed)
+        for number, source, destination in self._ends(access, part, low, high, blocks, packed, memory):
+            if blocks[number].same_bits:
+                destination[...] = source
+                continue
+            try:
+                cast(source, destination, lossless=self._lossless[number])
+            except TensorMismatchError as error:
+                raise TensorMismatchError(f"{self._file(part.file).path}: {part.tensor!r}: {error}") from None
+
+
+class Writer(_Transfer[NewFile]):
+    """Writes memory into files. Its plans have no gaps: every byte that is written is one of a block."""
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk."""
+        for file in self._files.values():
+            file.sync()
+
+    def _move(self, file: NewFile, offset: int, buffers: Sequence[memoryview]) -> None:
+        file.write(offset, buffers)
+
+    def _staged(
+        self,
+        part: Part,
+        access: Staged,
+        low: int,
+        high: int,
+        blocks: Sequence[Block],
+        memory: Sequence[np.ndarray],
+    ) -> None:
+        packed = self._staging(high - low)
+        for number, destination, source in self._ends(access, part, low, high, blocks, packed, memory):
+            if blocks[number].same_bits:
+                destination[...] = source
+            else:
+                cast(source, destination, lossless=False)
+        self._runs(part, low, high, packed)

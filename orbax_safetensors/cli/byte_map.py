@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from orbax_safetensors.plan.plan import ReadPlan
+from orbax_safetensors.plan.plan import TransferPlan
 
 Ranges = np.ndarray
 
@@ -25,13 +25,13 @@ def union(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return np.stack((given[first, 0], reach[np.append(first[1:], len(given)) - 1]), axis=1)
 
 
-def requested(plan: ReadPlan) -> dict[int, list[tuple[int, int]]]:
+def requested(plan: TransferPlan) -> dict[int, list[tuple[int, int]]]:
     """Every range that executing `plan` asks a file for, by the file's number, as often as it does."""
     out: dict[int, list[tuple[int, int]]] = {}
-    for scatter in plan.scatters:
-        out.setdefault(scatter.file, []).append((scatter.begin, scatter.end))
+    for extent in plan.extents:
+        out.setdefault(extent.file, []).append((extent.begin, extent.end))
     for part in plan.parts:
-        for begin, length in part.reads.runs.pieces(0, part.reads.runs.nbytes):
+        for begin, length in part.access.runs.pieces(0, part.access.runs.nbytes):
             out.setdefault(part.file, []).append((part.begin + begin, part.begin + begin + length))
     return out
 

@@ -24,8 +24,8 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.cli.byte_map import requested, union
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.format.dtypes import DTYPES, held
-from orbax_safetensors.plan.plan import ReadPlan, read_plan
-from orbax_safetensors.restore import EVENT_BYTES_READ, destinations
+from orbax_safetensors.plan.plan import TransferPlan, transfer_plan
+from orbax_safetensors.restore import EVENT_BYTES_READ, blocks
 
 # Shards that differ, of which a message tells.
 _LISTED = 5
@@ -91,11 +91,11 @@ def shardings(checkpoint: Checkpoint) -> dict[str, ocp.ArrayRestoreArgs]:
     }
 
 
-def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRestoreArgs]) -> ReadPlan:
+def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRestoreArgs]) -> TransferPlan:
     """The plan that a restore with these arguments executes in this process, made again."""
     request = targets.resolve(checkpoint, None, restore_args, partial=False)
-    wanted = [destination for target in request.targets for destination in destinations(target)]
-    return read_plan(wanted, checkpoint.location, ost.SafetensorsOptions().max_gap_bytes)
+    wanted = [block for target in request.targets for block in blocks(target)]
+    return transfer_plan(wanted, checkpoint.location, ost.SafetensorsOptions().max_gap_bytes)
 
 
 def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tuple[int, list[str]]:

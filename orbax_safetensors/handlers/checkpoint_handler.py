@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
-# Orbax exports the protocol of this type, and not the way to make one.
+# Orbax exports neither the future that waits for the directory of an asynchronous save nor a way to make tree metadata.
+from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.metadata import tree as tree_metadata
 
 from orbax_safetensors import api
 from orbax_safetensors.checkpoint import open_checkpoint
-from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.save import Save, Shards
 
 
 class SafetensorsHandler(ocp.AsyncCheckpointHandler):
-    """Restores `.safetensors` files as sharded arrays: each process reads the bytes of its own shards.
+    """Restores and saves sharded arrays as `.safetensors` files: each process moves the bytes of its own shards.
 
     Works wherever Orbax takes a handler: `ocp.Checkpointer`, `ocp.AsyncCheckpointer`, `ocp.CheckpointManager`,
     `ocp.CompositeCheckpointHandler`.
@@ -50,16 +52,35 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         }
         return tree_metadata.build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
 
-    async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> Any:
-        """Saving is not part of this version."""
-        raise SafetensorsError(f"{directory}: this version restores safetensors files and does not save them")
-
     def save(self, directory: epath.Path, args: SafetensorsSave) -> None:
-        """Saving is not part of this version."""
-        raise SafetensorsError(f"{directory}: this version restores safetensors files and does not save them")
+        """Saves an item into `directory`; see `SafetensorsSave`. Called by every process."""
+        plan = self._plan(args)
+        api.write(plan, Shards(plan, copied=False), directory)
+
+    async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
+        """Starts a save, and returns once the shards are in host memory; the leaves may then be changed or deleted.
+
+        What is returned is done when all processes have written.
+        """
+        plan = self._plan(args)
+        shards = Shards(plan, copied=True)
+
+        async def commit() -> None:
+            api.write(plan, shards, directory)
+
+        return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
+
+    def _plan(self, args: SafetensorsSave) -> Save:
+        return api.plan_save(
+            args.item,
+            args.save_args,
+            metadata=args.metadata,
+            max_file_bytes=args.max_file_bytes,
+            options=self._options,
+        )
 
     def close(self) -> None:
-        """Nothing to give back: files and threads live no longer than a restore."""
+        """Nothing to give back: files and threads live no longer than a restore or save."""
 
 
 @ocp.args.register_with_handler(SafetensorsHandler, for_restore=True)
@@ -86,9 +107,20 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(SafetensorsHandler, for_save=True)
 @dataclasses.dataclass
 class SafetensorsSave(ocp.args.CheckpointArgs):
-    """What to save."""
+    """What to save.
+
+    Attributes:
+      item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars, of which every process
+        has the same. A tensor's name is its leaf's key path joined by dots.
+      save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded: a cast while writing.
+      metadata: text for the header of every file, besides `{"format": "pt"}`.
+      max_file_bytes: tensors are spread over several files, with an index, so that none has more; 5 GB as on the Hub.
+    """
 
     item: Any
+    save_args: Any = None
+    metadata: Mapping[str, str] | None = None
+    max_file_bytes: int = 5_000_000_000
 
 
 class SafetensorsCheckpointer(ocp.Checkpointer):

@@ -84,6 +84,50 @@ def _after(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
         count = max(0, count - buffer.nbytes)
 
 
+class NewLocalFile:
+    """A local file that is being written; see `store.NewFile`."""
+
+    def __init__(self, path: str) -> None:
+        """Opens `path` and makes the file, with the mode that the umask leaves, where it is not there."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Writes `buffers` from `offset` on. A short write is continued."""
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        while left:
+            try:
+                count = os.pwritev(self._descriptor, left[:_MAX_BUFFERS], offset)
+            except OSError as error:
+                missing = sum(buffer.nbytes for buffer in left)
+                raise StorageError(
+                    f"{self.path}: writing {missing} bytes at offset {offset} failed: {error.strerror}"
+                ) from error
+            offset += count
+            left = list(_after(left, count))
+
+    def sync(self) -> None:
+        """Flushes the file to the disk."""
+        _sync(self._descriptor, self.path)
+
+    def close(self) -> None:
+        """Closes the descriptor. Some file systems only now tell that a write failed."""
+        try:
+            os.close(self._descriptor)
+        except OSError as error:
+            raise StorageError(f"{self.path}: closing failed: {error.strerror}") from error
+
+
+def _sync(descriptor: int, path: str) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise StorageError(f"{path}: flushing to the disk failed: {error.strerror}") from error
+
+
 class LocalStore:
     """The file systems of this machine; see `store.Store`."""
 
@@ -100,3 +144,18 @@ class LocalStore:
     def open(self, path: str) -> LocalFile:
         """Opens the file `path` for reading."""
         return LocalFile(path)
+
+    def create(self, path: str) -> NewLocalFile:
+        """Opens the file `path` for writing, and makes it where it is not there."""
+        return NewLocalFile(path)
+
+    def sync(self, path: str) -> None:
+        """Flushes the directory `path` to the disk."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            _sync(descriptor, path)
+        finally:
+            os.close(descriptor)

@@ -33,6 +33,21 @@ class File(Protocol):
         """Gives back what the file holds."""
 
 
+class NewFile(Protocol):
+    """A file that is being written, perhaps by several processes, each its own ranges."""
+
+    path: str
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Writes `buffers` one after the other from `offset` on; all of them or `StorageError`."""
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk."""
+
+    def close(self) -> None:
+        """Gives back what the file holds."""
+
+
 class Store(Protocol):
     """A place where files are."""
 
@@ -41,3 +56,9 @@ class Store(Protocol):
 
     def open(self, path: str) -> File:
         """Opens a file for reading; `StorageError` where that is not possible."""
+
+    def create(self, path: str) -> NewFile:
+        """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible."""
+
+    def sync(self, path: str) -> None:
+        """Waits until the names of new files in the directory `path` are on the disk."""

@@ -1,4 +1,7 @@
-"""What one process reads: plain data, computed before the first byte moves."""
+"""What one process moves between files and memory: plain data, computed before the first byte moves.
+
+A plan has no direction. To restore, its requests are reads that fill memory; to save, they are writes that empty it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ from orbax_safetensors.plan.view import Box, View
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """Memory to fill: a dense row-major array of `shape` and `dtype` whose leading corner is `box` of `view`.
+class Block:
+    """Memory at one end of a transfer: a dense row-major array whose leading corner is `box` of `view`.
 
-    `shape` is the box's own, or larger; what lies outside the box is left as it is.
+    Its `shape` is the box's own, or larger; what lies outside the box does not take part. Where its `dtype` is not the
+    view's, elements are cast on the way.
     """
 
     view: View
@@ -45,8 +49,8 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
-    """One request for file bytes `[begin, end)`, filling `(destination, offset, nbytes)` one after the other."""
+class Extent:
+    """One request for file bytes `[begin, end)`, which are those at `(block, offset, nbytes)` one after the other."""
 
     file: int
     begin: int
@@ -56,77 +60,78 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a tensor that are read in windows. The tensor begins at `begin` in the file.
+    """Bytes of a tensor that are moved in windows. The tensor begins at `begin` in the file.
 
-    `destinations` has the destination for each buffer of `reads`.
+    `blocks` has the block for each buffer of `access`.
     """
 
     file: int
     tensor: str
     begin: int
-    reads: Direct | Staged
-    destinations: tuple[int, ...]
+    access: Direct | Staged
+    blocks: tuple[int, ...]
 
     def windows(self) -> Iterator[tuple[int, int]]:
-        """Ranges of the packed bytes of `reads.runs` that are read, and copied, at a time."""
-        nbytes, pitch = self.reads.runs.nbytes, self.reads.pitch
+        """Ranges of the packed bytes of `access.runs` that are moved at a time."""
+        nbytes, pitch = self.access.runs.nbytes, self.access.pitch
         for low in range(0, nbytes, pitch):
             yield low, min(low + pitch, nbytes)
 
 
 @dataclass(frozen=True)
-class ReadPlan:
-    """Everything that one process reads to fill its destinations.
+class TransferPlan:
+    """Everything that one process moves between files and its blocks.
 
-    `needed_bytes` are those of the files that some destination holds, each counted once; `read_bytes` are those that
-    storage is asked for, in `num_requests` requests; `window_bytes` is the longest range that is staged at a time.
+    `needed_bytes` are those of the files that some block holds, each counted once; `moved_bytes` are those that storage
+    is asked for, in `num_requests` requests; `window_bytes` is the longest range that is staged at a time.
     """
 
-    scatters: tuple[Scatter, ...]
+    extents: tuple[Extent, ...]
     parts: tuple[Part, ...]
     needed_bytes: int
-    read_bytes: int
+    moved_bytes: int
     num_requests: int
     window_bytes: int
 
 
-def read_plan(
-    destinations: Sequence[Destination], locate: Callable[[str], tuple[int, int]], max_gap_bytes: int
-) -> ReadPlan:
-    """Plans the filling of `destinations`.
+def transfer_plan(
+    blocks: Sequence[Block], locate: Callable[[str], tuple[int, int]], max_gap_bytes: int
+) -> TransferPlan:
+    """Plans the transfer of `blocks`.
 
-    `locate` gives for the name of a tensor the number of its file and the file offset of its first byte.
+    `locate` gives for the name of a tensor the number of its file and the file offset of its first byte. With
+    `max_gap_bytes` above 0, some bytes that no block holds are moved too, which only reads may do.
     """
     uses: dict[str, list[tuple[int, Copy]]] = {}
-    for number, destination in enumerate(destinations):
-        for name, copy in destination.view.copies(destination.box, destination.shape):
+    for number, block in enumerate(blocks):
+        for name, copy in block.view.copies(block.box, block.shape):
             uses.setdefault(name, []).append((number, copy))
     located = sorted((*locate(name), name) for name in uses)
-    ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, destination
+    ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block
     parts: list[Part] = []
     gathers: list[Gather] = []
     for file, begin, name in located:
         numbers = tuple(number for number, _ in uses[name])
         gathered = gather(
-            tuple((copy, destinations[number].same_bits) for number, copy in uses[name]),
-            destinations[numbers[0]].view.dtype.itemsize,
+            tuple((copy, blocks[number].same_bits) for number, copy in uses[name]),
+            blocks[numbers[0]].view.dtype.itemsize,
             max_gap_bytes,
         )
         gathers.append(gathered)
         ranges += [(file, begin + reads.runs.begin, reads, numbers[reads.buffer]) for reads in gathered.ranges]
         parts += [Part(file, name, begin, reads, numbers) for reads in gathered.windowed]
-    scatters = tuple(_scatters(ranges))
-    return ReadPlan(
-        scatters,
+    extents = tuple(_extents(ranges))
+    return TransferPlan(
+        extents,
         tuple(parts),
         needed_bytes=sum(gathered.needed_bytes for gathered in gathers),
-        read_bytes=sum(gathered.read_bytes for gathered in gathers),
-        num_requests=len(scatters) + sum(gathered.num_requests for gathered in gathers),
+        moved_bytes=sum(gathered.read_bytes for gathered in gathers),
+        num_requests=len(extents) + sum(gathered.num_requests for gathered in gathers),
         window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
     )
 
 
-def _scatters(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Scatter]:
+def _extents(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Extent]:
     """Ranges in file order as requests: those that touch are joined, and cut at `MAX_REQUEST_BYTES`."""
     begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
     end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
@@ -138,11 +143,11 @@ def _scatters(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Scatte
             cut = min(at + MAX_REQUEST_BYTES, group_end)
             parts, here = [], at
             while here < cut:
-                _, _, reads, destination = ranges[number]
+                _, _, reads, block = ranges[number]
                 nbytes = min(reads.runs.length - done, cut - here)
-                parts.append((destination, reads.offset + done, nbytes))
+                parts.append((block, reads.offset + done, nbytes))
                 here, done = here + nbytes, done + nbytes
                 if done == reads.runs.length:
                     number, done = number + 1, 0
-            yield Scatter(int(files[start]), at, cut, tuple(parts))
+            yield Extent(int(files[start]), at, cut, tuple(parts))
             at = cut

@@ -1,4 +1,4 @@
-"""What a restore will cost, for every process: the same plan as `plan.read_plan` makes, but only counted.
+"""What a restore will cost, for every process: the same plan as `plan.transfer_plan` makes, but only counted.
 
 Leaves of one geometry are planned once and counted together, so that 45,000 tensors on 512 devices take a second. No
 devices, no files and no threads are needed.

@@ -158,7 +158,7 @@ def test_the_plan_that_is_drawn_is_the_one_that_is_executed(directory):
     restore_args = demo_worker.shardings(checkpoint)
     plan = demo_worker.executed_plan(checkpoint, restore_args)
     cost = ost.plan_restore(directory, restore_args).processes[0]
-    assert (plan.needed_bytes, plan.read_bytes) == (cost.needed_bytes, cost.read_bytes)
+    assert (plan.needed_bytes, plan.moved_bytes) == (cost.needed_bytes, cost.read_bytes)
 
 
 def test_a_difference_is_status_1(cli, single, tmp_path, monkeypatch):

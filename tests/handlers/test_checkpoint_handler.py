@@ -1,6 +1,5 @@
 """Restoring through Orbax: every row of what a restore takes and returns, against the `safetensors` package."""
 
-import asyncio
 import collections
 import dataclasses
 import errno
@@ -489,14 +488,6 @@ def test_metadata_is_orbaxs(directory, checkpointer):
         leaf = found.item_metadata[name]
         assert isinstance(leaf, ocp.metadata.ArrayMetadata)
         assert (leaf.name, leaf.shape, leaf.dtype, leaf.sharding) == (name, array.shape, array.dtype, None)
-
-
-def test_saving_is_refused(tmp_path, checkpointer):
-    with pytest.raises(ost.SafetensorsError, match="does not save"):
-        checkpointer.save(tmp_path / "new", {"a": W})
-    handler = ost.SafetensorsHandler()
-    with pytest.raises(ost.SafetensorsError, match="does not save"):
-        asyncio.run(handler.async_save(epath.Path(tmp_path), ost.SafetensorsSave({"a": W})))
 
 
 # --- one file ---

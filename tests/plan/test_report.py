@@ -1,4 +1,4 @@
-"""The report counts exactly what `read_plan` plans, for whatever views and shardings."""
+"""The report counts exactly what `transfer_plan` plans, for whatever views and shardings."""
 
 import json
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_safetensors.plan import coalesce, plan
-from orbax_safetensors.plan.plan import Destination, read_plan
+from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.report import Leaf, restore_plan
 from orbax_safetensors.plan.view import View
 from tests.plan.views import boxes, compositions
@@ -35,8 +35,8 @@ def planned(leaves, places, process, gap):
     for leaf in leaves:
         for box in dict.fromkeys(leaf.boxes[process]):
             stored = tuple((min(a, n), min(b, n)) for (a, b), n in zip(box, leaf.view.shape, strict=True))
-            destinations.append(Destination(leaf.view, stored, tuple(b - a for a, b in box), leaf.dtype))
-    return read_plan(destinations, places.locate, gap), destinations
+            destinations.append(Block(leaf.view, stored, tuple(b - a for a, b in box), leaf.dtype))
+    return transfer_plan(destinations, places.locate, gap), destinations
 
 
 @settings(max_examples=200)
@@ -59,14 +59,14 @@ def test_the_report_counts_what_is_planned(data, gap, per_file):
     report = restore_plan(leaves, places.locate, files, max_gap_bytes=gap, threads=3, process_count=2)
     for process, cost in enumerate(report.processes):
         expected, destinations = planned(leaves, places, process, gap)
-        assert cost.read_bytes == expected.read_bytes
+        assert cost.read_bytes == expected.moved_bytes
         assert cost.needed_bytes == expected.needed_bytes
         assert cost.num_requests == expected.num_requests
         assert cost.staging_bytes == 3 * expected.window_bytes
         assert cost.destination_bytes == sum(destination.nbytes for destination in destinations)
         for figure in ("read_bytes", "needed_bytes", "num_requests"):
             assert sum(getattr(file, figure) for file in cost.files) == getattr(cost, figure)
-        requested = {scatter.file for scatter in expected.scatters} | {part.file for part in expected.parts}
+        requested = {extent.file for extent in expected.extents} | {part.file for part in expected.parts}
         assert {file.file for file in cost.files} == {f"f{number}" for number in requested}
 
 
@@ -84,15 +84,15 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
     (cost,) = restore_plan(leaves, places.locate, ["f"], max_gap_bytes=0, threads=1, process_count=1).processes
     assert cost.num_requests == 2
     expected, _ = planned(leaves, places, 0, 0)
-    assert [(scatter.begin, scatter.end) for scatter in expected.scatters] == [
+    assert [(extent.begin, extent.end) for extent in expected.extents] == [
         (100, 100 + limit),
         (100 + limit, 160 + limit),
     ]
-    assert [scatter.parts for scatter in expected.scatters] == [
+    assert [extent.parts for extent in expected.extents] == [
         ((0, 0, 40), (1, 0, limit - 40)),
         ((1, limit - 40, 40), (2, 0, 20)),
     ]
-    assert isinstance(expected, plan.ReadPlan)
+    assert isinstance(expected, plan.TransferPlan)
 
 
 def test_totals_and_uneven_shards():

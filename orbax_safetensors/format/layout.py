@@ -1,0 +1,60 @@
+"""Which files a checkpoint is written as, under which names, and where each tensor lies in them.
+
+Facts only: it follows from names, dtypes and shapes, so that all processes of a program come to the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orbax_safetensors.format.dtypes import DType, nbytes
+from orbax_safetensors.format.header import Header
+from orbax_safetensors.format.index import Index
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a checkpoint: their names and headers in order, and the index where there are several."""
+
+    files: tuple[tuple[str, Header], ...]
+    index: Index | None
+
+    def locations(self) -> dict[str, tuple[int, int]]:
+        """For every tensor the position of its file in `files`, and the file offset of its first byte."""
+        return {
+            name: (number, header.data_start + entry.begin)
+            for number, (_, header) in enumerate(self.files)
+            for name, entry in header.tensors.items()
+        }
+
+
+def lay_out(
+    tensors: Sequence[tuple[str, DType, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    *,
+    max_file_bytes: int,
+    alignment: int,
+) -> Layout:
+    """Lays `tensors` out as Hugging Face does: filled up one file after the other, in the order that is given.
+
+    A file holds at most `max_file_bytes` of tensors, or one tensor that is longer. The data of a file begins at a
+    multiple of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` where a header would not be
+    valid.
+    """
+    parts: list[list[tuple[str, DType, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for name, dtype, shape in tensors:
+        size = nbytes(dtype, shape)
+        if parts[-1] and filled + size > max_file_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append((name, dtype, shape))
+        filled += size
+    headers = [Header.layout(part, metadata, alignment=alignment) for part in parts]
+    if len(headers) == 1:
+        return Layout((("model.safetensors", headers[0]),), None)
+    names = [f"model-{number:05}-of-{len(headers):05}.safetensors" for number in range(1, len(headers) + 1)]
+    weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
+    total = sum(header.data_bytes for header in headers)
+    return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}))

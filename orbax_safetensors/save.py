@@ -1,0 +1,204 @@
+"""Saving: the same copies as in a restore, with the arrows reversed.
+
+Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
+follow from the tree's shapes alone, and are written last: until then no file is valid, and nothing restores.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import numpy as np
+
+from orbax_safetensors import arrays
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
+from orbax_safetensors.io.arena import allocate
+from orbax_safetensors.io.store import NewFile, Store
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.processes import agree, new_key
+from orbax_safetensors.sources import Source
+from orbax_safetensors.transfer import Writer
+
+logger = logging.getLogger(__name__)
+
+# jax.monitoring scalars, one of each for a save and process.
+EVENT_BYTES_WRITTEN = "/jax/orbax/write/safetensors/bytes_written"
+EVENT_NUM_WRITES = "/jax/orbax/write/safetensors/num_writes"
+EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
+
+# Hugging Face's loaders refuse a file that does not say which framework it is from.
+_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that has been planned: what goes where, and what of it this process writes.
+
+    Every process makes one from the same tree, in the same order as its other saves.
+    """
+
+    layout: Layout
+    owned: tuple[tuple[Source, tuple[Box, ...]], ...]
+    key: str
+    options: SafetensorsOptions
+
+
+def plan_save(
+    sources: Sequence[Source], metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
+) -> Save:
+    """Lays out the files and deals the shards to processes.
+
+    Raises `HeaderError` where the metadata is not text.
+    """
+    layout = lay_out(
+        [(source.name, from_numpy(source.dtype), source.shape) for source in sources],
+        _METADATA | dict(metadata),
+        max_file_bytes=max_file_bytes,
+        alignment=options.alignment,
+    )
+    return Save(layout, tuple(_owned(sources)), new_key("save"), options)
+
+
+def _owned(sources: Sequence[Source]) -> Iterator[tuple[Source, tuple[Box, ...]]]:
+    """The boxes of each leaf that this process writes.
+
+    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
+    just these processes. They all see these boxes in the same order, so that they agree without a word.
+    """
+    process = jax.process_index()
+    everyone = tuple(range(jax.process_count()))
+    dealt: dict[tuple[int, ...], list[int]] = {}
+    for source in sources:
+        if isinstance(source.value, jax.Array):
+            holders = arrays.local_holders(source.value.sharding, source.shape)
+        else:
+            holders = {tuple((0, size) for size in source.shape): everyone}
+        own = []
+        for box, held_by in holders.items():
+            loads = dealt.setdefault(held_by, [0] * len(held_by))
+            at = loads.index(min(loads))
+            loads[at] += prod(stop - start for start, stop in box) * source.dtype.itemsize
+            if held_by[at] == process:
+                own.append(box)
+        yield source, tuple(own)
+
+
+class Shards:
+    """The shards that this process writes, and their memory."""
+
+    def __init__(self, save: Save, *, copied: bool) -> None:
+        """With `copied`, all shards are copied to host memory now, and the leaves may be changed or deleted after."""
+        self._owned = save.owned
+        self._copies: list[tuple[Block, np.ndarray]] | None = None
+        if copied:
+            shards = list(_memory(save.owned))
+            copies = allocate([memory.nbytes for _, memory in shards])
+            for (_, memory), copy in zip(shards, copies, strict=True):
+                np.copyto(copy, memory)
+            self._copies = [(block, copy) for (block, _), copy in zip(shards, copies, strict=True)]
+
+    def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
+        """All of them, and at most `batch_bytes` of device memory, or one leaf, on the host at a time."""
+        if self._copies is not None:
+            yield self._copies
+            return
+        batch: list[tuple[Source, tuple[Box, ...]]] = []
+        leaving = 0
+        for source, boxes in self._owned:
+            host = not isinstance(source.value, jax.Array) or arrays.on_host(source.value.sharding)
+            nbytes = 0 if host else source.value.nbytes
+            if batch and leaving + nbytes > batch_bytes:
+                yield list(_memory(batch))
+                batch, leaving = [], 0
+            batch.append((source, boxes))
+            leaving += nbytes
+        yield list(_memory(batch))
+
+
+def _memory(owned: Sequence[tuple[Source, tuple[Box, ...]]]) -> Iterator[tuple[Block, np.ndarray]]:
+    """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
+    for source, boxes in owned:
+        if not boxes:
+            continue
+        if isinstance(source.value, jax.Array):
+            shards = arrays.local_shards(source.value)
+        else:
+            shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
+        view = View.tensor(source.name, source.shape, source.dtype)
+        for box in boxes:
+            shard = shards[box]
+            yield Block(view, box, shard.shape, shard.dtype), shard.reshape(-1).view(np.uint8)
+
+
+def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
+    """Writes the files of a save into `directory`, which is there and empty, together with the other processes.
+
+    Raises `StorageError` in every process where one fails; no file is then valid.
+    """
+    started = time.perf_counter()
+    paths = [posixpath.join(directory, name) for name, _ in save.layout.files]
+
+    def create(number: int) -> NewFile:
+        return store.create(paths[number])
+
+    failure: Exception | None = None
+    nbytes = 0
+    try:
+        nbytes = _write_data(save, shards, create)
+    except Exception as error:
+        failure = error
+    agree(f"{save.key}/data", failure)
+    try:
+        if jax.process_index() == 0:
+            _write_facts(save, directory, create, store)
+    except Exception as error:
+        failure = error
+    agree(f"{save.key}/facts", failure)
+    seconds = time.perf_counter() - started
+    logger.info("Saved %d arrays to %s: %d bytes written here in %.2f s", len(save.owned), directory, nbytes, seconds)
+
+
+def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) -> int:
+    locations = save.layout.locations()
+    num_writes = 0
+    with Writer(create, save.options.threads) as writer:
+        for batch in shards.batches(save.options.in_flight_bytes):
+            blocks = [block for block, _ in batch]
+            plan = transfer_plan(blocks, locations.__getitem__, max_gap_bytes=0)
+            writer.run(plan, blocks, [memory for _, memory in batch])
+            num_writes += plan.num_requests
+        if save.options.fsync:
+            writer.sync()
+        counters = writer.counters
+    jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(counters.nbytes))
+    jax.monitoring.record_scalar(EVENT_NUM_WRITES, float(num_writes))
+    jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(counters.num_requests))
+    return counters.nbytes
+
+
+def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], store: Store) -> None:
+    """Writes the headers and then the index: what makes the files a checkpoint."""
+    for number, (_, header) in enumerate(save.layout.files):
+        _write_whole(create(number), header.encode(), save.options)
+    if save.layout.index is not None:
+        _write_whole(store.create(posixpath.join(directory, INDEX_NAME)), save.layout.index.encode(), save.options)
+    if save.options.fsync:
+        store.sync(directory)
+
+
+def _write_whole(file: NewFile, text: bytes, options: SafetensorsOptions) -> None:
+    try:
+        file.write(0, [memoryview(text)])
+        if options.fsync:
+            file.sync()
+    finally:
+        file.close()

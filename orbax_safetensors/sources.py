@@ -1,0 +1,85 @@
+"""What a caller asks a save for: a tree of arrays and scalars, checked before any file is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.trees import flatten
+
+
+@dataclass(frozen=True)
+class Source:
+    """One leaf to store.
+
+    Attributes:
+      name: the leaf's key path, joined by dots: the name of the tensor.
+      value: a `jax.Array` with any sharding, or a NumPy array of which every process has the same.
+      dtype: the tensor's; other than the value's where a cast was asked for.
+    """
+
+    name: str
+    value: jax.Array | np.ndarray
+    dtype: np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the leaf and of the tensor."""
+        return tuple(self.value.shape)
+
+
+def resolve(item: Any, save_args: Any) -> list[Source]:
+    """The leaves of a tree in its order.
+
+    `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded.
+
+    Raises:
+      TensorMismatchError: a leaf that cannot be stored, two of one name, or none at all.
+    """
+    leaves = flatten(item)[1]
+    args = flatten(save_args)[1] if save_args is not None else {}
+    if not leaves:
+        raise TensorMismatchError("the tree to save has no leaves")
+    if unknown := sorted(set(args) - set(leaves)):
+        raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(unknown[:8])}")
+    return [_source(name, leaf, args.get(name, ocp.SaveArgs())) for name, leaf in leaves.items()]
+
+
+def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
+    if name == "__metadata__":
+        raise TensorMismatchError("a tensor cannot be called '__metadata__': the format keeps that name for itself")
+    if isinstance(leaf, jax.Array):
+        value: jax.Array | np.ndarray = leaf
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TensorMismatchError(
+                f"{name!r}: an array of {leaf.dtype} cannot be stored; save jax.random.key_data of it and restore it "
+                "with jax.random.wrap_key_data"
+            )
+        if leaf.is_deleted():
+            raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
+        if jax.process_count() > 1 and leaf.is_fully_addressable:
+            raise TensorMismatchError(
+                f"{name!r}: an array that only process {jax.process_index()} has cannot be stored by "
+                f"{jax.process_count()} processes; make it a global array, or a NumPy array that all of them have"
+            )
+    elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
+        try:
+            value = np.asarray(leaf)
+        except OverflowError as error:
+            raise TensorMismatchError(f"{name!r}: {leaf!r} does not fit any dtype") from error
+    else:
+        raise TensorMismatchError(f"{name!r}: a leaf of type {type(leaf).__name__} cannot be stored: {leaf!r:.80}")
+    dtype = np.dtype(value.dtype if args.dtype is None else args.dtype)
+    try:
+        from_numpy(dtype)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{name!r}: {error}") from error
+    if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
+        raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
+    return Source(name, value, dtype)
