@@ -21,6 +21,8 @@ from orbax_safetensors.handlers.checkpoint_handler import (
     SafetensorsRestore,
     SafetensorsSave,
 )
+from orbax_safetensors.handlers.registration import register, unregister
+from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
 
@@ -36,9 +38,12 @@ __all__ = [
     "SafetensorsOptions",
     "SafetensorsRestore",
     "SafetensorsSave",
+    "SafetensorsTypeHandler",
     "StorageError",
     "TensorMismatchError",
     "open_checkpoint",
     "plan_restore",
+    "register",
+    "unregister",
     "verify",
 ]

@@ -11,6 +11,8 @@ from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.index import Index
 
 INDEX_NAME = "model.safetensors.index.json"
+# The most that a file has on the Hub, in bytes of tensors.
+MAX_FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)

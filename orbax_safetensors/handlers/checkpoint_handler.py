@@ -16,6 +16,7 @@ from orbax.checkpoint._src.metadata import tree as tree_metadata
 
 from orbax_safetensors import api
 from orbax_safetensors.checkpoint import open_checkpoint
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Save, Shards
 
@@ -120,7 +121,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     item: Any
     save_args: Any = None
     metadata: Mapping[str, str] | None = None
-    max_file_bytes: int = 5_000_000_000
+    max_file_bytes: int = MAX_FILE_BYTES
 
 
 class SafetensorsCheckpointer(ocp.Checkpointer):

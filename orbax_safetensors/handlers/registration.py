@@ -1,0 +1,109 @@
+"""`register()`: existing code with Orbax's own handlers reads checkpoints whose arrays are safetensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.checkpoint import SUFFIX, open_checkpoint
+from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
+
+# What the leaves of a tree may be restored as, whatever they were when they were saved.
+_TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
+
+_lock = threading.Lock()
+_registered: dict[type, _Registered] = {}
+
+
+def register(*, save: bool = False) -> None:
+    """Lets Orbax's handlers of trees read checkpoints whose arrays are safetensors, in the whole program.
+
+    For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
+    and what is built on them restore what `SafetensorsTypeHandler` has saved; they do everything else exactly as
+    before. With `save`, those that are made from then on also save array leaves as safetensors. May be called again and
+    from any thread: what was asked for once stays until `unregister`.
+    """
+    with _lock:
+        for kind in _TYPES:
+            if kind not in _registered:
+                _registered[kind] = _Registered(ocp.type_handlers.get_type_handler(kind))
+                ocp.type_handlers.register_type_handler(kind, _registered[kind], override=True)
+        _registered[jax.Array].saves |= save
+
+
+def unregister() -> None:
+    """Takes back `register`: the handlers that were registered before are registered again.
+
+    A handler that someone else has registered since is left alone.
+    """
+    with _lock:
+        for kind, handler in _registered.items():
+            if ocp.type_handlers.get_type_handler(kind) is handler:
+                ocp.type_handlers.register_type_handler(kind, handler.previous, override=True)
+        _registered.clear()
+
+
+class _Registered(ocp.type_handlers.TypeHandler):
+    """Reads leaves that are in safetensors files, and leaves all else to the handler that was registered before."""
+
+    def __init__(self, previous: ocp.type_handlers.TypeHandler) -> None:
+        self.previous = previous
+        self.saves = False
+        self._own = SafetensorsTypeHandler()
+
+    def __getattr__(self, name: str) -> Any:
+        # Orbax looks for more in its own handlers than the interface has.
+        if name == "previous":
+            raise AttributeError(name)
+        return getattr(self.previous, name)
+
+    @property
+    def _array_metadata_store(self) -> Any:
+        # Where Orbax's handler of trees expects the shapes of Zarr chunks, of which ours have none.
+        return None if self.saves else getattr(self.previous, "_array_metadata_store", None)
+
+    def typestr(self) -> str:
+        return str(self.previous.typestr())
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
+        return await (self._own if self.saves else self.previous).serialize(values, infos, args)
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        return await self._each(infos, lambda handler, at: handler.metadata([infos[i] for i in at]))
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        return await self._each(
+            infos,
+            lambda handler, at: handler.deserialize(
+                [infos[i] for i in at], None if args is None else [args[i] for i in at]
+            ),
+        )
+
+    def finalize(self, directory: Any) -> None:
+        self.previous.finalize(directory)
+
+    async def _each(self, infos: Sequence[Any], call: Callable[[Any, list[int]], Any]) -> list[Any]:
+        """What `call` makes of all leaves, which are given to whichever handler has them."""
+        stored: dict[Any, frozenset[str]] = {}
+        for info in infos:
+            if info.parent_dir not in stored:
+                stored[info.parent_dir] = _stored_names(info.parent_dir)
+        ours = [i for i, info in enumerate(infos) if info.name in stored[info.parent_dir]]
+        others = [i for i, info in enumerate(infos) if info.name not in stored[info.parent_dir]]
+        out: dict[int, Any] = {}
+        for handler, at in ((self._own, ours), (self.previous, others)):
+            if at:
+                out |= zip(at, await call(handler, at), strict=True)
+        return [out[i] for i in range(len(infos))]
+
+
+def _stored_names(directory: Any) -> frozenset[str]:
+    """Names of the tensors in a directory's safetensors files; none where it has no such files."""
+    if not any(path.name.endswith(SUFFIX) for path in directory.iterdir()):
+        return frozenset()
+    return frozenset(open_checkpoint(directory).tensors)

@@ -1,0 +1,106 @@
+"""`SafetensorsTypeHandler`: array leaves of a PyTree checkpoint as safetensors, beside Orbax's own metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+# Orbax does not export the future that waits for the directory of an asynchronous save.
+from orbax.checkpoint._src.futures import future
+
+from orbax_safetensors import api
+from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.save import Shards
+
+
+class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
+    """Saves and restores `jax.Array` leaves as safetensors files, planned over all leaves of a tree at once.
+
+    For the registry of an `ocp.PyTreeCheckpointHandler`, in the place of Orbax's handler of `jax.Array`. Leaves of
+    other types are Orbax's. What was saved is restored by a handler with the same registry, or by any after
+    `register()`.
+    """
+
+    # Orbax asks its array handler for a store of Zarr chunk shapes; there are none.
+    _array_metadata_store = None
+
+    def __init__(self, *, options: SafetensorsOptions | None = None) -> None:
+        """`options` say how bytes are moved."""
+        self._options = options or SafetensorsOptions()
+
+    def typestr(self) -> str:
+        """That of `jax.Array`: a leaf's type is the same wherever its bytes are."""
+        return "jax.Array"
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[ocp.metadata.ArrayMetadata]:
+        """Shape and dtype of each leaf."""
+        return await asyncio.to_thread(self._metadata, infos)
+
+    def _metadata(self, infos: Sequence[Any]) -> list[ocp.metadata.ArrayMetadata]:
+        checkpoints: dict[Any, Checkpoint] = {}
+        out = []
+        for info in infos:
+            if info.parent_dir not in checkpoints:
+                checkpoints[info.parent_dir] = open_checkpoint(info.parent_dir)
+            tensor = checkpoints[info.parent_dir][info.name]
+            out.append(
+                ocp.metadata.ArrayMetadata(
+                    name=info.name, directory=info.parent_dir, shape=tensor.shape, sharding=None, dtype=tensor.dtype
+                )
+            )
+        return out
+
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
+    ) -> Sequence[ocp.Future]:
+        """Starts to save all leaves, and returns once they are in host memory."""
+        (directory,) = {info.parent_dir for info in infos}
+        names = [info.name for info in infos]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise TensorMismatchError(f"two leaves of the tree have the name {twice!r}")
+        save_args = dict(zip(names, args, strict=True)) if args is not None else None
+        plan = api.plan_save(
+            dict(zip(names, values, strict=True)),
+            save_args,
+            metadata=None,
+            max_file_bytes=MAX_FILE_BYTES,
+            options=self._options,
+        )
+        shards = Shards(plan, copied=True)
+
+        async def commit() -> None:
+            api.write(plan, shards, directory)
+
+        return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
+        """Restores all leaves in one plan."""
+        if args is None:
+            args = [ocp.ArrayRestoreArgs()] * len(infos)
+        return await asyncio.to_thread(self._deserialize, infos, args)
+
+    def _deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs]) -> list[Any]:
+        found: dict[tuple[Any, str], Any] = {}
+        for directory in dict.fromkeys(info.parent_dir for info in infos):
+            wanted = {
+                info.name: _as_array(arg) for info, arg in zip(infos, args, strict=True) if info.parent_dir == directory
+            }
+            restored = api.restore(directory, None, wanted, partial_restore=True, options=self._options)
+            found |= {(directory, name): leaf for name, leaf in restored.items()}
+        return [found[info.parent_dir, info.name] for info in infos]
+
+
+def _as_array(args: ocp.RestoreArgs) -> ocp.RestoreArgs:
+    """Arguments that do not say what to restore as, as those of a `jax.Array`, which the leaf was."""
+    if args.restore_type is None and not isinstance(args, ocp.ArrayRestoreArgs):
+        return ocp.ArrayRestoreArgs(dtype=args.dtype)
+    return dataclasses.replace(args, restore_type=jax.Array) if args.restore_type is None else args
