@@ -11,13 +11,15 @@ import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.format.dtypes import held
+from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
+from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.store import File, Stamp, Store
 from orbax_safetensors.plan.view import View
@@ -25,6 +27,8 @@ from orbax_safetensors.plan.view import View
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
+# Between a tensor's name and the number of its piece, where a view has several.
+_PIECE = " piece "
 
 
 @dataclass(frozen=True)
@@ -37,21 +41,41 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint: `file` is its position in `Checkpoint.files`."""
+class Piece:
+    """A tensor of a file: `file` is its position in `Checkpoint.files`, `start` where it begins in the whole tensor."""
 
     file: int
     entry: TensorEntry
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, in one piece except in PyTorch's sharded files, where its pieces tile it."""
+
+    stored_dtype: DType
+    stored_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape in which the tensor is held: as stored; packed where an element is less than a byte."""
-        return held(self.entry.dtype, self.entry.shape)[0]
+        return held(self.stored_dtype, self.stored_shape)[0]
 
     @property
     def dtype(self) -> np.dtype:
         """NumPy dtype in which the tensor is held; `uint8` where an element is less than a byte."""
-        return held(self.entry.dtype, self.entry.shape)[1]
+        return held(self.stored_dtype, self.stored_shape)[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return sum(piece.entry.nbytes for piece in self.pieces)
+
+    @property
+    def file(self) -> int:
+        """Position in `Checkpoint.files` of the file that has the tensor, or its first piece."""
+        return self.pieces[0].file
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(tensor.entry.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
         """The tensor `name`; `TensorMismatchError` where there is none."""
@@ -81,14 +105,24 @@ class Checkpoint:
             raise TensorMismatchError(f"{self.path}: there is no tensor {name!r}") from None
 
     def view(self, name: str) -> View:
-        """The tensor `name` as a view of itself."""
+        """The tensor `name` as it is held. `location` knows the tensors of the view."""
         tensor = self[name]
-        return View.tensor(name, *held(tensor.entry.dtype, tensor.entry.shape))
+        if len(tensor.pieces) == 1:
+            return View.tensor(name, tensor.shape, tensor.dtype)
+        parts = [
+            (piece.start, View.tensor(_key(name, number), piece.entry.shape, tensor.dtype))
+            for number, piece in enumerate(tensor.pieces)
+        ]
+        return View.tile(tensor.shape, parts)
 
     def location(self, name: str) -> tuple[int, int]:
-        """Position of the tensor's file in `files`, and of its first byte in that file."""
-        tensor = self[name]
-        return tensor.file, self.files[tensor.file].header.data_start + tensor.entry.begin
+        """Of a tensor, or of a piece as a view names it: its file's position in `files`, and its first byte there."""
+        if name in self.tensors:
+            piece = self.tensors[name].pieces[0]
+        else:
+            whole, _, number = name.rpartition(_PIECE)
+            piece = self[whole].pieces[int(number)]
+        return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
 
     def open_file(self, index: int) -> File:
         """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
@@ -148,21 +182,76 @@ def _open(path: str, report: Callable[[SafetensorsError], None]) -> Checkpoint:
             files.append(read_header(store, file))
         except SafetensorsError as fault:
             report(fault)
-    tensors: dict[str, StoredTensor] = {}
+    pieces: dict[str, list[Piece]] = {}
     for number, stored in enumerate(files):
+        offsets = saved_offsets(stored.header, file=stored.path)
         for name, entry in stored.header.tensors.items():
             if index is not None and index.weight_map.get(name) != posixpath.basename(stored.path):
                 continue
-            if name in tensors:
-                other = files[tensors[name].file].path
+            if offsets is None and name in pieces:
+                other = files[pieces[name][0].file].path
                 report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
-            tensors[name] = StoredTensor(number, entry)
+                continue
+            start = (0,) * len(entry.shape) if offsets is None else offsets[name]
+            pieces.setdefault(name, []).append(Piece(number, entry, start))
+    tensors = {}
+    for name, own in pieces.items():
+        try:
+            tensors[name] = _whole(name, own, files)
+        except SafetensorsError as fault:
+            report(fault)
     if index is not None:
         read = {posixpath.basename(stored.path) for stored in files}
         for name, file in index.weight_map.items():
             if name not in tensors and file in read:
                 report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
     return Checkpoint(path, tuple(files), tensors, store)
+
+
+def _key(name: str, number: int) -> str:
+    return f"{name}{_PIECE}{number}"
+
+
+def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTensor:
+    """The tensor that `pieces` make; `IndexFileError` where they do not tile it."""
+    first, first_file = pieces[0].entry, pieces[0].file
+    if len(pieces) == 1 and not any(pieces[0].start):
+        return StoredTensor(first.dtype, first.shape, tuple(pieces))
+    for piece in pieces:
+        where = f"{files[piece.file].path}: {name!r}"
+        if piece.entry.dtype != first.dtype or len(piece.entry.shape) != len(first.shape):
+            raise IndexFileError(
+                f"{where}: expected a piece of {len(first.shape)} dimensions of {first.dtype.name}, found shape "
+                f"{piece.entry.shape} of {piece.entry.dtype.name}"
+            )
+        if first.dtype.numpy is None:
+            raise IndexFileError(f"{where}: pieces of {first.dtype.name}, which is packed, cannot be put together")
+    shape = tuple(max(_end(piece, axis) for piece in pieces) for axis in range(len(first.shape)))
+    filled = tuple(piece for piece in pieces if prod(piece.entry.shape))
+    # How many pieces hold each cell of the grid that their edges make.
+    edges = [
+        sorted({0} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
+        for axis in range(len(shape))
+    ]
+    held_by = np.zeros([len(cuts) - 1 for cuts in edges], np.int64)
+    for piece in filled:
+        held_by[
+            tuple(
+                slice(cuts.index(piece.start[axis]), cuts.index(_end(piece, axis))) for axis, cuts in enumerate(edges)
+            )
+        ] += 1
+    if prod(shape) and (held_by != 1).any():
+        cell = np.argwhere(held_by != 1)[0]
+        at = tuple(cuts[number] for cuts, number in zip(edges, cell.tolist(), strict=True))
+        raise IndexFileError(
+            f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found "
+            f"{held_by[tuple(cell)]} of them at {at}"
+        )
+    return StoredTensor(first.dtype, shape, filled or tuple(pieces[:1]))
+
+
+def _end(piece: Piece, axis: int) -> int:
+    return piece.start[axis] + piece.entry.shape[axis]
 
 
 def _file_names(

@@ -172,7 +172,7 @@ def _target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs)
     view = checkpoint.view(name)
     where = f"{checkpoint.files[checkpoint[name].file].path}: {name!r}"
     kind = _kind(leaf, args, where)
-    dtype, lossless = _dtype(checkpoint[name].entry.dtype, view.dtype, kind, leaf, args, where)
+    dtype, lossless = _dtype(checkpoint[name].stored_dtype, view.dtype, kind, leaf, args, where)
     shape = _shape(view, kind, leaf, args, where)
     return Target(
         name=name,

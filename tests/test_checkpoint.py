@@ -43,7 +43,7 @@ def test_locations_are_those_of_the_bytes(tmp_path):
     for name, array in tensors.items():
         file, begin = checkpoint.location(name)
         assert (file, raw[begin : begin + array.nbytes]) == (0, array.tobytes())
-        assert checkpoint[name].entry.dtype.name == name
+        assert checkpoint[name].stored_dtype.name == name
 
 
 def test_sub_byte_tensors_are_held_packed(tmp_path):
@@ -53,7 +53,7 @@ def test_sub_byte_tensors_are_held_packed(tmp_path):
     )
     (tmp_path / "x.safetensors").write_bytes(safetensors.serialize({"w": spec}))
     tensor = ost.open_checkpoint(tmp_path)["w"]
-    assert (tensor.entry.dtype.name, tensor.entry.shape) == ("F4", (2, 16))
+    assert (tensor.stored_dtype.name, tensor.stored_shape) == ("F4", (2, 16))
     assert (tensor.shape, tensor.dtype) == ((2, 8), np.dtype("u1"))
 
 

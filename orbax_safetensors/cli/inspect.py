@@ -44,8 +44,13 @@ def _print_tensors(checkpoint: Checkpoint, output: Output) -> None:
 
     def rows(file: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
         for name, tensor in checkpoint.tensors.items():
-            entry = tensor.entry
-            yield name, entry.dtype.name, shape_text(entry.shape), Size(entry.nbytes), file[tensor.file]
+            yield (
+                name,
+                tensor.stored_dtype.name,
+                shape_text(tensor.stored_shape),
+                Size(tensor.nbytes),
+                file[tensor.file],
+            )
 
     headings = ("name", "dtype", "shape", "bytes", "file")
     if not output.for_people:
@@ -72,10 +77,10 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
         "tensors": [
             {
                 "name": name,
-                "dtype": tensor.entry.dtype.name,
-                "shape": list(tensor.entry.shape),
-                "parameters": prod(tensor.entry.shape),
-                "bytes": tensor.entry.nbytes,
+                "dtype": tensor.stored_dtype.name,
+                "shape": list(tensor.stored_shape),
+                "parameters": prod(tensor.stored_shape),
+                "bytes": tensor.nbytes,
                 "file": _name(checkpoint.files[tensor.file]),
                 "offset": checkpoint.location(name)[1],
             }
@@ -95,7 +100,7 @@ def _name(file: StoredFile) -> str:
 def _totals(checkpoint: Checkpoint) -> dict[str, int]:
     return {
         "tensors": len(checkpoint.tensors),
-        "parameters": sum(prod(tensor.entry.shape) for tensor in checkpoint.tensors.values()),
+        "parameters": sum(prod(tensor.stored_shape) for tensor in checkpoint.tensors.values()),
         "bytes": checkpoint.nbytes,
         "files": len(checkpoint.files),
     }
@@ -105,7 +110,6 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     """Tensors, parameters and bytes of every dtype, the one with the most bytes first."""
     sums: dict[str, Counter[str]] = {}
     for tensor in checkpoint.tensors.values():
-        entry = tensor.entry
-        of = sums.setdefault(entry.dtype.name, Counter(tensors=0, parameters=0, bytes=0))
-        of.update(tensors=1, parameters=prod(entry.shape), bytes=entry.nbytes)
+        of = sums.setdefault(tensor.stored_dtype.name, Counter(tensors=0, parameters=0, bytes=0))
+        of.update(tensors=1, parameters=prod(tensor.stored_shape), bytes=tensor.nbytes)
     return {name: dict(sums[name]) for name in sorted(sums, key=lambda name: (-sums[name]["bytes"], name))}

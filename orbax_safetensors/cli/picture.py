@@ -100,12 +100,12 @@ def _tensors(
     out = []
     for name, tensor in checkpoint.tensors.items():
         file, begin = checkpoint.location(name)
-        end = begin + tensor.entry.nbytes
+        end = begin + tensor.nbytes
         out.append(
             {
                 "name": clean(name),
-                "dtype": tensor.entry.dtype.name,
-                "shape": shape_text(tensor.entry.shape),
+                "dtype": tensor.stored_dtype.name,
+                "shape": shape_text(tensor.stored_shape),
                 "axes": axes_text(spread(tensor.shape, mesh)) or "replicated",
                 "file": file,
                 "begin": begin,

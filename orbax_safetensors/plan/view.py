@@ -67,6 +67,16 @@ class View:
         piece = Piece(name, (0,) * len(shape), 0, dims)
         return View(shape, dtype, (piece,) if prod(shape) else ())
 
+    @staticmethod
+    def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
+        """Views put together at their `(start, view)`. They tile `shape`, which is not checked."""
+        pieces = [
+            replace(piece, start=tuple(a + b for a, b in zip(start, piece.start, strict=True)))
+            for start, view in parts
+            for piece in view.pieces
+        ]
+        return View(tuple(shape), parts[0][1].dtype, tuple(pieces))
+
     def transpose(self, axes: Sequence[int] | None = None) -> View:
         """Permutes the dimensions; reverses them where `axes` is not given."""
         order = tuple(range(len(self.shape)))[::-1] if axes is None else tuple(axes)
