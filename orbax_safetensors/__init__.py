@@ -21,6 +21,7 @@ from orbax_safetensors.handlers.checkpoint_handler import (
     SafetensorsRestore,
     SafetensorsSave,
 )
+from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpointableHandler
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.options import SafetensorsOptions
@@ -32,6 +33,7 @@ __all__ = [
     "IndexFileError",
     "MappingError",
     "RestorePlan",
+    "SafetensorsCheckpointableHandler",
     "SafetensorsCheckpointer",
     "SafetensorsError",
     "SafetensorsHandler",

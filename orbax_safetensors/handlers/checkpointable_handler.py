@@ -1,0 +1,60 @@
+"""`SafetensorsCheckpointableHandler`: a named checkpointable of Orbax's v1 API as safetensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_safetensors import api
+from orbax_safetensors.checkpoint import open_checkpoint
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.save import Shards
+
+
+class SafetensorsCheckpointableHandler:
+    """Saves and loads a tree of arrays as safetensors under `orbax.checkpoint.experimental.v1`.
+
+    Register it for the name of a checkpointable: `registry.add(SafetensorsCheckpointableHandler,
+    checkpointable_name="params")`. An abstract tree that is passed to load is the `item` of `SafetensorsRestore`;
+    without one, a single process gets a flat dict of NumPy arrays.
+    """
+
+    def __init__(self) -> None:
+        """v1 makes its handlers itself, and without arguments."""
+        self._options = SafetensorsOptions()
+
+    async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
+        """Starts a save into a directory that is being created; returns once the shards are in host memory."""
+        plan = api.plan_save(checkpointable, metadata=None, max_file_bytes=MAX_FILE_BYTES, options=self._options)
+        shards = Shards(plan, copied=True)
+
+        async def write() -> None:
+            created = await directory.await_creation()
+            await asyncio.to_thread(api.write, plan, shards, created)
+
+        return write()
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
+        """Starts to load a tree."""
+        return asyncio.to_thread(api.restore, directory, abstract_checkpointable, options=self._options)
+
+    async def metadata(self, directory: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of every tensor by name."""
+        return await asyncio.to_thread(lambda: api.stored_arrays(open_checkpoint(directory)))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether something is a tree of arrays and numbers."""
+        leaves = jax.tree.leaves(checkpointable)
+        return bool(leaves) and all(
+            isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float) for leaf in leaves
+        )
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Whether something is a tree of what says a shape and a dtype."""
+        leaves = jax.tree.leaves(abstract_checkpointable)
+        return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
