@@ -1,0 +1,173 @@
+"""Models of `transformers`: what is saved here they load to the same logits, what they save is restored here as it was.
+
+The models are tiny and random. Nothing is downloaded.
+"""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.interop.torch_bits import to_numpy  # noqa: E402 - needs PyTorch
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama, tied embeddings": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters=ROPE
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES),
+}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]()
+
+
+@pytest.fixture(params=DTYPES)
+def model(request, config):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[request.param]).eval()
+
+
+def stored_tensors(model):
+    """The tensors of a model by name, each once: without the second name of a tied one."""
+    tied = set(model.all_tied_weights_keys)
+    return {name: to_numpy(tensor) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def on_devices(arrays):
+    """The same arrays, sharded by their first or last dimension over eight devices where it divides by eight."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return {name: jax.device_put(array, NamedSharding(mesh, spec(array.shape))) for name, array in arrays.items()}
+
+
+def spec(shape):
+    dimensions = [axis for axis in (len(shape) - 1, 0) if axis >= 0 and shape[axis] % 8 == 0]
+    if not dimensions:
+        return P()
+    # Half of them by either, so that both ways of writing a file occur.
+    axis = dimensions[sum(shape) // 32 % len(dimensions)]
+    return P(*(None for _ in range(axis)), "x")
+
+
+def save(directory, model, arrays, max_file_bytes):
+    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+        checkpointer.save(directory, args=ost.SafetensorsSave(arrays, max_file_bytes=max_file_bytes))
+    model.config.save_pretrained(directory)
+
+
+def load(directory):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype="auto").eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def assert_same_model(found, model):
+    expected = model.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    for name, tensor in found.state_dict().items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert to_numpy(tensor).tobytes() == to_numpy(expected[name]).tobytes(), name
+    assert to_numpy(logits(found)).tobytes() == to_numpy(logits(model)).tobytes()
+
+
+@pytest.mark.parametrize("files", ["one file", "several files"])
+def test_from_pretrained_loads_what_is_saved(tmp_path, model, files):
+    arrays = stored_tensors(model)
+    limit = {"one file": 10**9, "several files": 40_000}[files]
+    save(tmp_path / "saved", model, on_devices(arrays), limit)
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert {"_CHECKPOINT_METADATA", "commit_success.txt"} <= names
+    assert ("model.safetensors.index.json" in names) == (files == "several files")
+    assert_same_model(load(tmp_path / "saved"), model)
+
+
+@pytest.mark.parametrize("model", ["bf16"], indirect=True)
+def test_both_names_of_a_tied_tensor_may_be_saved(tmp_path, model):
+    arrays = {name: to_numpy(tensor) for name, tensor in model.state_dict().items()}
+    save(tmp_path / "saved", model, arrays, 40_000)
+    assert_same_model(load(tmp_path / "saved"), model)
+
+
+def test_auto_model_without_a_head(tmp_path):
+    config = CONFIGS["llama"]()
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    save(tmp_path / "saved", model, stored_tensors(model), 10**9)
+    found = transformers.AutoModel.from_pretrained(tmp_path / "saved", local_files_only=True).eval()
+    with torch.no_grad():
+        assert torch.equal(found(TOKENS).last_hidden_state, model(TOKENS).last_hidden_state)
+
+
+@pytest.mark.parametrize("size", ["1GB", "40KB"])
+def test_what_save_pretrained_writes_is_restored(tmp_path, model, size):
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (size == "40KB")
+    expected = with_experts_apart(stored_tensors(model))
+    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+        flat = checkpointer.restore(tmp_path)
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        args = {
+            name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec(array.shape)))
+            for name, array in expected.items()
+        }
+        sharded = checkpointer.restore(tmp_path, restore_args=args)
+    for restored in (flat, sharded):
+        assert restored.keys() == expected.keys()
+        for name, array in expected.items():
+            assert (restored[name].shape, restored[name].dtype) == (array.shape, array.dtype), name
+            assert np.asarray(restored[name]).tobytes() == array.tobytes(), name
+    assert all(len(array.sharding.device_set) == 8 for array in sharded.values())
+    assert any(not array.sharding.is_fully_replicated for array in sharded.values())
+
+
+def with_experts_apart(arrays):
+    """Tensors as they are stored: those of Qwen3's experts one by one, which the model has stacked."""
+    out = {}
+    for name, array in arrays.items():
+        prefix, found, part = name.partition(".mlp.experts.")
+        if not found or part not in ("gate_up_proj", "down_proj") or f"{name}_bias" in arrays:
+            out[name] = array
+            continue
+        for number, expert in enumerate(array):
+            halves = np.split(expert, 2) if part == "gate_up_proj" else [expert]
+            for half, kind in zip(halves, part.removesuffix("_proj").split("_"), strict=True):
+                out[f"{prefix}.mlp.experts.{number}.{kind}_proj.weight"] = half
+    return out
+
+
+@pytest.mark.parametrize("model", ["bf16"], indirect=True)
+def test_restored_and_saved_again_is_the_same_model(tmp_path, model):
+    model.save_pretrained(tmp_path / "first", max_shard_size="40KB")
+    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+        arrays = on_devices(checkpointer.restore(tmp_path / "first"))
+    save(tmp_path / "second", model, arrays, 30_000)
+    assert_same_model(load(tmp_path / "second"), model)
