@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format
+from jax.sharding import PartitionSpec
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.plan.view import Box
@@ -26,10 +27,7 @@ def default_sharding() -> jax.sharding.Sharding:
 
 def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
     """The sharding of a `Format`; others as they are."""
-    if isinstance(sharding, Format):
-        assert isinstance(sharding.sharding, jax.sharding.Sharding)
-        return sharding.sharding
-    return sharding
+    return sharding.sharding if isinstance(sharding, Format) else sharding  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=2**16)
@@ -103,11 +101,11 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> lis
         return _named_boxes(sharding, shape)
     try:
         return [box_of(index, shape) for index in sharding.devices_indices_map(shape).values()]
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
 
 
-def device_owners(sharding: jax.sharding.Sharding, process_count: int | None) -> list[int]:
+def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None) -> list[int]:
     """The process of every device, in the order of `device_boxes`.
 
     With `process_count`, the devices of a mesh are dealt to processes evenly and in order; without it they belong to
@@ -124,7 +122,7 @@ def device_owners(sharding: jax.sharding.Sharding, process_count: int | None) ->
         if is_abstract(sharding):
             return [0] * sharding.mesh.size
         return [device.process_index for device in sharding.mesh.devices.flat]
-    devices: list[Any] = list(sharding.devices_indices_map(()))
+    devices: list[Any] = list(sharding.devices_indices_map(shape))
     return [device.process_index for device in devices]
 
 
@@ -139,10 +137,12 @@ def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -
     if len(sharding.spec) > len(shape):
         raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding.spec}: it has too few dimensions")
     places = {axis: place for place, axis in enumerate(sizes)}
-    coordinates = np.indices(tuple(sizes.values())).reshape(len(sizes), prod(sizes.values()))
+    coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T
     ranges = []
     for axis, size in enumerate(shape):
         entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+        if entry is PartitionSpec.UNCONSTRAINED:  # JAX replicates it where nothing else decides
+            entry = None
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         block = np.zeros(coordinates.shape[1], np.int64)
         for name in axes:

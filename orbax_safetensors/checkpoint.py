@@ -17,8 +17,9 @@ import numpy as np
 
 from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
-from orbax_safetensors.format.header import PREFIX_BYTES, Header, TensorEntry, header_length
+from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
+from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.store import File, Stamp, Store
@@ -151,14 +152,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     def fail(fault: SafetensorsError) -> None:
         raise fault
 
-    return _open(os.fspath(path), fail)
+    return _open(os.fsdecode(path), fail)
 
 
 def find_faults(path: str | os.PathLike[str]) -> list[SafetensorsError]:
     """Everything for which `open_checkpoint` would refuse a checkpoint, where it stops at the first."""
     faults: list[SafetensorsError] = []
     try:
-        _open(os.fspath(path), faults.append)
+        _open(os.fsdecode(path), faults.append)
     except SafetensorsError as fault:
         faults.append(fault)
     return faults
@@ -263,11 +264,12 @@ def _file_names(
         if not present:
             raise StorageError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
         return present
-    for name in sorted(set(index.files) - set(names)):
+    there = set(names)
+    for name in sorted(set(index.files) - there):
         report(StorageError(f"{posixpath.join(path, name)}: is named by the index and missing"))
     if unnamed := sorted(set(present) - set(index.files)):
         logger.info("%s: the index does not name these files, they are ignored: %s", path, ", ".join(unnamed))
-    return [name for name in index.files if name in set(names)]
+    return [name for name in index.files if name in there]
 
 
 def read_header(store: Store, path: str) -> StoredFile:
@@ -288,13 +290,18 @@ def _read_index(path: str, names: list[str], store: Store) -> Index | None:
     if not found:
         return None
     # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
-    name = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in found else found[0]
-    if len(found) > 1 and name == found[0] != "model" + INDEX_SUFFIX:
-        raise IndexFileError(f"{path}: expected one index, found {', '.join(found)} and none is model{INDEX_SUFFIX}")
+    name = INDEX_NAME if INDEX_NAME in found else found[0]
+    if len(found) > 1 and name != INDEX_NAME:
+        raise IndexFileError(f"{path}: expected one index, found {', '.join(found)} and none is {INDEX_NAME}")
     file = store.open(posixpath.join(path, name))
     try:
+        if file.stamp.nbytes > MAX_HEADER_BYTES:
+            raise IndexFileError(f"{file.path}: expected at most {MAX_HEADER_BYTES} bytes, found {file.stamp.nbytes}")
         text = bytearray(file.stamp.nbytes)
         file.read(0, [memoryview(text)])
     finally:
         file.close()
-    return Index.parse(bytes(text), file=file.path)
+    index = Index.parse(bytes(text), file=file.path)
+    if not index.weight_map:
+        raise IndexFileError(f"{file.path}: names no tensor")
+    return index

@@ -19,8 +19,9 @@ class SafetensorsOptions:
 
     Attributes:
       alias: map files into memory and let CPU arrays share their pages wherever a shard lies in the file as it does in
-        memory, at a multiple of 64 bytes. Nothing is then read until it is used. While such an array lives, writing
-        into the file changes it and truncating the file kills the process; renaming and deleting are safe.
+        memory, at a multiple of 64 bytes. Nothing is then read until it is used. While such an array lives, the file
+        stays open, writing into it changes the array, and truncating it kills the process; renaming and deleting are
+        safe.
       in_flight_bytes: host memory that may be held for bytes on their way to an accelerator. Arrays on CPU devices do
         not count, because the memory that is read into is the array.
       threads: reads that are in flight at once.
@@ -42,8 +43,11 @@ class SafetensorsOptions:
     fsync: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0)):
-            if getattr(self, name) < least:
-                raise SafetensorsError(f"SafetensorsOptions: {name} is {getattr(self, name)}, must be at least {least}")
-        if self.alignment < 8 or self.alignment % 8:
+        for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0), ("alignment", 8)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise SafetensorsError(
+                    f"SafetensorsOptions: {name} is {value!r}, must be an integer of at least {least}"
+                )
+        if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")

@@ -20,8 +20,8 @@ from orbax_safetensors import arrays
 from orbax_safetensors import restore as plain
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.targets import Target
 
 # Replicas are told apart along the first axis of the mesh, and the first of them reads: Orbax's defaults.
 _REPLICA_AXIS = 0
@@ -59,7 +59,7 @@ def readers(target: Target, process_count: int | None) -> frozenset[int] | None:
     sharding = target.sharding
     if not isinstance(sharding, NamedSharding):
         raise TensorMismatchError(f"{target.name!r}: SingleReplicaArrayRestoreArgs needs a sharding over a mesh")
-    replicas = _by_replica(sharding.mesh, np.array(arrays.device_owners(sharding, process_count)))
+    replicas = _by_replica(sharding.mesh, np.array(arrays.device_owners(sharding, target.shape, process_count)))
     spanning = sum(len(set(replica)) for replica in replicas) > len(set(replicas.flat))
     sharded = _axis(sharding.mesh) in jax.tree.leaves(tuple(sharding.spec))
     return None if len(replicas) == 1 or spanning or sharded else frozenset(replicas[_SOURCE].tolist())

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -16,10 +17,10 @@ from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import ALIGNMENT, allocate
+from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
-from orbax_safetensors.targets import Target
 from orbax_safetensors.transfer import Reader
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,9 @@ def blocks(target: Target) -> tuple[Block, ...]:
     """The memory that this process fills for a target, one for each distinct box."""
     out = []
     for box in target.local_boxes():
-        stored = tuple(
-            (min(start, size), min(stop, size)) for (start, stop), size in zip(box, target.view.shape, strict=True)
+        out.append(
+            Block(target.view, target.view.clipped(box), tuple(stop - start for start, stop in box), target.dtype)
         )
-        out.append(Block(target.view, stored, tuple(stop - start for start, stop in box), target.dtype))
     return tuple(out)
 
 
@@ -83,9 +83,9 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
                 held -= nbytes
             memory, reads = _read(checkpoint, reader, [fill for _, fill in batch], options)
             num_reads += reads
+            buffers = iter(memory)
             for at, fill in batch:
-                values[at] = _value(fill, memory[: len(fill.blocks)])
-                del memory[: len(fill.blocks)]
+                values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
             if leaving:
                 in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
                 held += leaving
@@ -142,9 +142,8 @@ def _read(
     plan = transfer_plan([wanted[at] for at in left], checkpoint.location, options.max_gap_bytes)
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
     reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
-    for at, buffer in zip(left, fresh, strict=True):
-        memory[at] = buffer
-    return [buffer for buffer in memory if buffer is not None], plan.num_requests
+    rest = iter(fresh)
+    return [next(rest) if mapped is None else mapped for mapped in memory], plan.num_requests
 
 
 def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:
@@ -178,8 +177,7 @@ def _scalar(target: Target, value: Any) -> Any:
         converted = target.kind(value)
     except (ValueError, OverflowError):  # an infinity or NaN as an integer
         converted = None
-    if converted != value and value == value:  # NaN is a float as good as any
-        converted = None
-    if converted is None:
+    unchanged = converted == value or (target.kind is float and value != value)  # NaN is a float as good as any
+    if not unchanged:
         raise TensorMismatchError(f"{target.name!r}: {value!r} cannot be restored as {target.kind.__name__}")
     return converted

@@ -48,14 +48,15 @@ def elements(
 def cast(source: np.ndarray, destination: np.ndarray, *, lossless: bool) -> None:
     """Assigns with a cast that rounds as NumPy does.
 
-    With `lossless`, integers that do not fit and finite numbers that become infinite raise `TensorMismatchError`,
-    which does not know the tensor's name.
+    With `lossless`, numbers that do not fit an integer and finite numbers that become infinite raise
+    `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded, without a word.
     """
     with np.errstate(all="ignore"):
         np.copyto(destination, source, casting="unsafe")
         if lossless:
-            if np.issubdtype(source.dtype, np.integer):
-                lost = destination != source
+            if np.issubdtype(destination.dtype, np.integer):
+                whole = source if np.issubdtype(source.dtype, np.integer) else np.trunc(source.astype(np.float64))
+                lost = destination != whole
             else:
                 lost = np.isinf(destination) & ~np.isinf(source)
             if np.any(lost):

@@ -5,62 +5,24 @@ Everything that can be wrong with a request is found here, before memory is allo
 
 from __future__ import annotations
 
+import bisect
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental.layout import Format
 
 from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import DType
-from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.leaves import Target, target
 from orbax_safetensors.trees import flatten
 
-# What `restore_type` may be.
-_KINDS: tuple[type, ...] = (jax.Array, np.ndarray, int, float, bool)
 # Names that an error lists before it says how many more there are.
 _LISTED = 8
-
-
-@dataclass(frozen=True)
-class Target:
-    """One leaf to fill.
-
-    Attributes:
-      name: the leaf's key path, joined by dots.
-      view: what is stored for it.
-      shape: global shape of the leaf; where it differs from the view's, the view is cut or padded with zeros at the
-        end of each dimension.
-      dtype: of the leaf.
-      kind: `jax.Array`, `np.ndarray`, or the Python scalar type that is returned.
-      sharding: of a `jax.Array`; None until `placed` where the caller gave none.
-      lossless: the caller did not ask for this dtype, so values must survive the cast.
-      broadcast: one replica of the mesh reads, the others receive from it.
-    """
-
-    name: str
-    view: View
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: type
-    sharding: jax.sharding.Sharding | Format | None
-    lossless: bool
-    broadcast: bool = False
-
-    def local_boxes(self) -> tuple[Box, ...]:
-        """The distinct boxes that this process fills."""
-        if self.sharding is None:
-            return (tuple((0, size) for size in self.shape),)
-        try:
-            return arrays.local_boxes(arrays.plain(self.sharding), self.shape)
-        except TensorMismatchError as error:
-            raise TensorMismatchError(f"{self.name!r}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -83,20 +45,34 @@ class Request:
 
 
 def placed(request: Request, checkpoint: Checkpoint) -> Request:
-    """The request with JAX's default device for arrays that have no sharding.
+    """The request with devices for all arrays: JAX's default device for those that have no sharding.
 
-    Raises `TensorMismatchError` where there are several processes, which have no device in common.
+    Abstract meshes, as `jax.eval_shape` leaves them under `jax.set_mesh`, become the mesh that is set. Raises
+    `TensorMismatchError` where that is another, and where an array has no sharding and there are several processes,
+    which have no device in common.
     """
+    default: list[jax.sharding.Sharding] = []
 
     def place(target: Target) -> Target:
-        if target.kind is not jax.Array or target.sharding is not None:
+        if target.kind is not jax.Array:
             return target
-        if jax.process_count() > 1:
-            raise TensorMismatchError(
-                f"{checkpoint.path}: {target.name!r} has no sharding, and there are {jax.process_count()} processes; "
-                "give it one in restore_args or in the item"
-            )
-        return replace(target, sharding=arrays.default_sharding())
+        where = f"{checkpoint.path}: {target.name!r}"
+        if target.sharding is None:
+            if jax.process_count() > 1:
+                raise TensorMismatchError(
+                    f"{where} has no sharding, and there are {jax.process_count()} processes; give it one in "
+                    "restore_args or in the item"
+                )
+            if not default:
+                default.append(arrays.default_sharding())
+            return replace(target, sharding=default[0])
+        sharding = target.sharding
+        if not isinstance(sharding, jax.sharding.NamedSharding) or not arrays.is_abstract(sharding):
+            return target
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty or mesh.abstract_mesh != sharding.mesh:
+            raise TensorMismatchError(f"{where} has a sharding without devices: set its mesh with jax.set_mesh")
+        return replace(target, sharding=jax.sharding.NamedSharding(mesh, sharding.spec))
 
     leaves = tuple(place(leaf) if isinstance(leaf, Target) else leaf for leaf in request.leaves)
     return replace(request, leaves=leaves)
@@ -105,7 +81,7 @@ def placed(request: Request, checkpoint: Checkpoint) -> Request:
 def everything(checkpoint: Checkpoint) -> Request:
     """All tensors as a flat dict of NumPy arrays."""
     names = list(checkpoint.tensors)
-    leaves = [_target(checkpoint, name, None, ocp.RestoreArgs()) for name in sorted(names)]
+    leaves = [target(checkpoint, name, None, ocp.RestoreArgs()) for name in sorted(names)]
     return Request(tuple(leaves), jax.tree_util.tree_structure(dict.fromkeys(names, 0)))
 
 
@@ -121,10 +97,15 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     """
     structure, leaves = flatten(item if item is not None else restore_args)
     args = flatten(restore_args)[1] if restore_args is not None else {}
-    if unknown := sorted(set(args) - set(leaves)):
-        raise TensorMismatchError(f"restore_args has leaves that item does not have: {_some(unknown)}")
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not ocp.PLACEHOLDER}
-    wanted = {name: leaf for name, leaf in wanted.items() if args.get(name) is not ocp.PLACEHOLDER}
+    wanted = {
+        name: leaf
+        for name, leaf in leaves.items()
+        if leaf is not ocp.PLACEHOLDER and args.get(name) is not ocp.PLACEHOLDER
+    }
+    if restore_args is not None:
+        for one, names in (("item", set(args) - set(leaves)), ("restore_args", set(wanted) - set(args))):
+            if names:
+                raise TensorMismatchError(f"item and restore_args differ: {one} does not have {_some(sorted(names))}")
     _check_names(checkpoint, wanted, None if partial else leaves)
     out: list[Target | Any] = []
     for name, leaf in leaves.items():
@@ -134,7 +115,7 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
         args_of_leaf = args.get(name, ocp.RestoreArgs())
         if not isinstance(args_of_leaf, ocp.RestoreArgs):
             raise TensorMismatchError(f"{name!r}: expected ocp.RestoreArgs in restore_args, found {args_of_leaf!r}")
-        out.append(_target(checkpoint, name, leaf if item is not None else None, args_of_leaf))
+        out.append(target(checkpoint, name, leaf if item is not None else None, args_of_leaf))
     return Request(tuple(out), structure)
 
 
@@ -148,111 +129,33 @@ def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], known: Mappi
     stored = checkpoint.tensors
     problems = []
     if missing := [name for name in wanted if name not in stored]:
-        nearest = []
-        for name in missing[:_LISTED]:
-            close = difflib.get_close_matches(name, stored, n=1)
-            nearest.append(f"{name!r}" + (f" (nearest stored: {close[0]!r})" if close else ""))
-        problems.append("not in the checkpoint: " + _some(nearest, len(missing)))
-    if known is not None and (unexpected := [name for name in stored if name not in known]):
-        listed = _some([repr(name) for name in unexpected[:_LISTED]], len(unexpected))
+        ordered = sorted(stored)
+        nearest = {name: _nearest(name, ordered) for name in missing[:_LISTED]}
         problems.append(
-            f"in the checkpoint but not in the tree (pass partial_restore=True to leave them out): {listed}"
+            "not in the checkpoint: "
+            + _some(missing, lambda name: f" (nearest stored: {shown(nearest[name])})" if nearest[name] else "")
+        )
+    if known is not None and (unexpected := [name for name in stored if name not in known]):
+        problems.append(
+            f"in the checkpoint but not in the tree (pass partial_restore=True to leave them out): {_some(unexpected)}"
         )
     if problems:
         raise TensorMismatchError(f"{checkpoint.path}: " + "; ".join(problems))
 
 
-def _some(names: list[str], total: int | None = None) -> str:
-    total = len(names) if total is None else total
-    more = total - len(names[:_LISTED])
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more else "")
+def _nearest(name: str, stored: list[str]) -> str | None:
+    """The stored name that is most like `name`, if any is. `stored` is sorted.
+
+    Names that are alike begin alike, and so stand close to one another, or lack a prefix. To look at all of 45,000
+    would take seconds.
+    """
+    at = bisect.bisect(stored, name)
+    close = stored[max(at - 20, 0) : at + 20] + [other for other in stored if other.endswith(f".{name}")][:20]
+    found = difflib.get_close_matches(name, close, n=1) if len(name) < 1000 else []
+    return found[0] if found else None
 
 
-def _target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
-    view = checkpoint.view(name)
-    where = f"{checkpoint.files[checkpoint[name].file].path}: {name!r}"
-    kind = _kind(leaf, args, where)
-    dtype, lossless = _dtype(checkpoint[name].stored_dtype, view.dtype, kind, leaf, args, where)
-    shape = _shape(view, kind, leaf, args, where)
-    return Target(
-        name=name,
-        view=view,
-        shape=shape,
-        dtype=dtype,
-        kind=kind,
-        sharding=_sharding(leaf, args, where) if kind is jax.Array else None,
-        lossless=lossless,
-        broadcast=isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs),
-    )
-
-
-def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
-    """What the leaf is returned as."""
-    asked: Any = args.restore_type
-    if asked is None:
-        if isinstance(leaf, bool | int | float):
-            asked = type(leaf)
-        elif leaf is None or isinstance(leaf, np.ndarray | np.generic):
-            asked = np.ndarray
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            asked = jax.Array
-        else:
-            raise TensorMismatchError(f"{where}: a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r}")
-    if asked in _KINDS:
-        return _KINDS[_KINDS.index(asked)]
-    raise TensorMismatchError(f"{where}: restore_type is {asked!r}, can be jax.Array, np.ndarray, int, float or bool")
-
-
-def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str) -> tuple[int, ...]:
-    """The leaf's global shape, checked against what is stored."""
-    asked = getattr(args, "global_shape", None)
-    if asked is None:
-        asked = getattr(leaf, "shape", None)
-    if kind not in (jax.Array, np.ndarray):
-        asked = ()
-    shape = view.shape if asked is None else tuple(asked)
-    if len(shape) != len(view.shape) or (shape != view.shape and getattr(args, "strict", True)):
-        raise TensorMismatchError(f"{where}: expected shape {shape}, found {view.shape}")
-    return shape
-
-
-def _dtype(
-    stored: DType, held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
-) -> tuple[np.dtype, bool]:
-    """The leaf's dtype, and whether values have to survive the way to it."""
-    asked = args.dtype
-    if asked is None and kind in (jax.Array, np.ndarray):
-        asked = getattr(leaf, "dtype", None)
-    if asked is not None and jax.numpy.issubdtype(asked, jax.dtypes.extended):
-        raise TensorMismatchError(
-            f"{where}: {asked} is not a dtype of stored tensors; restore the key data as uint32 and pass it to "
-            "jax.random.wrap_key_data"
-        )
-    dtype = held if asked is None else np.dtype(asked)
-    if dtype != held and stored.numpy is None:
-        raise TensorMismatchError(f"{where}: {stored.name} is held packed as {held} and cannot be cast to {dtype}")
-    if held.kind == "c" and dtype.kind != "c":
-        raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {dtype}")
-    if kind is not jax.Array:
-        return dtype, False
-    # Without x64, JAX holds 64-bit types in 32 bits.
-    canonical = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    return canonical, canonical != dtype
-
-
-def _sharding(leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
-    """The sharding that the caller gave the leaf, if any."""
-    for given in (getattr(args, "sharding", None), _sharding_of_mesh(args, where), getattr(leaf, "sharding", None)):
-        sharding = given.to_jax_sharding() if isinstance(given, ocp.metadata.ShardingMetadata) else given
-        if isinstance(sharding, jax.sharding.Sharding | Format):
-            return sharding
-        if sharding is not None:
-            raise TensorMismatchError(f"{where}: expected a sharding, found {sharding!r}")
-    return None
-
-
-def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | None:
-    mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
-    if (mesh is None) != (axes is None):
-        raise TensorMismatchError(f"{where}: mesh and mesh_axes are given together or not at all")
-    return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
+def _some(names: list[str], remark: Callable[[str], str] = lambda name: "") -> str:
+    more = len(names) - _LISTED
+    listed = ", ".join(shown(name) + remark(name) for name in names[:_LISTED])
+    return listed + (f" and {more} more" if more > 0 else "")

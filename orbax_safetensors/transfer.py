@@ -73,14 +73,16 @@ class _Transfer(ABC, Generic[_F]):
                 failures.append(error)
 
         with ThreadPoolExecutor(self._threads, "safetensors") as pool:
-            workers = [pool.submit(work) for _ in range(self._threads)]
             try:
-                wait(workers)
+                wait([pool.submit(work) for _ in range(self._threads)])
             except BaseException as error:  # an interrupt; the workers stop at their next task
                 failures.append(error)
                 raise
-        if failures:
-            raise failures[0]
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # its traceback holds the memory of the transfer, and this frame, which holds it
 
     def _tasks(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]

@@ -46,7 +46,7 @@ def test_a_permuted_mesh(mesh):
 def test_other_shardings(mesh):
     single = jax.sharding.SingleDeviceSharding(mesh.devices[0, 0])
     assert arrays.device_boxes(single, (3, 2)) == [((0, 3), (0, 2))]
-    assert arrays.device_owners(single, None) == [0]
+    assert arrays.device_owners(single, (3, 2), None) == [0]
     assert arrays.local_boxes(single, (3, 2)) == (((0, 3), (0, 2)),)
 
 
@@ -57,9 +57,9 @@ def test_dimensions_that_do_not_divide_are_rounded_up():
 
 def test_devices_are_dealt_in_order(mesh):
     abstract = NamedSharding(jax.sharding.AbstractMesh((2, 4), ("x", "y")), P("y"))
-    assert arrays.device_owners(abstract, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert arrays.device_owners(abstract, None) == [0] * 8
-    assert arrays.device_owners(NamedSharding(mesh, P("y")), None) == [0] * 8
+    assert arrays.device_owners(abstract, (8,), 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert arrays.device_owners(abstract, (8,), None) == [0] * 8
+    assert arrays.device_owners(NamedSharding(mesh, P("y")), (8,), None) == [0] * 8
     assert arrays.is_abstract(abstract)
     assert not arrays.is_abstract(NamedSharding(mesh, P()))
 
@@ -67,7 +67,7 @@ def test_devices_are_dealt_in_order(mesh):
 def test_devices_that_cannot_be_dealt_evenly():
     sharding = NamedSharding(jax.sharding.AbstractMesh((4,), ("x",)), P("x"))
     with pytest.raises(TensorMismatchError, match="4 devices cannot be dealt to 3 processes evenly"):
-        arrays.device_owners(sharding, 3)
+        arrays.device_owners(sharding, (8,), 3)
 
 
 def test_a_spec_that_is_too_long(mesh):

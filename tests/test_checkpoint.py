@@ -143,6 +143,19 @@ FAULTS = {
         ost.IndexFileError,
         "model-00002-of-00002.safetensors: the index says it has 'a'",
     ),
+    "index that names nothing": (
+        lambda d: (write_indexed(d, [{"a": A}]), change_index(d, lambda names: names.clear())),
+        ost.IndexFileError,
+        "model.safetensors.index.json: names no tensor",
+    ),
+    "index of 4 TiB": (
+        lambda d: (
+            (d / "model.safetensors.index.json").touch(),
+            os.truncate(d / "model.safetensors.index.json", 2**42),
+        ),
+        ost.IndexFileError,
+        "expected at most 100000000 bytes, found 4398046511104",
+    ),
     "index that is not json": (
         lambda d: (d / "model.safetensors.index.json").write_text("{"),
         ost.IndexFileError,
@@ -193,6 +206,10 @@ def test_no_such_path_and_remote_paths(tmp_path):
         ost.open_checkpoint(tmp_path / "missing")
     with pytest.raises(ost.StorageError, match="gs://bucket/x: only local"):
         ost.open_checkpoint("gs://bucket/x")
+    with pytest.raises(ost.StorageError, match="cannot be listed: .*null"):
+        ost.open_checkpoint("/tmp/a\0b")
+    with pytest.raises(ost.StorageError, match="cannot be listed: No such file"):
+        ost.open_checkpoint(bytes(tmp_path / "missing"))
 
 
 def test_no_descriptor_stays_open(tmp_path):

@@ -200,7 +200,10 @@ def load_json_object(
 
 def shown(value: object) -> str:
     """`value` for a message, cut if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -16,9 +16,12 @@ from orbax.checkpoint._src.metadata import tree as tree_metadata
 
 from orbax_safetensors import api
 from orbax_safetensors.checkpoint import open_checkpoint
+from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Save, Shards
+
+_Args = TypeVar("_Args")
 
 
 class SafetensorsHandler(ocp.AsyncCheckpointHandler):
@@ -34,7 +37,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
     def restore(self, directory: epath.Path, args: SafetensorsRestore | None = None) -> Any:
         """Restores the item in `directory`; see `SafetensorsRestore`."""
-        args = args or SafetensorsRestore()
+        args = SafetensorsRestore() if args is None else _checked(args, SafetensorsRestore)
         return api.restore(
             directory, args.item, args.restore_args, partial_restore=args.partial_restore, options=self._options
         )
@@ -72,6 +75,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
     def _plan(self, args: SafetensorsSave) -> Save:
+        args = _checked(args, SafetensorsSave)
         return api.plan_save(
             args.item,
             args.save_args,
@@ -136,7 +140,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         if not _is_file(directory):
             return super().restore(directory, *args, **kwargs)
         # Orbax takes a file for an unfinished checkpoint.
-        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, SafetensorsRestore)]
+        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ocp.args.CheckpointArgs)]
         return self._handler.restore(epath.Path(directory), given[0] if given else SafetensorsRestore(*args, **kwargs))
 
     def metadata(self, directory: epath.PathLike) -> Any:
@@ -144,6 +148,13 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         if not _is_file(directory):
             return super().metadata(directory)
         return ocp.metadata.StepMetadata(item_metadata=self._handler.metadata(epath.Path(directory)))
+
+
+def _checked(args: Any, kind: type[_Args]) -> _Args:
+    """Arguments that are ours: those of another handler may have fields of the same name and more that are lost."""
+    if not isinstance(args, kind):
+        raise SafetensorsError(f"expected orbax_safetensors.{kind.__name__}, found {type(args).__name__}")
+    return args
 
 
 def _is_file(path: epath.PathLike) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
 import numpy as np
+
+from orbax_safetensors.errors import StorageError
 
 # XLA's CPU client takes a NumPy buffer as it is, without a copy, where its address is a multiple of this.
 ALIGNMENT = 64
@@ -35,7 +38,10 @@ def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def _map(nbytes: int) -> np.ndarray:
-    memory = mmap.mmap(-1, max(nbytes, 1))  # there are no empty mappings
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        memory = mmap.mmap(-1, max(nbytes, 1))  # there are no empty mappings
+    except OSError as error:
+        raise StorageError(f"{nbytes} bytes of memory cannot be had: {error.strerror}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages refuses the hint
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

@@ -23,8 +23,8 @@ class LocalFile:
         try:
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a ValueError where there is a NUL in the path
+            raise StorageError(f"{path}: cannot be opened: {_reason(error)}") from error
         try:
             self.stamp = self._stamp()
         except BaseException:
@@ -72,8 +72,12 @@ class LocalFile:
             )
 
     def close(self) -> None:
-        """Closes the descriptor; mappings stay."""
+        """Closes the descriptor. Mappings stay, and each holds a descriptor of its own."""
         os.close(self._descriptor)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
@@ -138,8 +142,8 @@ class LocalStore:
                 return sorted(entry.name for entry in entries)
         except NotADirectoryError:
             return None
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
 
     def open(self, path: str) -> LocalFile:
         """Opens the file `path` for reading."""

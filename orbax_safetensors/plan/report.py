@@ -90,7 +90,8 @@ class RestorePlan:
       total_bytes: bytes of the whole tree in the dtypes that it is restored to.
       num_arrays: leaves of the tree.
       largest_shard, smallest_shard: what the device with the most and the one with the least holds. They are equal
-        where every dimension divides evenly.
+        where every dimension divides evenly. Devices are told apart by their place in the mesh; all leaves are taken
+        to be sharded over the same.
       processes: the cost for each process.
     """
 
@@ -234,10 +235,7 @@ def _copies(leaf: Leaf, boxes: tuple[Box, ...]) -> dict[int, tuple[tuple[Copy, b
     place = {name: at for at, name in enumerate(leaf.view.tensors)}
     out: dict[int, list[tuple[Copy, bool]]] = {}
     for box in boxes:
-        stored = tuple(
-            (min(start, size), min(stop, size)) for (start, stop), size in zip(box, leaf.view.shape, strict=True)
-        )
-        for name, copy in leaf.view.copies(stored, [stop - start for start, stop in box]):
+        for name, copy in leaf.view.copies(leaf.view.clipped(box), [stop - start for start, stop in box]):
             out.setdefault(place[name], []).append((copy, leaf.dtype == leaf.view.dtype))
     return {at: tuple(copies) for at, copies in out.items()}
 

@@ -231,6 +231,10 @@ class View:
                     out.append((piece.tensor, copy))
         return out
 
+    def clipped(self, box: Box) -> Box:
+        """The part of a box, which may reach over the end of the view, that lies in the view."""
+        return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, self.shape, strict=True))
+
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """Names of the stored tensors, in the order in which the view first meets them."""

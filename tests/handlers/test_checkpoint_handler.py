@@ -3,8 +3,12 @@
 import collections
 import dataclasses
 import errno
+import gc
 import os
 import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import flax
 import flax.nnx
@@ -23,7 +27,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.io import local
+from orbax_safetensors.io import arena, local
 from tests.files import DTYPES, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
@@ -389,7 +393,7 @@ MISFIT_ARGS = {
     ),
     "an abstract mesh": (
         lambda mesh: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh.abstract_mesh, P("x"))),
-        "'layer.w': .*cannot be sharded",
+        "'layer.w' has a sharding without devices: set its mesh",
     ),
     "strict by default": (
         lambda mesh: ocp.ArrayRestoreArgs(global_shape=(24, 8)), r"expected shape \(24, 8\), found \(16, 8\)"),
@@ -409,14 +413,129 @@ def test_restore_args_that_do_not_fit(directory, checkpointer, mesh, make, messa
 
 def test_restore_args_for_leaves_that_are_not_there(directory, checkpointer):
     args = {"layer.w": ocp.RestoreArgs(), "layer.x": ocp.RestoreArgs()}
-    with pytest.raises(ost.TensorMismatchError, match=r"leaves that item does not have: layer\.x"):
+    with pytest.raises(ost.TensorMismatchError, match=r"item and restore_args differ: item does not have 'layer\.x'"):
         checkpointer.restore(directory, args=ost.SafetensorsRestore(item={"layer.w": struct(W)}, restore_args=args))
 
 
 def test_a_complex_tensor_stays_complex(tmp_path, checkpointer):
-    write(tmp_path / "x.safetensors", {"c": np.array([1j], np.complex64)})
+    write(tmp_path / "x.safetensors", {"c": np.array(1j, np.complex64)})
     with pytest.raises(ost.TensorMismatchError, match="complex complex64 cannot be cast to float32"):
-        checkpointer.restore(tmp_path, item={"c": jax.ShapeDtypeStruct((1,), jnp.float32)})
+        checkpointer.restore(tmp_path, item={"c": jax.ShapeDtypeStruct((), jnp.float32)})
+    with pytest.raises(ost.TensorMismatchError, match="complex complex64 cannot be cast to float"):
+        checkpointer.restore(tmp_path, item={"c": 0.0})
+
+
+@pytest.mark.parametrize("asked", [object, "S4", "nonsense", ">f4", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
+@pytest.mark.parametrize("kind", [jax.Array, np.ndarray])
+def test_a_dtype_that_no_tensor_has(directory, checkpointer, monkeypatch, asked, kind):
+    monkeypatch.setattr(ost.transfer.Reader, "run", None)  # it is refused before anything is read
+    args = {"layer": {"w": ocp.ArrayRestoreArgs(restore_type=kind, dtype=asked)}}
+    with pytest.raises(ost.TensorMismatchError, match="'layer.w': expected a dtype that tensors can have"):
+        checkpointer.restore(directory, restore_args=args, partial_restore=True)
+
+
+def test_a_dtype_that_cannot_be_cast_to(tmp_path, checkpointer):
+    write(tmp_path / "x.safetensors", {"w": np.zeros(3, ml_dtypes.float8_e8m0fnu)})
+    with pytest.raises(ost.TensorMismatchError, match="'w': float8_e8m0fnu cannot be cast to float8_e5m2"):
+        checkpointer.restore(tmp_path, item={"w": jax.ShapeDtypeStruct((3,), jnp.float8_e5m2)})
+
+
+@pytest.mark.parametrize("shape", [(-1, 8), 8, (8, 8.0), "ab"])
+def test_a_shape_that_is_none(directory, checkpointer, shape):
+    args = {"layer": {"w": ocp.ArrayRestoreArgs(global_shape=shape, strict=False)}}
+    with pytest.raises(ost.TensorMismatchError, match="'layer.w': expected a shape"):
+        checkpointer.restore(directory, restore_args=args, partial_restore=True)
+
+
+def test_a_float_that_does_not_fit_the_integer_that_jax_makes_of_int64(tmp_path, checkpointer):
+    for value in (3e9, -3e9, np.nan, np.inf):
+        write(tmp_path / "x.safetensors", {"w": np.array([1.5, value], np.float32)})
+        with pytest.raises(ost.TensorMismatchError, match=r"'w': .* does not fit int32"):
+            checkpointer.restore(tmp_path, restore_args={"w": ocp.ArrayRestoreArgs(dtype=np.int64)})
+    write(tmp_path / "x.safetensors", {"w": np.array([1.5, -7], np.float32)})
+    restored = checkpointer.restore(tmp_path, restore_args={"w": ocp.ArrayRestoreArgs(dtype=np.int64)})["w"]
+    assert restored.tolist() == [1, -7]
+
+
+def test_a_numpy_scalar_is_not_a_python_scalar(tmp_path, checkpointer):
+    write(tmp_path / "x.safetensors", {"s": np.array(2.5)})
+    for given in ({"item": {"s": np.float64(0)}}, {"restore_args": {"s": ocp.RestoreArgs(restore_type=np.float64)}}):
+        restored = checkpointer.restore(tmp_path, **given)["s"]
+        assert isinstance(restored, np.ndarray)
+        assert restored == 2.5
+
+
+def test_nan_is_no_bool(tmp_path, checkpointer):
+    write(tmp_path / "x.safetensors", {"s": np.array(np.nan)})
+    with pytest.raises(ost.TensorMismatchError, match="nan cannot be restored as bool"):
+        checkpointer.restore(tmp_path, item={"s": True})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mesh: {"mesh": mesh, "mesh_axes": P("q")},
+        lambda mesh: {"mesh": mesh, "mesh_axes": ("x",)},
+        lambda mesh: {"sharding": Format(Layout((0, 1, 2)), NamedSharding(mesh, P()))},
+        lambda mesh: {"sharding": Format(Layout.AUTO, None)},
+        lambda mesh: {"sharding": Format(None, None)},
+        lambda mesh: {"sharding": ocp.metadata.SingleDeviceShardingMetadata(device_str="TPU_77")},
+    ],
+)
+def test_a_sharding_that_cannot_be_made(directory, checkpointer, mesh, make):
+    with pytest.raises(ost.TensorMismatchError, match="'layer.w': "):
+        args = {"layer": {"w": ocp.ArrayRestoreArgs(**make(mesh))}}
+        checkpointer.restore(directory, restore_args=args, partial_restore=True)
+
+
+def test_restore_args_that_lack_a_leaf(directory, checkpointer):
+    item = {"layer.w": struct(W), "layer.b": struct(B)}
+    args = ost.SafetensorsRestore(item=item, restore_args={"layer.w": ocp.RestoreArgs()}, partial_restore=True)
+    with pytest.raises(ost.TensorMismatchError, match=r"restore_args does not have 'layer\.b'"):
+        checkpointer.restore(directory, args=args)
+
+
+@pytest.mark.parametrize("args", [ocp.args.PyTreeRestore(item={}), ocp.args.StandardRestore({})], ids=str)
+def test_arguments_of_another_handler(directory, tmp_path, checkpointer, args):
+    with pytest.raises(ost.SafetensorsError, match=r"expected orbax_safetensors\.SafetensorsRestore, found"):
+        checkpointer.restore(directory, args=args)
+    write(tmp_path / "one.safetensors", TENSORS)
+    with (
+        ost.SafetensorsCheckpointer() as checkpointer,
+        pytest.raises(ost.SafetensorsError, match=r"expected orbax_safetensors\.SafetensorsRestore, found"),
+    ):
+        checkpointer.restore(tmp_path / "one.safetensors", args)
+
+
+def test_the_layout_of_a_described_array(directory, checkpointer, mesh):
+    wanted = Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh, P("x", "y")))
+    item = {"layer": {"w": jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=wanted)}}
+    restored = checkpointer.restore(directory, item=item, partial_restore=True)["layer"]["w"]
+    assert restored.format.layout.major_to_minor == (1, 0)
+    assert_same_bits(restored, W)
+
+
+def test_eval_shape_under_a_mesh(tmp_path, checkpointer):
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    write(tmp_path / "x.safetensors", {"w": W})
+    with jax.set_mesh(mesh):
+        item = jax.eval_shape(lambda: {"w": jnp.zeros(W.shape, W.dtype, out_sharding=P("x", "y"))})
+        restored = checkpointer.restore(tmp_path, item=item)["w"]
+    assert restored.sharding == NamedSharding(mesh, P("x", "y"))
+    assert_same_bits(restored, W)
+    with pytest.raises(ost.TensorMismatchError, match="'w' has a sharding without devices"):
+        checkpointer.restore(tmp_path, item=item)
+
+
+def test_a_wrong_tree_of_many_names_is_refused_at_once(tmp_path, checkpointer):
+    names = [f"model.layers.{layer}.experts.{expert}.weight" for layer in range(60) for expert in range(256)]
+    empty = np.zeros(0, np.int8)
+    write(tmp_path / "x.safetensors", dict.fromkeys(names, empty))
+    item = {name.removeprefix("model."): struct(empty) for name in names}
+    begun = time.process_time()
+    with pytest.raises(ost.TensorMismatchError, match=r"nearest stored: 'model\.layers\.0\.experts\.0\.weight'"):
+        checkpointer.restore(tmp_path, item=item)
+    assert time.process_time() - begun < 5
 
 
 def test_many_wrong_names_are_not_all_listed(directory, checkpointer):
@@ -605,9 +724,11 @@ def test_memory_for_accelerators_is_held_to_the_budget(tmp_path, mesh, monkeypat
         assert_same_bits(restored[name], array)
 
 
-@pytest.mark.parametrize("bad", [{"threads": 0}, {"in_flight_bytes": 0}, {"max_gap_bytes": -1}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [{"threads": 0}, {"in_flight_bytes": 0}, {"max_gap_bytes": -1}, {"threads": "4"}, {"alignment": 4}], ids=str
+)
 def test_options_out_of_range(bad):
-    with pytest.raises(ost.SafetensorsError, match="must be at least"):
+    with pytest.raises(ost.SafetensorsError, match="must be an integer of at least"):
         ost.SafetensorsOptions(**bad)
 
 
@@ -632,6 +753,56 @@ def test_a_read_that_fails_is_one_error_and_leaves_nothing(directory, mesh, monk
     with pytest.raises(ost.StorageError, match=r"model-0000.*: reading .* failed: Input/output error"):
         restore_alone(directory, sharded_item(mesh))
     assert descriptors_and_threads() == before
+
+
+def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeypatch):
+    arenas = []
+    real = arena._map
+
+    def remember(nbytes):
+        memory = real(nbytes)
+        arenas.append(weakref.ref(memory))
+        return memory
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(arena, "_map", remember)
+    checkpoint = ost.open_checkpoint(directory)
+    monkeypatch.setattr(ost.api, "open_checkpoint", lambda path: checkpoint)
+    monkeypatch.setattr(local.os, "preadv", fail)
+    gc.disable()
+    try:
+        with pytest.raises(ost.StorageError) as caught:
+            restore_alone(directory, sharded_item(mesh))
+        del caught
+        assert arenas
+        assert not [memory for memory in arenas if memory() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_cannot_be_started_stops_the_others(directory, monkeypatch):
+    real, calls = ThreadPoolExecutor.submit, []
+
+    def submit(self, work):
+        calls.append(work)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, work)
+
+    read = []
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(ost.transfer.Reader, "_move", lambda *_: (read.append(1), time.sleep(0.2)))
+    monkeypatch.setattr(ost.plan.plan, "MAX_REQUEST_BYTES", 16)
+    with pytest.raises(KeyboardInterrupt):
+        ost.SafetensorsHandler().restore(epath.Path(directory))
+    assert len(read) <= 2
+
+
+def test_memory_that_cannot_be_had(monkeypatch):
+    with pytest.raises(ost.StorageError, match="bytes of memory cannot be had"):
+        arena.allocate([2**60])
 
 
 @pytest.mark.parametrize("change", ["touch", "truncate", "grow", "overwrite"])

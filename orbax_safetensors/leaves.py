@@ -1,0 +1,217 @@
+"""One leaf of a restore: what the caller asks for and what is stored, made into a `Target` or refused.
+
+Everything that can be wrong with a leaf is found here, before memory is allocated or a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental.layout import Format, Layout
+
+from orbax_safetensors import arrays
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.plan.view import Box, View
+
+# The most dimensions that NumPy has, and the longest one.
+_MAX_RANK = 64
+_MAX_SIZE = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """One leaf to fill.
+
+    Attributes:
+      name: the leaf's key path, joined by dots.
+      view: what is stored for it.
+      shape: global shape of the leaf; where it differs from the view's, the view is cut or padded with zeros at the
+        end of each dimension.
+      dtype: of the leaf.
+      kind: `jax.Array`, `np.ndarray`, or the Python scalar type that is returned.
+      sharding: of a `jax.Array`; None until `targets.placed` where the caller gave none.
+      lossless: the caller did not ask for this dtype, so values must survive the cast.
+      broadcast: one replica of the mesh reads, the others receive from it.
+    """
+
+    name: str
+    view: View
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: type
+    sharding: jax.sharding.Sharding | Format | None
+    lossless: bool
+    broadcast: bool = False
+
+    def local_boxes(self) -> tuple[Box, ...]:
+        """The distinct boxes that this process fills."""
+        if self.sharding is None:
+            return (tuple((0, size) for size in self.shape),)
+        try:
+            return arrays.local_boxes(arrays.plain(self.sharding), self.shape)
+        except TensorMismatchError as error:
+            raise TensorMismatchError(f"{self.name!r}: {error}") from error
+
+
+def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
+    """The target for the tensor `name`.
+
+    `leaf` is an array or what describes one, a Python scalar, or None; what `args` says comes first. Raises
+    `TensorMismatchError` where they ask for what the tensor is not.
+    """
+    tensor = checkpoint[name]
+    where = f"{checkpoint.files[tensor.file].path}: {name!r}"
+    if len(tensor.shape) > _MAX_RANK or max(tensor.shape, default=0) > _MAX_SIZE:
+        raise TensorMismatchError(f"{where}: an array of shape {tensor.shape} cannot be held")
+    view = checkpoint.view(name)
+    kind = _kind(leaf, args, where)
+    dtype, lossless = _dtype(tensor.stored_dtype, view.dtype, kind, leaf, args, where)
+    shape = _shape(view, kind, leaf, args, where)
+    return Target(
+        name=name,
+        view=view,
+        shape=shape,
+        dtype=dtype,
+        kind=kind,
+        sharding=_sharding(len(shape), leaf, args, where) if kind is jax.Array else None,
+        lossless=lossless,
+        broadcast=isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs),
+    )
+
+
+def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
+    """What the leaf is returned as."""
+    asked: Any = args.restore_type
+    if asked is not None:
+        if isinstance(asked, type) and issubclass(asked, np.generic):
+            return np.ndarray
+        if asked in (jax.Array, np.ndarray, int, float, bool):
+            return cast(type, asked)
+        raise TensorMismatchError(
+            f"{where}: restore_type is {asked!r}, can be jax.Array, np.ndarray, int, float or bool"
+        )
+    # NumPy's float64 is a float, and a bool is an int.
+    if leaf is None or isinstance(leaf, np.ndarray | np.generic):
+        return np.ndarray
+    for kind in (bool, int, float):
+        if isinstance(leaf, kind):
+            return kind
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.Array
+    raise TensorMismatchError(f"{where}: a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}")
+
+
+def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str) -> tuple[int, ...]:
+    """The leaf's global shape, checked against what is stored."""
+    asked = getattr(args, "global_shape", None)
+    if asked is None:
+        asked = getattr(leaf, "shape", None)
+    if kind not in (jax.Array, np.ndarray):
+        asked = ()
+    if asked is None:
+        return view.shape
+    if not isinstance(asked, tuple | list) or not all(
+        isinstance(size, int | np.integer) and size >= 0 for size in asked
+    ):
+        raise TensorMismatchError(f"{where}: expected a shape, found {asked!r}")
+    shape = tuple(int(size) for size in asked)
+    if len(shape) != len(view.shape) or (shape != view.shape and getattr(args, "strict", True)):
+        raise TensorMismatchError(f"{where}: expected shape {shape}, found {view.shape}")
+    return shape
+
+
+def _dtype(
+    stored: DType, held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
+) -> tuple[np.dtype, bool]:
+    """The leaf's dtype, and whether values have to survive the way to it."""
+    asked = args.dtype
+    if asked is None and kind in (jax.Array, np.ndarray):
+        asked = getattr(leaf, "dtype", None)
+    dtype = held if asked is None else _checked_dtype(asked, where)
+    if dtype != held and stored.numpy is None:
+        raise TensorMismatchError(f"{where}: {stored.name} is held packed as {held} and cannot be cast to {dtype}")
+    if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
+        wanted = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
+        raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {wanted}")
+    try:
+        np.zeros(1, held).astype(dtype)
+    except TypeError as error:
+        raise TensorMismatchError(f"{where}: {held} cannot be cast to {dtype}") from error
+    if kind is not jax.Array:
+        return dtype, False
+    # Without x64, JAX holds 64-bit types in 32 bits.
+    canonical = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    return canonical, canonical != dtype
+
+
+def _checked_dtype(asked: Any, where: str) -> np.dtype:
+    """A dtype that somebody asked for, if it is one of numbers that a file could have."""
+    extended = getattr(asked, "type", asked)
+    if isinstance(extended, type) and issubclass(extended, jax.dtypes.extended):
+        raise TensorMismatchError(
+            f"{where}: {asked} is not a dtype of stored tensors; restore the key data as uint32 and pass it to "
+            "jax.random.wrap_key_data"
+        )
+    try:
+        dtype: np.dtype = np.dtype(asked)
+        if dtype != np.dtype(np.complex128):
+            from_numpy(dtype)
+    except (TypeError, TensorMismatchError) as error:
+        raise TensorMismatchError(f"{where}: expected a dtype that tensors can have, found {asked!r}") from error
+    return dtype
+
+
+def _sharding(rank: int, leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
+    """The sharding that the caller gave the leaf, if any, with its layout where it has one."""
+    for give in (
+        lambda: getattr(args, "sharding", None),
+        lambda: _sharding_of_mesh(args, where),
+        lambda: _sharding_of_leaf(leaf),
+    ):
+        sharding = _tried(give, where)
+        if isinstance(sharding, ocp.metadata.ShardingMetadata):
+            sharding = _tried(sharding.to_jax_sharding, where)
+        if isinstance(sharding, Format):
+            layout = sharding.layout
+            order = layout.major_to_minor if isinstance(layout, Layout) else None
+            if sharding.sharding is None or (layout is not None and (order is None or len(order) != rank)):
+                raise TensorMismatchError(
+                    f"{where}: expected a sharding and a layout of {rank} dimensions, found {sharding}"
+                )
+            return sharding
+        if isinstance(sharding, jax.sharding.Sharding):
+            return sharding
+        if sharding is not None:
+            raise TensorMismatchError(f"{where}: expected a sharding, found {sharding!r}")
+    return None
+
+
+def _sharding_of_leaf(leaf: Any) -> Any:
+    # A layout is asked for where somebody described an array with one; an array merely has one.
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.format.layout is not None:
+        return leaf.format
+    return getattr(leaf, "sharding", None)
+
+
+def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | None:
+    mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
+    if (mesh is None) != (axes is None):
+        raise TensorMismatchError(f"{where}: mesh and mesh_axes are given together or not at all")
+    return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
+
+
+def _tried(give: Callable[[], Any], where: str) -> Any:
+    """What `give` gives; what JAX and Orbax say against it is about the sharding."""
+    try:
+        return give()
+    except TensorMismatchError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise TensorMismatchError(f"{where}: the sharding cannot be made: {error}") from error
