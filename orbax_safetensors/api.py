@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors import arrays, replicas, sources, targets
+from orbax_safetensors import arrays, replicas, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import Checkpoint, find_faults, open_checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
@@ -58,13 +58,14 @@ def plan_save(
     max_file_bytes: int,
     options: SafetensorsOptions,
 ) -> saving.Save:
-    """Checks a tree and lays out its files; see `SafetensorsSave` for the arguments.
+    """Checks a tree and lays out its files, together with all other processes.
 
-    Raises `TensorMismatchError` or `HeaderError` where the tree or the metadata cannot be stored.
+    See `SafetensorsSave` for the arguments. Raises `TensorMismatchError` or `HeaderError` in every process where the
+    tree or the metadata cannot be stored.
     """
     if max_file_bytes < 1:
         raise SafetensorsError(f"max_file_bytes is {max_file_bytes}, must be at least 1")
-    return saving.plan_save(sources.resolve(item, save_args), metadata or {}, max_file_bytes, options)
+    return saving.plan_save(item, save_args, metadata or {}, max_file_bytes, options)
 
 
 def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None:

@@ -6,12 +6,14 @@ follow from the tree's shapes alone, and are written last: until then no file is
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +27,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.processes import agree, new_key
-from orbax_safetensors.sources import Source
+from orbax_safetensors.sources import Source, resolve
 from orbax_safetensors.transfer import Writer
 
 logger = logging.getLogger(__name__)
@@ -53,19 +55,52 @@ class Save:
 
 
 def plan_save(
-    sources: Sequence[Source], metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
+    item: Any, save_args: Any, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
 ) -> Save:
-    """Lays out the files and deals the shards to processes.
+    """Checks a tree, lays out its files and deals its shards to processes.
 
-    Raises `HeaderError` where the metadata is not text.
+    Raises `TensorMismatchError` or `HeaderError`, in every process, where the tree or the metadata cannot be stored or
+    the processes do not have the same.
     """
-    layout = lay_out(
+    key = new_key("save")
+    failure, facts = None, ""
+    try:
+        sources = resolve(item, save_args)
+        layout = _lay_out(sources, metadata, max_file_bytes, options)
+        facts = _digest(sources, layout)
+    except Exception as error:
+        failure = error
+    agree(f"{key}/plan", failure, facts)
+    return Save(layout, tuple(_owned(sources)), key, options)
+
+
+def _lay_out(
+    sources: Sequence[Source], metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
+) -> Layout:
+    return lay_out(
         [(source.name, from_numpy(source.dtype), source.shape) for source in sources],
         _METADATA | dict(metadata),
         max_file_bytes=max_file_bytes,
         alignment=options.alignment,
     )
-    return Save(layout, tuple(_owned(sources)), new_key("save"), options)
+
+
+def _digest(sources: Sequence[Source], layout: Layout) -> str:
+    """Equal in processes that save the same: the same files, made of arrays that the same processes hold."""
+    digest = hashlib.sha256()
+    for _, header in layout.files:
+        digest.update(header.encode())
+    for source in sources:
+        digest.update(repr(_holders(source)).encode())
+    return digest.hexdigest()
+
+
+def _holders(source: Source) -> list[int]:
+    """The processes that have a part of a leaf; none where it is not a `jax.Array`."""
+    if not isinstance(source.value, jax.Array):
+        return []
+    devices: set[Any] = source.value.sharding.device_set
+    return sorted({device.process_index for device in devices})
 
 
 def _owned(sources: Sequence[Source]) -> Iterator[tuple[Source, tuple[Box, ...]]]:

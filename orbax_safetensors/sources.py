@@ -63,11 +63,6 @@ def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
             )
         if leaf.is_deleted():
             raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
-        if jax.process_count() > 1 and leaf.is_fully_addressable:
-            raise TensorMismatchError(
-                f"{name!r}: an array that only process {jax.process_index()} has cannot be stored by "
-                f"{jax.process_count()} processes; make it a global array, or a NumPy array that all of them have"
-            )
     elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
         try:
             value = np.asarray(leaf)
