@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import orbax_safetensors as ost
 from tests.files import random_bits, write, write_indexed
 
 README = Path(__file__).parent.parent / "README.md"
@@ -33,7 +34,7 @@ def test_the_examples(tmp_path, mesh):
 
     names = {"make_train_state": make_train_state, "shardings": {"w": NamedSharding(mesh, P("x", "y"))}}
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 8
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
@@ -45,4 +46,9 @@ def test_the_examples(tmp_path, mesh):
     assert found[1]["arrays"]["model.norm.weight"].tobytes() == NORM.tobytes()
     assert np.asarray(found[3]["state"].params["w"]).tobytes() == EMBEDDING.tobytes()
     assert np.asarray(found[4]["norm"]["model"]["norm"]["weight"]).tobytes() == NORM.tobytes()
-    assert len(found[5]["plan"].processes) == 64
+    for directory, count in (("new", 1), ("two", 1)):
+        saved = ost.open_checkpoint(tmp_path / directory)
+        assert len(saved.files) == count
+        assert saved.metadata["format"] == "pt"
+    assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
+    assert len(found[7]["plan"].processes) == 64
