@@ -1,0 +1,332 @@
+"""`SafetensorsTypeHandler` in the registry of Orbax's handler of trees: arrays are safetensors, all else is Orbax's."""
+
+import asyncio
+from typing import NamedTuple
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+from tests.files import random_bits, write
+
+th = ocp.type_handlers
+RNG = np.random.default_rng(0)
+KERNEL = random_bits(RNG, (16, 8), np.dtype("f4"))
+BIAS = random_bits(RNG, (8,), np.dtype(ml_dtypes.bfloat16))
+
+
+def make_handler(**kwargs):
+    """Orbax's handler of trees with ours in its registry."""
+    registry = th.create_type_handler_registry(
+        (int, th.ScalarHandler()),
+        (float, th.ScalarHandler()),
+        (np.number, th.ScalarHandler()),
+        (np.ndarray, th.NumpyHandler()),
+        (str, th.StringHandler()),
+        (jax.Array, ost.SafetensorsTypeHandler()),
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **kwargs)
+
+
+@pytest.fixture
+def checkpointer():
+    with ocp.Checkpointer(make_handler()) as checkpointer:
+        yield checkpointer
+
+
+@pytest.fixture
+def params(mesh):
+    return {
+        "dense": {
+            "kernel": jax.device_put(KERNEL, NamedSharding(mesh, P("x", "y"))),
+            "bias": jax.device_put(BIAS, NamedSharding(mesh, P("y"))),
+        }
+    }
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+@pytest.fixture
+def mixed(params):
+    """Leaves of every kind, in nodes of every kind."""
+    return {
+        "params": params,
+        "opt": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init(params),
+        "step": 3,
+        "rate": 0.5,
+        "name": "tiny",
+        "table": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "scale": np.float32(1.5),
+        "nothing": None,
+        "empty": {},
+        "parts": [jnp.arange(5), (), Pair(jnp.float32(2.0), None)],
+    }
+
+
+def sharded_args(tree, mesh, axis):
+    """Restore arguments that shard what divides by four by `axis`, and say nothing of what are not arrays."""
+
+    def args(leaf):
+        if not isinstance(leaf, jax.Array):
+            return ocp.RestoreArgs(restore_type=type(leaf))
+        spec = [None] * leaf.ndim
+        if leaf.ndim and leaf.shape[axis] % 4 == 0:
+            spec[axis] = "y"
+        return ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, P(*spec)))
+
+    return jax.tree.map(args, tree)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(other, str):
+            assert one == other
+            continue
+        assert isinstance(one, jax.Array) == isinstance(other, jax.Array)
+        assert np.shape(one) == np.shape(other)
+        assert np.asarray(one).tobytes() == np.asarray(other, np.asarray(one).dtype).tobytes()
+
+
+def test_a_mixed_tree(tmp_path, checkpointer, mixed, mesh):
+    checkpointer.save(tmp_path / "saved", mixed)
+    for axis in (0, -1):
+        args = sharded_args(mixed, mesh, axis)
+        restored = checkpointer.restore(tmp_path / "saved", item=mixed, restore_args=args)
+        assert_same(restored, mixed)
+        assert restored["params"]["dense"]["kernel"].sharding.is_equivalent_to(
+            args["params"]["dense"]["kernel"].sharding, 2
+        )
+        assert (type(restored["step"]), type(restored["rate"])) == (int, float)
+        assert restored["table"].dtype == np.int16
+
+
+def test_arrays_are_in_safetensors_files_and_nothing_else_is(tmp_path, checkpointer, mixed):
+    checkpointer.save(tmp_path / "saved", mixed)
+    stored = safetensors.numpy.load_file(tmp_path / "saved" / "model.safetensors")
+    assert stored.keys() == {
+        "params.dense.kernel", "params.dense.bias", "opt.1.0.count", "opt.1.0.mu.dense.kernel",
+        "opt.1.0.mu.dense.bias", "opt.1.0.nu.dense.kernel", "opt.1.0.nu.dense.bias", "parts.0", "parts.2.left",
+    }  # fmt: skip
+    assert stored["params.dense.kernel"].tobytes() == KERNEL.tobytes()
+    assert stored["params.dense.bias"].tobytes() == BIAS.tobytes()
+    assert ost.verify(tmp_path / "saved") == []
+
+
+def test_our_own_handler_restores_the_arrays(tmp_path, checkpointer, mixed):
+    checkpointer.save(tmp_path / "saved", mixed)
+    item = {"params": mixed["params"]}
+    with ocp.Checkpointer(ost.SafetensorsHandler()) as own:
+        args = ost.SafetensorsRestore(item=item, partial_restore=True)
+        assert_same(own.restore(tmp_path / "saved", args=args), item)
+
+
+def test_with_nothing_said(tmp_path, checkpointer, mixed):
+    checkpointer.save(tmp_path / "saved", mixed)
+    assert_same(checkpointer.restore(tmp_path / "saved")["params"], mixed["params"])
+
+
+def test_a_train_state(tmp_path, checkpointer, params, mesh):
+    state = flax.training.train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    with jax.numpy_dtype_promotion("standard"):
+        state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+    checkpointer.save(tmp_path / "saved", state)
+    args = sharded_args(state, mesh, 0)
+    assert_same(checkpointer.restore(tmp_path / "saved", item=state, restore_args=args), state)
+
+
+def test_casts_and_other_shapes(tmp_path, checkpointer, mesh):
+    tree = {"w": jnp.arange(6, dtype=jnp.float32)}
+    checkpointer.save(tmp_path / "saved", tree)
+    sharding = NamedSharding(mesh, P("y"))
+    args = {
+        "w": ocp.ArrayRestoreArgs(sharding=sharding, dtype=jnp.bfloat16, global_shape=(8,), strict=False),
+    }
+    restored = checkpointer.restore(tmp_path / "saved", item=tree, restore_args=args)["w"]
+    assert (restored.dtype, restored.shape) == (jnp.bfloat16, (8,))
+    assert np.asarray(restored).tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+    assert restored.sharding.is_equivalent_to(sharding, 1)
+
+
+def test_a_cast_while_saving(tmp_path, checkpointer):
+    tree = {"w": jnp.arange(6, dtype=jnp.float32), "v": jnp.arange(6, dtype=jnp.float32), "n": 3}
+    save_args = {"w": ocp.SaveArgs(dtype=jnp.bfloat16), "v": ocp.SaveArgs(), "n": ocp.SaveArgs()}
+    checkpointer.save(tmp_path / "saved", tree, save_args=save_args)
+    stored = ost.open_checkpoint(tmp_path / "saved")
+    assert {name: tensor.dtype for name, tensor in stored.tensors.items()} == {"w": jnp.bfloat16, "v": jnp.float32}
+
+
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        (ocp.RestoreArgs(restore_type=np.ndarray), np.ndarray),
+        (ocp.RestoreArgs(restore_type=jax.Array), jax.Array),
+        (ocp.RestoreArgs(), jax.Array),
+        (ocp.ArrayRestoreArgs(), jax.Array),
+    ],
+    ids=["numpy", "jax", "nothing", "nothing, for an array"],
+)
+def test_what_to_restore_as(tmp_path, checkpointer, args, kind):
+    """The registry's handler of the asked type gets the leaf, so that NumPy arrays need `register()`."""
+    tree = {"w": jax.device_put(KERNEL)}
+    checkpointer.save(tmp_path / "saved", tree)
+    if kind is np.ndarray:
+        registry = th.create_type_handler_registry(
+            (np.ndarray, ost.SafetensorsTypeHandler()), (jax.Array, ost.SafetensorsTypeHandler())
+        )
+        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    restored = checkpointer.restore(tmp_path / "saved", item=tree, restore_args={"w": args})["w"]
+    assert isinstance(restored, kind)
+    assert np.asarray(restored).tobytes() == KERNEL.tobytes()
+
+
+def test_a_part_of_a_tree(tmp_path, checkpointer, params, mesh):
+    checkpointer.save(tmp_path / "saved", params)
+    sharding = NamedSharding(mesh, P("y"))
+    item = {"dense": {"kernel": ocp.PLACEHOLDER, "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=sharding)}}
+    args = {"dense": {"kernel": ocp.PLACEHOLDER, "bias": ocp.ArrayRestoreArgs(sharding=sharding)}}
+    registry = th.create_type_handler_registry(
+        (jax.Array, ost.SafetensorsTypeHandler()), (type(ocp.PLACEHOLDER), th.get_type_handler(type(ocp.PLACEHOLDER)))
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as partial:
+        restored = partial.restore(tmp_path / "saved", args=ocp.args.PyTreeRestore(item=item, restore_args=args))
+    assert restored["dense"]["kernel"] is ocp.PLACEHOLDER
+    assert np.asarray(restored["dense"]["bias"]).tobytes() == BIAS.tobytes()
+
+
+def test_metadata(tmp_path, checkpointer, mixed):
+    checkpointer.save(tmp_path / "saved", mixed)
+    found = checkpointer.metadata(tmp_path / "saved").item_metadata.tree
+    kernel = found["params"]["dense"]["kernel"]
+    assert isinstance(kernel, ocp.metadata.ArrayMetadata)
+    assert (kernel.shape, kernel.dtype, kernel.name) == ((16, 8), np.float32, "params.dense.kernel")
+    assert isinstance(found["name"], ocp.metadata.StringMetadata)
+    assert (found["table"].shape, found["table"].dtype) == ((2, 3), np.int16)
+    assert isinstance(found["step"], ocp.metadata.ScalarMetadata)
+    assert found["nothing"] is None
+
+
+def test_in_the_background(tmp_path, mixed, mesh):
+    """What was saved is what the arrays were when `save` returned."""
+    with ocp.AsyncCheckpointer(make_handler()) as checkpointer:
+        expected = jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, mixed)
+        checkpointer.save(tmp_path / "saved", args=ocp.args.PyTreeSave(mixed))
+        for leaf in jax.tree.leaves(mixed):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        checkpointer.wait_until_finished()
+        args = ocp.args.PyTreeRestore(expected, restore_args=sharded_args(expected, mesh, 0))
+        assert_same(checkpointer.restore(tmp_path / "saved", args=args), expected)
+
+
+def test_in_a_checkpoint_manager(tmp_path, mixed, mesh):
+    args = ocp.args.PyTreeRestore(mixed, restore_args=sharded_args(mixed, mesh, 0))
+    with ocp.CheckpointManager(tmp_path, item_handlers={"state": make_handler()}) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave({**mixed, "step": step})))
+        manager.wait_until_finished()
+        for step in (1, 2):
+            restored = manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+            assert_same(restored, {**mixed, "step": step})
+    assert (tmp_path / "2" / "state" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_a_tree_without_arrays(tmp_path, use_ocdbt):
+    tree = {"step": 3, "table": np.arange(4)}
+    with ocp.Checkpointer(make_handler(use_ocdbt=use_ocdbt)) as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+        assert not list((tmp_path / "saved").glob("*.safetensors"))
+        assert_same(checkpointer.restore(tmp_path / "saved"), tree)
+
+
+def test_beside_zarr(tmp_path, mixed, mesh):
+    """Where Orbax's own leaves are one directory each."""
+    del mixed["name"]
+    with ocp.Checkpointer(make_handler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "saved", mixed)
+        assert (tmp_path / "saved" / "table").is_dir()
+        args = sharded_args(mixed, mesh, 0)
+        assert_same(checkpointer.restore(tmp_path / "saved", item=mixed, restore_args=args), mixed)
+
+
+# --- what cannot be done ---
+
+
+def test_a_tensor_that_is_gone(tmp_path, checkpointer, params):
+    checkpointer.save(tmp_path / "saved", params)
+    write(tmp_path / "saved" / "model.safetensors", {"dense.bias": BIAS})
+    with pytest.raises(ost.TensorMismatchError, match=r"dense\.kernel"):
+        checkpointer.restore(tmp_path / "saved", item=params)
+    with pytest.raises(ost.TensorMismatchError, match=r"dense\.kernel"):
+        make_handler().metadata(epath.Path(tmp_path / "saved"))
+
+
+def test_a_file_that_is_gone(tmp_path, checkpointer, params):
+    checkpointer.save(tmp_path / "saved", params)
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    with pytest.raises(ost.StorageError, match=r"saved: holds no \.safetensors file"):
+        checkpointer.restore(tmp_path / "saved", item=params)
+
+
+def test_a_file_that_is_cut(tmp_path, checkpointer, params):
+    checkpointer.save(tmp_path / "saved", params)
+    path = tmp_path / "saved" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ost.HeaderError, match=r"model\.safetensors"):
+        checkpointer.restore(tmp_path / "saved", item=params)
+
+
+def test_another_shape(tmp_path, checkpointer, params, mesh):
+    checkpointer.save(tmp_path / "saved", params)
+    args = sharded_args(params, mesh, 0)
+    args["dense"]["kernel"] = ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, P()), global_shape=(8, 16))
+    with pytest.raises(ost.TensorMismatchError, match=r"dense\.kernel.*\(8, 16\).*\(16, 8\)"):
+        checkpointer.restore(tmp_path / "saved", item=params, restore_args=args)
+
+
+def test_a_sharding_that_does_not_divide(tmp_path, checkpointer, mesh):
+    tree = {"w": jnp.arange(6)}
+    checkpointer.save(tmp_path / "saved", tree)
+    args = {"w": ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, P("y")))}
+    with pytest.raises(ost.TensorMismatchError, match="'w'"):
+        checkpointer.restore(tmp_path / "saved", item=tree, restore_args=args)
+
+
+def test_leaves_of_one_name(tmp_path, checkpointer):
+    tree = {"a": {"b": jnp.arange(3)}, "a.b": jnp.arange(4)}
+    with pytest.raises(ValueError, match=r"a\.b"):
+        checkpointer.save(tmp_path / "saved", tree)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_arrays_of_a_dtype_that_cannot_be_stored(tmp_path, checkpointer):
+    tree = {"w": jnp.arange(3), "key": jnp.zeros(4, jnp.float8_e4m3b11fnuz)}
+    with pytest.raises(ost.TensorMismatchError, match="key"):
+        checkpointer.save(tmp_path / "saved", tree)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_several_directories_in_one_call(tmp_path, checkpointer, params):
+    """Orbax gives a handler the leaves of one directory; the interface allows for more, and for the same names."""
+    infos = []
+    for number in range(2):
+        checkpointer.save(tmp_path / str(number), {"w": jnp.full(4, number)})
+        infos.append(th.ParamInfo(name="w", parent_dir=epath.Path(tmp_path / str(number))))
+    handler = ost.SafetensorsTypeHandler()
+    restored = asyncio.run(handler.deserialize(infos))
+    assert [array.tolist() for array in restored] == [[0] * 4, [1] * 4]
+    assert [leaf.shape for leaf in asyncio.run(handler.metadata(infos))] == [(4,), (4,)]
