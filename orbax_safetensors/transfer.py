@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,16 @@ class Counters:
 
     num_requests: int = 0
     nbytes: int = 0
+
+
+class _Window(NamedTuple):
+    """Packed bytes `[low, high)` of a part, and the blocks and memory of the plan that it is of."""
+
+    part: Part
+    low: int
+    high: int
+    blocks: Sequence[Block]
+    memory: Sequence[np.ndarray]
 
 
 class _Transfer(ABC, Generic[_F]):
@@ -92,53 +102,45 @@ class _Transfer(ABC, Generic[_F]):
             yield partial(self._request, extent.file, extent.begin, buffers)
         for part in plan.parts:
             for low, high in part.windows():
-                yield partial(self._window, part, low, high, blocks, memory)
+                yield partial(self._window, _Window(part, low, high, blocks, memory))
 
-    def _window(self, part: Part, low: int, high: int, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
-        access = part.access
+    def _window(self, window: _Window) -> None:
+        access = window.part.access
         if isinstance(access, Direct):
-            self._runs(part, low, high, memory[part.blocks[access.buffer]][access.offset + low : access.offset + high])
+            own = window.memory[window.part.blocks[access.buffer]]
+            self._runs(window, own[access.offset + window.low : access.offset + window.high])
         else:
-            self._staged(part, access, low, high, blocks, memory)
+            self._staged(window, access, self._staging(window.high - window.low))
 
     @abstractmethod
-    def _staged(
-        self,
-        part: Part,
-        access: Staged,
-        low: int,
-        high: int,
-        blocks: Sequence[Block],
-        memory: Sequence[np.ndarray],
-    ) -> None:
-        """Moves packed bytes `[low, high)` of a part through a staging buffer."""
+    def _staged(self, window: _Window, access: Staged, packed: np.ndarray) -> None:
+        """Moves the bytes of a window through `packed`, a buffer of their size."""
 
     @abstractmethod
     def _move(self, file: _F, offset: int, buffers: Sequence[memoryview]) -> None:
         """Makes one request."""
 
     def _ends(
-        self, access: Staged, part: Part, low: int, high: int, blocks: Sequence[Block], packed: np.ndarray,
-        memory: Sequence[np.ndarray],
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:  # fmt: skip
+        self, window: _Window, access: Staged, packed: np.ndarray
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """For every copy of a window its block's number, and both ends of the copy, in `packed` and in the block."""
         for use in access.uses:
-            number = part.blocks[use.buffer]
-            block = blocks[number]
+            number = window.part.blocks[use.buffer]
+            block, memory = window.blocks[number], window.memory[number]
             stored = block.view.dtype
-            first = low // stored.itemsize
-            for copy in use.copy.within(first, high // stored.itemsize):
+            first = window.low // stored.itemsize
+            for copy in use.copy.within(first, window.high // stored.itemsize):
                 own = copy.shifted(-first)
                 if block.same_bits:
-                    yield number, *words(own, packed, memory[number], stored.itemsize)
+                    yield number, *words(own, packed, memory, stored.itemsize)
                 else:
-                    yield number, *elements(own, packed, stored, memory[number], block.dtype)
+                    yield number, *elements(own, packed, stored, memory, block.dtype)
 
-    def _runs(self, part: Part, low: int, high: int, packed: np.ndarray) -> None:
-        """Moves packed bytes `[low, high)`, which `packed` holds, with one request for each run."""
+    def _runs(self, window: _Window, packed: np.ndarray) -> None:
+        """Moves the bytes of a window, which `packed` holds, with one request for each run."""
         done = 0
-        for begin, length in part.access.runs.pieces(low, high):
-            self._request(part.file, part.begin + begin, [packed.data[done : done + length]])
+        for begin, length in window.part.access.runs.pieces(window.low, window.high):
+            self._request(window.part.file, window.part.begin + begin, [packed.data[done : done + length]])
             done += length
 
     def _request(self, number: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -196,25 +198,17 @@ class Reader(_Transfer[File]):
     def _move(self, file: File, offset: int, buffers: Sequence[memoryview]) -> None:
         file.read(offset, buffers)
 
-    def _staged(
-        self,
-        part: Part,
-        access: Staged,
-        low: int,
-        high: int,
-        blocks: Sequence[Block],
-        memory: Sequence[np.ndarray],
-    ) -> None:
-        packed = self._staging(high - low)
-        self._runs(part, low, high, packed)
-        for number, source, destination in self._ends(access, part, low, high, blocks, packed, memory):
-            if blocks[number].same_bits:
+    def _staged(self, window: _Window, access: Staged, packed: np.ndarray) -> None:
+        self._runs(window, packed)
+        for number, source, destination in self._ends(window, access, packed):
+            if window.blocks[number].same_bits:
                 destination[...] = source
                 continue
             try:
                 cast(source, destination, lossless=self._lossless[number])
             except TensorMismatchError as error:
-                raise TensorMismatchError(f"{self._file(part.file).path}: {part.tensor!r}: {error}") from None
+                path = self._file(window.part.file).path
+                raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
 
 
 class Writer(_Transfer[NewFile]):
@@ -228,19 +222,10 @@ class Writer(_Transfer[NewFile]):
     def _move(self, file: NewFile, offset: int, buffers: Sequence[memoryview]) -> None:
         file.write(offset, buffers)
 
-    def _staged(
-        self,
-        part: Part,
-        access: Staged,
-        low: int,
-        high: int,
-        blocks: Sequence[Block],
-        memory: Sequence[np.ndarray],
-    ) -> None:
-        packed = self._staging(high - low)
-        for number, destination, source in self._ends(access, part, low, high, blocks, packed, memory):
-            if blocks[number].same_bits:
+    def _staged(self, window: _Window, access: Staged, packed: np.ndarray) -> None:
+        for number, destination, source in self._ends(window, access, packed):
+            if window.blocks[number].same_bits:
                 destination[...] = source
             else:
                 cast(source, destination, lossless=False)
-        self._runs(part, low, high, packed)
+        self._runs(window, packed)

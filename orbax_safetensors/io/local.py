@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.store import Stamp
@@ -39,20 +39,7 @@ class LocalFile:
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fills `buffers` from `offset` on. A short read is continued; the end of the file is an error."""
-        left = [buffer for buffer in buffers if buffer.nbytes]
-        while left:
-            try:
-                count = os.preadv(self._descriptor, left[:_MAX_BUFFERS], offset)
-            except OSError as error:
-                missing = sum(buffer.nbytes for buffer in left)
-                raise StorageError(
-                    f"{self.path}: reading {missing} bytes at offset {offset} failed: {error.strerror}"
-                ) from error
-            if count == 0:
-                missing = sum(buffer.nbytes for buffer in left)
-                raise StorageError(f"{self.path}: expected {missing} more bytes at offset {offset}, found its end")
-            offset += count
-            left = list(_after(left, count))
+        _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
 
     def map(self) -> memoryview:
         """The file as read-only memory."""
@@ -74,6 +61,29 @@ class LocalFile:
     def close(self) -> None:
         """Closes the descriptor. Mappings stay, and each holds a descriptor of its own."""
         os.close(self._descriptor)
+
+
+def _move_all(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    verb: str,
+    descriptor: int,
+    path: str,
+    offset: int,
+    buffers: Sequence[memoryview],
+) -> None:
+    """`preadv` or `pwritev` for as often as it takes: either may move less than was asked for."""
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    while left:
+        try:
+            count = call(descriptor, left[:_MAX_BUFFERS], offset)
+        except OSError as error:
+            missing = sum(buffer.nbytes for buffer in left)
+            raise StorageError(f"{path}: {verb} {missing} bytes at offset {offset} failed: {error.strerror}") from error
+        if count == 0:
+            missing = sum(buffer.nbytes for buffer in left)
+            raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found its end")
+        offset += count
+        left = list(_after(left, count))
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -101,17 +111,7 @@ class NewLocalFile:
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Writes `buffers` from `offset` on. A short write is continued."""
-        left = [buffer for buffer in buffers if buffer.nbytes]
-        while left:
-            try:
-                count = os.pwritev(self._descriptor, left[:_MAX_BUFFERS], offset)
-            except OSError as error:
-                missing = sum(buffer.nbytes for buffer in left)
-                raise StorageError(
-                    f"{self.path}: writing {missing} bytes at offset {offset} failed: {error.strerror}"
-                ) from error
-            offset += count
-            left = list(_after(left, count))
+        _move_all(os.pwritev, "writing", self._descriptor, self.path, offset, buffers)
 
     def sync(self) -> None:
         """Flushes the file to the disk."""
