@@ -1,0 +1,612 @@
+"""What `test_save.py` runs in several processes: scenarios one after the other, and saves that end in a SIGKILL.
+
+A scenario asserts what holds for its own process, and returns what only the test can judge, which sees all of them.
+Run as a module, this file kills saves: it forks every program from one interpreter, to import JAX only once.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_safetensors as ost
+from orbax_safetensors import processes
+from orbax_safetensors import save as saving
+from orbax_safetensors.io import local
+from tests.multiprocess.measure import different_shards, resources
+
+SCENARIOS: dict[str, Callable[[Site], Any]] = {}
+
+BF16, F32, I8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.int8)
+
+# Leaves by name: dtype and shape. Every dimension is a multiple of 8, or there is none to share.
+LEAVES: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+    "kernel": (F32, (16, 24)),
+    "table": (BF16, (32, 8)),
+    "levels": (I8, (8, 40)),
+    "cube": (BF16, (8, 16, 24)),
+    "line": (I8, (1000,)),
+    "none": (F32, (0, 8)),
+    "point": (BF16, ()),
+}
+
+# Several files, of which one is a tensor that is longer than this.
+MAX_FILE_BYTES = 5000
+
+# Seconds that a failure may take to be known everywhere.
+PROMPT_SECONDS = 20.0
+
+
+def value(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """The same random bits in every process."""
+    rng = np.random.default_rng(list(name.encode()))
+    return rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8).view(dtype).reshape(shape)
+
+
+VALUES = {name: value(name, dtype, shape) for name, (dtype, shape) in LEAVES.items()}
+
+
+def array(host: np.ndarray, mesh: Mesh, *spec: Any) -> jax.Array:
+    """`host`, sharded as far as it has dimensions."""
+    sharding = NamedSharding(mesh, PartitionSpec(*spec[: host.ndim]))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index], dtype=host.dtype)
+
+
+def _all(*spec: Any) -> Callable[[Mesh], dict[str, Any]]:
+    return lambda mesh: {name: array(host, mesh, *spec) for name, host in VALUES.items()}
+
+
+def _mixed(mesh: Mesh) -> dict[str, Any]:
+    """Leaves with various shardings, two of them over a mesh whose order is not that of the processes."""
+    devices = list(mesh.devices.flat)
+    woven = Mesh(np.array(devices[::2] + devices[1::2]).reshape(2, 4), ("x", "y"))
+    turned = Mesh(np.array(devices[::-1]).reshape(4, 2).T, ("x", "y"))
+    return {
+        "a": [array(VALUES["kernel"], woven, "x", "y"), VALUES["table"]],
+        "b": array(VALUES["cube"], turned, None, "y", "x"),
+        "c": {"d": array(VALUES["levels"], mesh, None, ("x", "y")), "e": 3, "f": 2.5, "g": True},
+        "h": array(VALUES["line"], turned, ("y", "x")),
+        "i": VALUES["kernel"].T,
+        "j": array(VALUES["table"], woven, "y"),
+        "k": array(VALUES["point"], mesh),
+    }
+
+
+def _copies(mesh: Mesh) -> dict[str, Any]:
+    """Many leaves that all processes have, of sizes that differ by a factor of ten."""
+    sizes = [500 + 4500 * (number * 7 % 20) // 20 for number in range(60)]
+    whole = {f"w{number:02}": value(f"w{number}", F32, (size,)) for number, size in enumerate(sizes)}
+    return {name: host if name.endswith("7") else array(host, mesh) for name, host in whole.items()}
+
+
+# Global trees by name, each made from the mesh of all eight devices.
+TREES: dict[str, Callable[[Mesh], Any]] = {
+    "leading": _all(("x", "y")),
+    "leading, in pairs": _all("x"),
+    "inner": _all(None, ("x", "y")),
+    "inner, in pairs": _all(None, "x"),
+    "both": _all("x", "y"),
+    "replicated": _all(),
+    "mixed": _mixed,
+    "copies": _copies,
+}
+
+
+def full_mesh() -> Mesh:
+    """All devices, process by process."""
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+
+
+def arguments(tree: Any) -> ost.SafetensorsSave:
+    """A save as all of them are here: with metadata, into several files."""
+    return ost.SafetensorsSave(tree, metadata={"made by": "a test"}, max_file_bytes=MAX_FILE_BYTES)
+
+
+class Site:
+    """Where a scenario runs: a directory that all processes share, and this process's place."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.index = jax.process_index()
+        self.count = jax.process_count()
+        self.mesh = full_mesh()
+
+    def check(self, directory: Path, tree: dict[str, Any]) -> None:
+        """Fails where restoring a flat tree of sharded arrays does not give what went in."""
+        with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+            restored = checkpointer.restore(directory, args=ost.SafetensorsRestore(item=tree))
+        assert sorted(restored) == sorted(tree)
+        for name, found in restored.items():
+            assert not (wrong := different_shards(found, VALUES[name])), (name, wrong)
+
+
+def scenario(function: Callable[[Site], Any]) -> Callable[[Site], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def run(root: str) -> dict[str, dict[str, Any]]:
+    """By the name of each scenario what it returned, and the traceback with which it failed."""
+    site = Site(Path(root))
+    out: dict[str, dict[str, Any]] = {}
+    for name, function in SCENARIOS.items():
+        try:
+            out[name] = {"value": function(site), "failure": None}
+        except Exception:
+            out[name] = {"value": None, "failure": traceback.format_exc()}
+        multihost_utils.sync_global_devices(name)
+    return out
+
+
+def error_of(call: Callable[[], Any]) -> dict[str, Any]:
+    """The error of the package that `call` raises, and how long it took."""
+    started = time.monotonic()
+    try:
+        call()
+    except ost.SafetensorsError as error:
+        return {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - started}
+    raise AssertionError("expected an error")
+
+
+@contextmanager
+def written() -> Iterator[dict[str, list[int]]]:
+    """The scalars that saves report meanwhile, by the last part of their names."""
+    found: dict[str, list[int]] = {}
+
+    def listen(event: str, number: float, **_: Any) -> None:
+        if event.startswith("/jax/orbax/write/safetensors/"):
+            found.setdefault(event.rsplit("/", 1)[1], []).append(int(number))
+
+    jax.monitoring.register_scalar_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_scalar_listener(listen)
+
+
+@contextmanager
+def failing(when: Callable[[int], bool]) -> Iterator[None]:
+    """A disk that is full for every write at an offset for which `when` holds."""
+    real = os.pwritev
+
+    def pwritev(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        if when(offset):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, buffers, offset, *flags)
+
+    with mock.patch.object(local.os, "pwritev", pwritev):
+        yield
+
+
+def save(directory: Path, tree: Any) -> None:
+    """A save with Orbax around it."""
+    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+        checkpointer.save(directory, args=arguments(tree))
+
+
+# What is written, and by whom.
+
+
+@scenario
+def every_tree(site: Site) -> dict[str, dict[str, list[int]]]:
+    counted = {}
+    for name, make in TREES.items():
+        with written() as counted[name]:
+            save(site.root / name, make(site.mesh))
+    return counted
+
+
+@scenario
+def asynchronously(site: Site) -> dict[str, list[int]]:
+    """Arrays are deleted and NumPy arrays overwritten as soon as the call returns."""
+    tree = _mixed(site.mesh)
+    tree["a"][1], tree["i"] = tree["a"][1].copy(), tree["i"].copy()
+    with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer, written() as counted:
+        checkpointer.save(site.root / "async", args=arguments(tree))
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        tree["a"][1].view(np.uint8)[...] = 0
+        tree["i"][...] = 0
+        checkpointer.wait_until_finished()
+    return counted
+
+
+@scenario
+def saved_and_restored(site: Site) -> None:
+    """What several processes save, they restore with other shardings."""
+    tree = _all("x", "y")(site.mesh)
+    save(site.root / "again", tree)
+    site.check(site.root / "again", _all(None, ("y", "x"))(site.mesh))
+    site.check(site.root / "again", _all()(site.mesh))
+
+
+@scenario
+def a_leaf_that_some_processes_have(site: Site) -> dict[str, list[int]]:
+    """Half of the processes, or two of eight devices, hold a leaf; with two processes that is one process."""
+    devices = jax.devices()
+    half = Mesh(np.array(devices[:4]), ("d",))
+    across = Mesh(np.array([devices[0], devices[-1]]), ("d",))
+    tree = {"kernel": array(VALUES["kernel"], across, "d"), "line": array(VALUES["line"], site.mesh)}
+    if site.count > 2:
+        tree["table"] = array(VALUES["table"], half, None, "d")
+    with written() as counted:
+        save(site.root / "some", tree)
+    site.check(site.root / "some", tree)
+    return counted
+
+
+@scenario
+def managed(site: Site) -> list[int]:
+    """Steps of a manager, one after the other in the background, the oldest deleted."""
+    tree = _all(("x", "y"))(site.mesh)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(
+        epath.Path(site.root / "managed"), item_handlers=ost.SafetensorsHandler(), options=options
+    ) as manager:
+        for step in range(4):
+            manager.save(step, args=arguments(tree))
+        manager.wait_until_finished()
+        found = [int(step) for step in manager.all_steps()]
+        restored = manager.restore(3, args=ost.SafetensorsRestore(item=tree))
+        for name, leaf in restored.items():
+            assert not (wrong := different_shards(leaf, VALUES[name])), (name, wrong)
+    return found
+
+
+# Agreement.
+
+
+@scenario
+def agreement(site: Site) -> dict[str, Any]:
+    processes.agree(processes.new_key("test"), None)
+    last = site.count - 1
+    failure = ValueError("no luck") if site.index == last else None
+    found = error_of(lambda: processes.agree(processes.new_key("test"), failure))
+    assert found["text"] == ("no luck" if failure else f"process {last} failed: ValueError: no luck"), found
+    own = ost.TensorMismatchError(f"here {site.index}")
+    assert error_of(lambda: processes.agree(processes.new_key("test"), own))["text"] == f"here {site.index}"
+    processes.agree(processes.new_key("test"), None)
+    return found
+
+
+@scenario
+def agreement_from_several_threads(site: Site) -> None:
+    """Each process comes to the agreements in another order."""
+    keys = [processes.new_key("test") for _ in range(4)]
+    found: dict[str, str] = {}
+
+    def work(number: int) -> None:
+        failure = ValueError(f"in {number}") if number == site.count % 4 and site.index == 0 else None
+        try:
+            processes.agree(keys[number], failure)
+        except ost.StorageError as error:
+            found[keys[number]] = str(error)
+
+    threads = [threading.Thread(target=work, args=((number + site.index) % 4,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    number = site.count % 4
+    told = f"in {number}" if site.index == 0 else f"process 0 failed: ValueError: in {number}"
+    assert found == {keys[number]: told}, found
+
+
+# One process that fails.
+
+
+def _fails_everywhere(site: Site, name: str, victim: int, when: Callable[[int], bool], *, background: bool) -> Any:
+    """Every process raises; another save to the same path then succeeds. Nothing of the first restores."""
+    tree = _all("x")(site.mesh)
+    directory = site.root / name
+    before = resources()
+    kind = ocp.AsyncCheckpointer if background else ocp.Checkpointer
+    with kind(ost.SafetensorsHandler()) as checkpointer:
+
+        def attempt() -> None:
+            with failing(when if site.index == victim else lambda _: False):
+                checkpointer.save(directory, args=arguments(tree))
+                if background:
+                    checkpointer.wait_until_finished()
+
+        found = error_of(attempt)
+        assert not directory.exists()
+        left = list(site.root.glob(f"{name}.*"))
+        assert left, "Orbax has cleaned up: there is nothing to look at"
+        for partial in left:
+            error_of(lambda partial=partial: ost.open_checkpoint(partial))
+        multihost_utils.sync_global_devices(f"{name}: looked at")
+        checkpointer.save(directory, args=arguments(tree))
+        if background:
+            checkpointer.wait_until_finished()
+    site.check(directory, tree)
+    after = resources()
+    assert after["descriptors"] == before["descriptors"], (before, after)
+    assert not [thread for thread in after["threads"] if thread.startswith("safetensors")], after
+    return found
+
+
+@scenario
+def the_last_process_cannot_write(site: Site) -> Any:
+    return _fails_everywhere(site, "full", site.count - 1, lambda offset: offset > 0, background=False)
+
+
+@scenario
+def the_last_process_cannot_write_in_the_background(site: Site) -> Any:
+    return _fails_everywhere(site, "full async", site.count - 1, lambda offset: offset > 0, background=True)
+
+
+@scenario
+def the_first_process_cannot_write_headers(site: Site) -> Any:
+    return _fails_everywhere(site, "headless", 0, lambda offset: offset == 0, background=False)
+
+
+@scenario
+def the_first_process_cannot_write_headers_in_the_background(site: Site) -> Any:
+    return _fails_everywhere(site, "headless async", 0, lambda offset: offset == 0, background=True)
+
+
+@scenario
+def all_processes_fail(site: Site) -> dict[str, Any]:
+    with failing(lambda _: True):
+        found = error_of(lambda: save(site.root / "all full", _all("x")(site.mesh)))
+    assert "No space left on device" in found["text"], found
+    return found
+
+
+# Trees that cannot be saved.
+
+
+@contextmanager
+def _short_waits() -> Iterator[None]:
+    """An agreement that is never reached fails the scenario and not the launch."""
+    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 8):
+        yield
+
+
+def _disagreeing(site: Site, name: str, args: ost.SafetensorsSave) -> dict[str, Any]:
+    """Processes that would write different files say so, rather than mix them."""
+    with _short_waits(), ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+        found = error_of(lambda: checkpointer.save(site.root / name, args=args))
+    assert "timed out" not in found["text"], found
+    return found
+
+
+@scenario
+def metadata_that_differs(site: Site) -> dict[str, Any]:
+    metadata = {"host": "a name that moves the data" * (1 + 3 * site.index)}
+    return _disagreeing(site, "other metadata", ost.SafetensorsSave(_all("x")(site.mesh), metadata=metadata))
+
+
+@scenario
+def shapes_that_differ(site: Site) -> dict[str, Any]:
+    tree = {**_all("x")(site.mesh), "host": np.zeros(3 + site.index)}
+    return _disagreeing(site, "other shapes", ost.SafetensorsSave(tree))
+
+
+@scenario
+def shardings_that_differ(site: Site) -> dict[str, Any]:
+    """A program that is not the same everywhere: some bytes would be nobody's."""
+    spec = ("x", "y") if site.index else ("y", "x")
+    return _disagreeing(site, "other shardings", ost.SafetensorsSave(_all(*spec)(site.mesh)))
+
+
+@scenario
+def an_array_of_each_process_alone(site: Site) -> dict[str, Any]:
+    local_array = jax.device_put(VALUES["kernel"], jax.local_devices()[0])
+    with _short_waits():
+        found = error_of(lambda: save(site.root / "alone", {"a.b": local_array}))
+    assert "global array" in found["text"], found
+    return found
+
+
+@scenario
+def a_tree_that_one_process_cannot_save(site: Site) -> dict[str, Any]:
+    """The others do not wait for it for ever, and all of them can save again."""
+    tree = _all("x")(site.mesh)
+    wrong = {**tree, "word": "a string" if site.index == site.count - 1 else VALUES["line"]}
+    with _short_waits():
+        found = error_of(lambda: save(site.root / "one wrong", wrong))
+        save(site.root / "one wrong, then right", tree)
+    site.check(site.root / "one wrong, then right", tree)
+    return found
+
+
+@scenario
+def a_leaf_that_one_process_has(site: Site) -> dict[str, list[int]]:
+    """A global array over the devices of one process: the others have no shard of it."""
+    own = Mesh(np.array([device for device in jax.devices() if device.process_index == 0]), ("d",))
+    tree = {"kernel": array(VALUES["kernel"], own, None, "d"), "line": array(VALUES["line"], site.mesh)}
+    with _short_waits(), written() as counted:
+        save(site.root / "one", tree)
+    site.check(site.root / "one", tree)
+    return counted
+
+
+@scenario
+def one_process_has_no_memory_for_its_copies(site: Site) -> dict[str, Any]:
+    """The others do not wait for what it will never write."""
+    tree = _all("x")(site.mesh)
+    error = MemoryError("no memory for the copies") if site.index == site.count - 1 else None
+
+    def attempt() -> None:
+        with mock.patch.object(saving, "allocate", side_effect=error, wraps=saving.allocate):
+            checkpointer.save(site.root / "no memory", args=arguments(tree))
+            checkpointer.wait_until_finished()
+
+    with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer, _short_waits():
+        found = error_of(attempt)
+        assert "no memory for the copies" in found["text"], found
+        checkpointer.save(site.root / "no memory", args=arguments(tree))
+        checkpointer.wait_until_finished()
+    site.check(site.root / "no memory", tree)
+    return found
+
+
+# Saves that end in a SIGKILL.
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at_first_file() -> None:
+    mock.patch.object(local.LocalStore, "create", side_effect=_die).start()
+
+
+def _amid_data() -> None:
+    real, calls = os.pwritev, []
+
+    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 3:
+            real(descriptor, [memoryview(buffers[0])[: buffers[0].nbytes // 2]], offset)
+            _die()
+        return real(descriptor, buffers, offset)
+
+    mock.patch.object(local.os, "pwritev", pwritev).start()
+
+
+def _after_agreement(phase: str) -> None:
+    real = saving.agree
+
+    def agree(key: str, *args: Any) -> None:
+        real(key, *args)
+        if key.endswith(phase):
+            _die()
+
+    mock.patch.object(saving, "agree", agree).start()
+
+
+def _between_headers() -> None:
+    real, headers = os.pwritev, []
+
+    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == 0 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+            headers.append(descriptor)
+        if len(headers) == 2:
+            _die()
+        return real(descriptor, buffers, offset)
+
+    mock.patch.object(local.os, "pwritev", pwritev).start()
+
+
+def _before_the_index() -> None:
+    real = local.LocalStore.create
+
+    def create(store: local.LocalStore, path: str) -> local.NewLocalFile:
+        if path.endswith(".index.json"):
+            _die()
+        return real(store, path)
+
+    mock.patch.object(local.LocalStore, "create", create).start()
+
+
+# Where a save is killed: what makes it so, and whether all files are whole by then.
+STAGES: dict[str, tuple[Callable[[], None], bool]] = {
+    "before the first file": (_at_first_file, False),
+    "amid the data": (_amid_data, False),
+    "before the headers": (lambda: _after_agreement("/data"), False),
+    "between the headers": (_between_headers, False),
+    "before the index": (_before_the_index, False),
+    "before the commit": (lambda: _after_agreement("/facts"), True),
+}
+
+
+# Directory of the program of which one process is killed, and the others are left alone.
+SURVIVED = "amid the data, in one process"
+
+
+def _killed_save(directory: Path, stage: str | None, port: int, index: int, count: int, background: bool) -> None:
+    """One process of a program that saves step 1, and is killed at a stage of saving step 2."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if count > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index, heartbeat_timeout_seconds=5)
+    tree = _all("x")(full_mesh())
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=background)
+    manager = ocp.CheckpointManager(directory, item_handlers=ost.SafetensorsHandler(), options=options)
+    manager.save(1, args=arguments(tree))
+    manager.wait_until_finished()
+    if stage is not None:
+        STAGES[stage][0]()
+    manager.save(2, args=arguments(tree))
+    manager.wait_until_finished()
+
+
+def _fork(call: Callable[[], None], log: Path) -> int:
+    """The id of a process that runs `call`, and fails if it comes to its end."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        call()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _program(root: Path, name: str, stages: list[str | None], port: int, *, background: bool) -> list[int]:
+    """Starts a process for each of `stages`."""
+    count = len(stages)
+    return [
+        _fork(
+            lambda index=index, stage=stage: _killed_save(root / name, stage, port, index, count, background),
+            root / f"{name}.{index}.log",
+        )
+        for index, stage in enumerate(stages)
+    ]
+
+
+def _kill_saves(root: Path, count: int, ports: list[int]) -> None:
+    """For each stage a program of `count` processes in a directory of its own, all killed once one has killed itself.
+
+    How the first of them ended goes into `<stage>.json`: the signal, negative, or its exit code. For the program whose
+    survivors are left alone that is how all of them ended, and the seconds from the first to the last.
+    """
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    for number, stage in enumerate(STAGES):
+        pids = _program(root, stage, [stage] * count, ports.pop(), background=bool(number % 2))
+        first, status = os.waitpid(-1, 0)
+        for pid in pids:
+            if pid != first:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        (root / f"{stage}.json").write_text(json.dumps([os.waitstatus_to_exitcode(status)]))
+    if count > 1:
+        stages = [*[None] * (count - 1), "amid the data"]
+        pids = _program(root, SURVIVED, stages, ports.pop(), background=False)
+        ended, times = {}, []
+        for _ in pids:
+            pid, status = os.waitpid(-1, 0)
+            ended[pid] = os.waitstatus_to_exitcode(status)
+            times.append(time.monotonic())
+        (root / f"{SURVIVED}.json").write_text(json.dumps([*(ended[pid] for pid in pids), times[-1] - times[0]]))
+
+
+if __name__ == "__main__":
+    _kill_saves(Path(sys.argv[1]), int(sys.argv[2]), [int(port) for port in sys.argv[3:]])

@@ -1,0 +1,30 @@
+"""Agreement in one process; `tests/multiprocess` has it among several."""
+
+import pytest
+
+from orbax_safetensors.errors import HeaderError, StorageError
+from orbax_safetensors.processes import agree, new_key
+
+
+def test_keys_are_never_the_same():
+    keys = [new_key(purpose) for purpose in ("save", "save", "plan")]
+    assert len(set(keys)) == 3
+
+
+def test_nothing_failed():
+    agree(new_key("test"), None)
+
+
+def test_errors_of_the_package_are_raised_as_they_are():
+    failure = HeaderError("no")
+    with pytest.raises(HeaderError) as caught:
+        agree(new_key("test"), failure)
+    assert caught.value is failure
+
+
+@pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), MemoryError("too much"), ZeroDivisionError()])
+def test_other_errors_become_storage_errors(failure):
+    with pytest.raises(StorageError) as caught:
+        agree(new_key("test"), failure)
+    assert caught.value.__cause__ is failure
+    assert str(failure) in str(caught.value)
