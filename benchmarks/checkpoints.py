@@ -1,0 +1,238 @@
+"""Checkpoints to measure with: shapes of known models, reproducible bytes, written by the reference package.
+
+Nothing here uses the package that is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+INDEX = "model.safetensors.index.json"
+PREFIX_BYTES = 8
+# Where a data section has to begin for JAX to take tensors of the mapped file as they are.
+ALIGNMENT = 64
+ITEM_BYTES = {"BF16": 2, "F32": 4}
+
+_COMPLETE = "complete.json"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Dtype as a header names it, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Tensors = dict[str, Tensor]
+
+
+def llama(*, layers: int = 16, hidden: int = 2048, feed_forward: int = 8192, vocabulary: int = 128_256) -> Tensors:
+    """Llama 3.2 with tied embeddings and heads of 64; the defaults are the 1B model's."""
+    key_value = hidden // 4
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "mlp.down_proj": (hidden, feed_forward),
+                "mlp.gate_proj": (feed_forward, hidden),
+                "mlp.up_proj": (feed_forward, hidden),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.k_proj": (key_value, hidden),
+                "self_attn.o_proj": (hidden, hidden),
+                "self_attn.q_proj": (hidden, hidden),
+                "self_attn.v_proj": (key_value, hidden),
+            }.items()
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    return {name: Tensor("BF16", shape) for name, shape in shapes.items()}
+
+
+def wide(*, matrices: int = 8, rows: int = 2048) -> Tensors:
+    """Matrices with the rows of Llama 3.1 405B: one of eight shards of the columns has runs of 4 KiB."""
+    return {f"layers.{number}.weight": Tensor("BF16", (rows, 16_384)) for number in range(matrices)}
+
+
+def deepseek_v3() -> Tensors:
+    """DeepSeek-V3 in bf16 with its extra prediction layer: 46,183 tensors, 1.37 TB."""
+    hidden, vocabulary, heads, latent, query_latent = 7168, 129_280, 128, 512, 1536
+    dense_layers, layers, experts = 3, 61, 256
+    tensors: Tensors = {}
+
+    def add(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = Tensor("BF16", shape)
+
+    def feed_forward(prefix: str, width: int) -> None:
+        add(prefix, {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)})
+
+    add("model.", {"embed_tokens": (vocabulary, hidden)})
+    for layer in range(layers + 1):
+        at = f"model.layers.{layer}."
+        add(
+            at,
+            {
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_a_proj": (query_latent, hidden),
+                "self_attn.q_a_layernorm": (query_latent,),
+                "self_attn.q_b_proj": (heads * 192, query_latent),
+                "self_attn.kv_a_proj_with_mqa": (latent + 64, hidden),
+                "self_attn.kv_a_layernorm": (latent,),
+                "self_attn.kv_b_proj": (heads * 256, latent),
+                "self_attn.o_proj": (hidden, heads * 128),
+            },
+        )
+        if layer < dense_layers:
+            feed_forward(f"{at}mlp.", 18_432)
+            continue
+        add(at, {"mlp.gate": (experts, hidden)})
+        tensors[f"{at}mlp.gate.e_score_correction_bias"] = Tensor("F32", (experts,))
+        feed_forward(f"{at}mlp.shared_experts.", 2048)
+        for expert in range(experts):
+            feed_forward(f"{at}mlp.experts.{expert}.", 2048)
+    at = f"model.layers.{layers}."
+    add(at, {"eh_proj": (hidden, 2 * hidden), "enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)})
+    add(at, {"embed_tokens": (vocabulary, hidden), "shared_head.head": (vocabulary, hidden)})
+    add("", {"model.norm": (hidden,), "lm_head": (vocabulary, hidden)})
+    return tensors
+
+
+def write(directory: Path, tensors: Tensors, *, files: int) -> None:
+    """A checkpoint of finite random bf16 values, the same ones every time, in `files` files with an index."""
+
+    def fill() -> None:
+        for number, (file, names) in enumerate(_split(tensors, files).items()):
+            random = np.random.default_rng(number)
+            arrays = {}
+            for name in names:
+                shape = tensors[name].shape
+                bits = random.integers(0, 2**64, -(-prod(shape) // 4), np.uint64).view(np.uint16)[: prod(shape)]
+                bits &= 0xBFFF  # without the highest bit of the exponent: every value is finite
+                arrays[name] = bits.view(ml_dtypes.bfloat16).reshape(shape)
+            save_file(arrays, directory / file, metadata={"format": "pt"})
+        _write_index(directory, _split(tensors, files))
+
+    _once(directory, ["data", files, tensors], fill)
+
+
+def write_aligned(directory: Path, source: Path) -> None:
+    """A copy of the checkpoint `source` whose data sections begin at multiples of `ALIGNMENT`."""
+
+    def fill() -> None:
+        for path in sorted(source.glob("*.safetensors")):
+            text, begin = read_header(path)
+            length = -(-begin // ALIGNMENT) * ALIGNMENT - PREFIX_BYTES
+            with open(path, "rb") as old, open(directory / path.name, "wb") as new:
+                old.seek(begin)
+                new.write(length.to_bytes(PREFIX_BYTES, "little") + text.ljust(length))
+                shutil.copyfileobj(old, new, 2**24)
+        shutil.copy(source / INDEX, directory / INDEX)
+
+    _once(directory, ["aligned", (source / _COMPLETE).read_text()], fill)
+
+
+def write_sparse(directory: Path, tensors: Tensors, *, files: int) -> None:
+    """A checkpoint with all its headers and an index, and holes where the data would be."""
+
+    def fill() -> None:
+        for file, names in _split(tensors, files).items():
+            header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name in names:
+                begin, end = end, end + tensors[name].nbytes
+                entry = {"dtype": tensors[name].dtype, "shape": tensors[name].shape, "data_offsets": (begin, end)}
+                header[name] = entry
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text = text.ljust(-(-len(text) // 8) * 8)
+            with open(directory / file, "wb") as out:
+                out.write(len(text).to_bytes(PREFIX_BYTES, "little") + text)
+                out.truncate(PREFIX_BYTES + len(text) + end)
+        _write_index(directory, _split(tensors, files))
+
+    _once(directory, ["sparse", files, tensors], fill)
+
+
+def read_header(path: Path) -> tuple[bytes, int]:
+    """The JSON of a file's header, and where the data begins."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(PREFIX_BYTES), "little")
+        return file.read(length), PREFIX_BYTES + length
+
+
+def read_tensors(directory: Path) -> dict[str, Tensors]:
+    """What each file of a checkpoint holds, by the file's name."""
+    out: dict[str, Tensors] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        header = json.loads(read_header(path)[0])
+        out[path.name] = {
+            name: Tensor(entry["dtype"], tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    return out
+
+
+def warm(directory: Path) -> None:
+    """Reads all files, so that they are in the page cache."""
+    buffer = bytearray(2**24)
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def chill(directory: Path) -> None:
+    """Drops the files of a checkpoint, and nothing else, from the page cache."""
+    for path in sorted(directory.glob("*.safetensors")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _once(directory: Path, described: object, fill: Callable[[], None]) -> None:
+    """Has `fill` fill `directory`, unless it was filled before with what is `described`."""
+    text = json.dumps(described, default=vars)
+    mark = directory / _COMPLETE
+    if mark.exists() and mark.read_text() == text:
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    fill()
+    mark.write_text(text)
+
+
+def _split(tensors: Tensors, files: int) -> dict[str, list[str]]:
+    """Names of the tensors by file, in their order, with about as many bytes in each file."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    out: dict[str, list[str]] = {}
+    done = 0
+    for name, tensor in tensors.items():
+        number = min(done * files // total, files - 1)
+        out.setdefault(f"model-{number + 1:05}-of-{files:05}.safetensors", []).append(name)
+        done += tensor.nbytes
+    return out
+
+
+def _write_index(directory: Path, names: dict[str, list[str]]) -> None:
+    weight_map = {name: file for file, own in names.items() for name in own}
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -1,0 +1,347 @@
+"""One loader on one piece of work, in a process of its own: `restore.py` starts it and reads what it prints.
+
+The clock runs from the call of the loader until every page of every shard has been touched. Before it runs, imports
+are done, devices are there, and memory that will be needed has been touched once and freed again, so that no loader
+pays for pages that a virtual machine gave back to its host. After it has stopped, every shard is compared with what
+the `safetensors` package reads.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from checkpoints import chill, read_header, read_tensors, warm
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+ARENA_BYTES = 2**27
+COPY_BYTES = 2**24
+PAGE_BYTES = 4096
+EVENT_BYTES_READ = "/jax/orbax/read/safetensors/bytes_read"
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to load: `directory`'s tensors (those of its first file, with `subset`), sharded over `devices` devices.
+
+    `layout` is "leading", "inner" or "replicated": which dimension is cut, if any. With several `processes`, which meet
+    at `coordinator`, the devices are dealt to them evenly. `threads` are the package's own; 0 leaves its default. The
+    files are in the page cache, or, where it is `cold`, not in it.
+    """
+
+    loader: str
+    directory: str
+    layout: str
+    devices: int = 1
+    subset: bool = False
+    pretouch_bytes: int = 0
+    process: int = 0
+    processes: int = 1
+    coordinator: str = ""
+    threads: int = 0
+    cold: bool = False
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Loads, measures and checks. Memory is in bytes above what the process had before, times are in seconds."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
+    if job.processes > 1:
+        jax.distributed.initialize(job.coordinator, job.processes, job.process)
+    wanted = abstract_arrays(job)
+    load = LOADERS[job.loader](job, wanted)
+    events: dict[str, float] = {}
+    jax.monitoring.register_scalar_listener(lambda name, value, **_: events.update({name: value}))
+    if job.cold:
+        chill(Path(job.directory))
+    else:
+        warm(Path(job.directory))
+    fresh(job.pretouch_bytes)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before, reads_before, cpu_before = memory(), process_reads(), time.process_time()
+    began = time.monotonic()
+    arrays = load()
+    jax.block_until_ready(arrays)
+    loaded = time.monotonic()
+    for array in arrays.values():
+        touch(array)
+    ended = time.monotonic()
+    cpu_after, reads_after, after = time.process_time(), process_reads(), memory()
+    check(Path(job.directory), arrays, wanted)
+    return {
+        "seconds": ended - began,
+        "load_seconds": loaded - began,
+        "cpu_seconds": cpu_after - cpu_before,
+        "began": began,
+        "ended": ended,
+        "anonymous_before": before["RssAnon"] + before["RssShmem"],
+        "peak_bytes": after["VmHWM"] - before["VmRSS"],
+        "needed_bytes": needed_bytes(arrays),
+        "read_bytes": reads_after["rchar"] - reads_before["rchar"],
+        "storage_bytes": reads_after["read_bytes"] - reads_before["read_bytes"],
+        "event_bytes": events.get(EVENT_BYTES_READ),
+    }
+
+
+def abstract_arrays(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays that are wanted, by name, with their shardings."""
+    mesh = jax.make_mesh((job.devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    files = read_tensors(Path(job.directory))
+    out = {}
+    for file in [min(files)] if job.subset else files:
+        for name, tensor in files[file].items():
+            spec = {
+                "leading": ("x",),
+                "inner": (*(None for _ in tensor.shape[1:]), "x"),
+                "replicated": (),
+            }[job.layout]
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+            out[name] = jax.ShapeDtypeStruct(tensor.shape, ml_dtypes.bfloat16, sharding=sharding)
+    return out
+
+
+def files_of(job: Job) -> list[Path]:
+    paths = sorted(Path(job.directory).glob("*.safetensors"))
+    return paths[:1] if job.subset else paths
+
+
+# Each loader gets ready off the clock and returns what the clock is for.
+
+Wanted = dict[str, jax.ShapeDtypeStruct]
+
+
+def package(job: Job, wanted: Wanted, *, alias: bool = False) -> Callable[[], Arrays]:
+    """This package."""
+    import orbax.checkpoint as ocp
+
+    import orbax_safetensors as ost
+
+    threads = {"threads": job.threads} if job.threads else {}
+    restore_args = {name: ocp.ArrayRestoreArgs(sharding=array.sharding) for name, array in wanted.items()}
+
+    def load() -> Arrays:
+        with ocp.Checkpointer(ost.SafetensorsHandler(options=ost.SafetensorsOptions(alias=alias, **threads))) as it:
+            return it.restore(
+                job.directory,
+                args=ost.SafetensorsRestore(restore_args=restore_args, partial_restore=job.subset),
+            )
+
+    return load
+
+
+def package_alias(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """This package, sharing the pages of the files."""
+    return package(job, wanted, alias=True)
+
+
+def orbax_v1(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Orbax's own experimental loader."""
+    from orbax.checkpoint.experimental import v1
+
+    def load() -> Arrays:
+        with v1.Context(checkpoint_layout=v1.options.CheckpointLayout.SAFETENSORS):
+            return v1.load(job.directory, wanted)
+
+    return load
+
+
+def numpy(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """`safetensors.numpy.load_file`, file by file."""
+
+    def load() -> Arrays:
+        out: Arrays = {}
+        for path in files_of(job):
+            arrays = load_file(path)
+            for name in list(arrays):
+                out[name] = jax.device_put(arrays.pop(name), wanted[name].sharding)
+        return out
+
+    return load
+
+
+def torch(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """`safetensors.torch.load_file`, which maps the files, and NumPy views of its tensors."""
+    from safetensors.torch import load_file as load_torch
+    from torch import int16
+
+    def load() -> Arrays:
+        out: Arrays = {}
+        for path in files_of(job):
+            for name, tensor in load_torch(path).items():
+                out[name] = jax.device_put(tensor.view(int16).numpy().view(ml_dtypes.bfloat16), wanted[name].sharding)
+        return out
+
+    return load
+
+
+def fastsafetensors(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """`fastsafetensors` without GPUDirect, file by file."""
+    from fastsafetensors import fastsafe_open
+    from torch import int16
+
+    def load() -> Arrays:
+        out: Arrays = {}
+        for path in files_of(job):
+            with fastsafe_open([str(path)], nogds=True, device="cpu", framework="pytorch") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    values = file.get_tensor(name).view(int16).numpy().view(ml_dtypes.bfloat16)
+                    # The file's memory is freed when it is closed, so nothing may share it.
+                    out[name] = jax.device_put(values, wanted[name].sharding, may_alias=False)
+                jax.block_until_ready(out)
+        return out
+
+    return load
+
+
+def copy_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Not a loader: two threads copy the files' data from memory into fresh memory. What copying can reach here."""
+    sources = []
+    for path in files_of(job):
+        begin = read_header(path)[1]
+        source = anonymous(path.stat().st_size - begin)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(begin)
+            at = 0
+            while count := file.readinto(source[at:]):
+                at += count
+        sources.append(source)
+
+    def copy(number: int, begin: int, target: np.ndarray) -> None:
+        target[:] = sources[number][begin : begin + target.nbytes]
+
+    wanted.clear()
+    return lambda: by_two_threads([source.nbytes for source in sources], copy)
+
+
+def read_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Not a loader: two threads read the files' data into fresh memory. What reading through the kernel can reach."""
+    paths = files_of(job)
+    begins = [read_header(path)[1] for path in paths]
+    sizes = [path.stat().st_size - begin for path, begin in zip(paths, begins, strict=True)]
+
+    def load() -> Arrays:
+        descriptors = [os.open(path, os.O_RDONLY) for path in paths]
+
+        def read(number: int, begin: int, target: np.ndarray) -> None:
+            assert os.preadv(descriptors[number], [target.data], begins[number] + begin) == target.nbytes
+
+        out = by_two_threads(sizes, read)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return out
+
+    wanted.clear()
+    return load
+
+
+def by_two_threads(sizes: Sequence[int], fill: Callable[[int, int, np.ndarray], None]) -> Arrays:
+    """Fresh memory of `sizes`, filled in pieces by `fill(number, begin, piece)`."""
+    out = {str(number): anonymous(size) for number, size in enumerate(sizes)}
+    pieces = [
+        (number, begin, out[str(number)][begin : begin + COPY_BYTES])
+        for number, size in enumerate(sizes)
+        for begin in range(0, size, COPY_BYTES)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda piece: fill(*piece), pieces))
+    return out
+
+
+LOADERS: dict[str, Callable[[Job, Wanted], Callable[[], Arrays]]] = {
+    "this package": package,
+    "this package, alias": package_alias,
+    "Orbax v1": orbax_v1,
+    "safetensors.numpy": numpy,
+    "safetensors.torch": torch,
+    "fastsafetensors": fastsafetensors,
+    "copy limit": copy_limit,
+    "read limit": read_limit,
+}
+
+
+def anonymous(nbytes: int) -> np.ndarray:
+    """Fresh private memory, in huge pages where the system has them."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
+
+
+def fresh(nbytes: int) -> None:
+    """Touches `nbytes` of memory and frees them again."""
+    held = []
+    for _ in range(0, nbytes, ARENA_BYTES):
+        arena = anonymous(ARENA_BYTES)
+        arena[::PAGE_BYTES] = 1
+        held.append(arena)
+
+
+def touch(array: Any) -> int:
+    """Reads a byte of every page of an array."""
+    if isinstance(array, np.ndarray):
+        return int(array[::PAGE_BYTES].sum())
+    return sum(
+        int(np.asarray(shard.data).reshape(-1).view(np.uint8)[::PAGE_BYTES].sum()) for shard in array.addressable_shards
+    )
+
+
+def check(directory: Path, arrays: Arrays, wanted: Wanted) -> None:
+    """Raises where one bit of one shard is not that of the file."""
+    if not wanted:  # the copies of whole files
+        for array, path in zip(arrays.values(), sorted(directory.glob("*.safetensors")), strict=False):
+            expected = np.fromfile(path, np.uint8, offset=read_header(path)[1])
+            assert np.array_equal(array, expected), path
+        return
+    assert arrays.keys() == wanted.keys()
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in sorted(set(file.keys()) & wanted.keys()):
+                array, expected = arrays[name], wanted[name]
+                assert (array.shape, array.dtype) == (expected.shape, expected.dtype), name
+                assert array.sharding.is_equivalent_to(expected.sharding, len(expected.shape)), name
+                stored = file.get_tensor(name).view(np.uint16)
+                for shard in array.addressable_shards:
+                    assert np.array_equal(np.asarray(shard.data).view(np.uint16), stored[shard.index]), name
+
+
+def memory(process: int | str = "self") -> dict[str, int]:
+    """Resident memory of a process by kind, in bytes."""
+    out = {}
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("VmRSS", "VmHWM", "RssAnon", "RssShmem"):
+            out[key] = int(value.split()[0]) * 1024
+    return out
+
+
+def process_reads() -> dict[str, int]:
+    """Bytes that this process has had from read calls (`rchar`) and caused to be read from storage (`read_bytes`)."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
+
+
+def needed_bytes(arrays: Arrays) -> int:
+    """Bytes of the distinct shards that this process holds."""
+    return sum(
+        sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
+        for array in arrays.values()
+        if isinstance(array, jax.Array)
+    )
+
+
+if __name__ == "__main__":
+    job = Job(**json.loads(sys.argv[1]))
+    print(json.dumps({"job": asdict(job), **run(job)}))
