@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -105,7 +107,25 @@ def plan_restore(
     options = options or SafetensorsOptions()
     if process_count is not None and process_count < 1:
         raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
-    checkpoint = open_checkpoint(path)
+    with _no_collection():
+        return _plan_restore(open_checkpoint(path), target, process_count, options)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Holds the cyclic garbage collector. It would look through all names and shapes again and again, in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _plan_restore(
+    checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
+) -> RestorePlan:
     item, restore_args = (None, target) if targets.are_restore_args(target) else (target, None)
     request = targets.resolve(checkpoint, item, restore_args, partial=True)
     shardings = [None if wanted.sharding is None else arrays.plain(wanted.sharding) for wanted in request.targets]

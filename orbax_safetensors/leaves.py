@@ -25,7 +25,7 @@ _MAX_RANK = 64
 _MAX_SIZE = 2**63 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """One leaf to fill.
 

@@ -16,7 +16,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import File, NewFile, Stamp
 from orbax_safetensors.plan.coalesce import Direct, Staged
-from orbax_safetensors.plan.plan import Block, Part, TransferPlan
+from orbax_safetensors.plan.plan import Block, Extent, Part, TransferPlan
 from orbax_safetensors.strided_copy import cast, elements, words
 
 _F = TypeVar("_F", bound=File | NewFile)
@@ -99,7 +99,7 @@ class _Transfer(ABC, Generic[_F]):
     ) -> Iterator[Callable[[], None]]:
         for extent in plan.extents:
             buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
-            yield partial(self._request, extent.file, extent.begin, buffers)
+            yield partial(self._extent, extent, buffers)
         for part in plan.parts:
             for low, high in part.windows():
                 yield partial(self._window, _Window(part, low, high, blocks, memory))
@@ -138,16 +138,21 @@ class _Transfer(ABC, Generic[_F]):
 
     def _runs(self, window: _Window, packed: np.ndarray) -> None:
         """Moves the bytes of a window, which `packed` holds, with one request for each run."""
-        done = 0
+        file, memory = self._file(window.part.file), packed.data
+        done = requests = 0
         for begin, length in window.part.access.runs.pieces(window.low, window.high):
-            self._request(window.part.file, window.part.begin + begin, [packed.data[done : done + length]])
-            done += length
+            self._move(file, window.part.begin + begin, [memory[done : done + length]])
+            done, requests = done + length, requests + 1
+        self._count(requests, done)
 
-    def _request(self, number: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._move(self._file(number), offset, buffers)
+    def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
+        self._move(self._file(extent.file), extent.begin, buffers)
+        self._count(1, extent.end - extent.begin)
+
+    def _count(self, requests: int, nbytes: int) -> None:
         with self._lock:
-            self.counters.num_requests += 1
-            self.counters.nbytes += sum(buffer.nbytes for buffer in buffers)
+            self.counters.num_requests += requests
+            self.counters.nbytes += nbytes
 
     def _staging(self, nbytes: int) -> np.ndarray:
         """Memory of this thread, used again for every window so that it stays in the core's cache."""

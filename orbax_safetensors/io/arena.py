@@ -18,7 +18,7 @@ ARENA_BYTES = 128 * 2**20
 
 
 def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Zeroed, aligned uint8 buffers of `sizes` bytes, cut in order from shared anonymous mappings.
+    """Zeroed, aligned uint8 buffers of `sizes` bytes, cut in order from few anonymous mappings.
 
     A mapping is given back when the last buffer cut from it is gone. Pages are huge where the system has them and
     exist only once they are written to.
@@ -39,7 +39,8 @@ def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
 
 def _map(nbytes: int) -> np.ndarray:
     try:
-        memory = mmap.mmap(-1, max(nbytes, 1))  # there are no empty mappings
+        # There are no empty mappings. Private, because shared memory, which is Python's default, has no huge pages.
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StorageError(f"{nbytes} bytes of memory cannot be had: {error.strerror}") from error
     with contextlib.suppress(OSError):  # a kernel without huge pages refuses the hint

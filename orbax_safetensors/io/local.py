@@ -72,18 +72,17 @@ def _move_all(
     buffers: Sequence[memoryview],
 ) -> None:
     """`preadv` or `pwritev` for as often as it takes: either may move less than was asked for."""
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    while left:
+    missing = sum(buffer.nbytes for buffer in buffers)
+    while missing:
         try:
-            count = call(descriptor, left[:_MAX_BUFFERS], offset)
+            count = call(descriptor, buffers[:_MAX_BUFFERS], offset)
         except OSError as error:
-            missing = sum(buffer.nbytes for buffer in left)
             raise StorageError(f"{path}: {verb} {missing} bytes at offset {offset} failed: {error.strerror}") from error
         if count == 0:
-            missing = sum(buffer.nbytes for buffer in left)
             raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found its end")
-        offset += count
-        left = list(_after(left, count))
+        offset, missing = offset + count, missing - count
+        if missing:
+            buffers = list(_after(buffers, count))
 
 
 def _reason(error: OSError | ValueError) -> str:

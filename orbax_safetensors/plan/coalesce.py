@@ -18,9 +18,9 @@ from orbax_safetensors.plan.strided import Copy, Modes, Runs, keeps_order, packe
 # The longest read that goes straight to its destination. A pool of threads shares a large tensor in such pieces; below
 # about 4 MiB the work per call begins to show, above 16 MiB threads wait for one another.
 MAX_REQUEST_BYTES = 16 * 2**20
-# The longest read into a staging buffer, which is then copied out of. Small enough to stay in a core's cache between
-# the two, so that the second copy is nearly free.
-MAX_STAGED_BYTES = 2**20
+# The longest read into a staging buffer, which is then copied out of. Small enough to be in a core's cache still when
+# it is, so that the second copy is cheap; below this, the work for each copy in Python costs more than that saves.
+MAX_STAGED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

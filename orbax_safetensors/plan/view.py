@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TypeVar
@@ -46,7 +46,7 @@ class Piece:
     dims: tuple[Modes, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """A lazily composed array over stored tensors.
 
@@ -63,9 +63,9 @@ class View:
     def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
         """The stored tensor `name` as it is."""
         shape = tuple(shape)
-        dims = tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
-        piece = Piece(name, (0,) * len(shape), 0, dims)
-        return View(shape, dtype, (piece,) if prod(shape) else ())
+        if prod(shape) == 0:
+            return View(shape, dtype, ())
+        return View(shape, dtype, (Piece(name, (0,) * len(shape), 0, _contiguous(shape)),))
 
     @staticmethod
     def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
@@ -235,7 +235,7 @@ class View:
         """The part of a box, which may reach over the end of the view, that lies in the view."""
         return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, self.shape, strict=True))
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the stored tensors, in the order in which the view first meets them."""
         return tuple(dict.fromkeys(piece.tensor for piece in self.pieces))
@@ -243,6 +243,12 @@ class View:
     def __str__(self) -> str:
         shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
         return f"view {self.shape} of [{shown}]"
+
+
+@lru_cache
+def _contiguous(shape: tuple[int, ...]) -> tuple[Modes, ...]:
+    """The dimensions of a row-major tensor."""
+    return tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
 
 
 def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:

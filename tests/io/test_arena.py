@@ -41,3 +41,16 @@ def test_an_arena_goes_with_its_last_buffer():
     del second
     gc.collect()
     assert gone() is None
+
+
+def test_memory_is_private_so_that_it_can_have_huge_pages():
+    (buffer,) = allocate([5 * 2**20])
+    address = buffer.ctypes.data
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            ends, permissions = line.split()[:2]
+            first, last = (int(end, 16) for end in ends.split("-"))
+            if first <= address < last:
+                assert permissions == "rw-p"
+                return
+    raise AssertionError("the buffer is in no mapping")

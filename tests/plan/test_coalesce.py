@@ -123,7 +123,7 @@ def test_a_cast_is_never_read_straight_into_place():
     copy = Copy(0, 0, ((8, 1, 1),))
     gathered = gather(((copy, False),), 4, 0)
     assert not gathered.ranges
-    assert gathered.windowed == (Staged(Runs(0, 32, ()), 2**20, (coalesce.Use(0, copy),)),)
+    assert gathered.windowed == (Staged(Runs(0, 32, ()), coalesce.MAX_STAGED_BYTES, (coalesce.Use(0, copy),)),)
 
 
 @pytest.mark.parametrize("length", [4, 60, 64, 100, 130])
