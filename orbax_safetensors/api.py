@@ -65,8 +65,6 @@ def plan_save(
     See `SafetensorsSave` for the arguments. Raises `TensorMismatchError` or `HeaderError` in every process where the
     tree or the metadata cannot be stored.
     """
-    if max_file_bytes < 1:
-        raise SafetensorsError(f"max_file_bytes is {max_file_bytes}, must be at least 1")
     return saving.plan_save(item, save_args, metadata or {}, max_file_bytes, options)
 
 

@@ -5,6 +5,7 @@ No collective, no compilation and no traffic between hosts happens here.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
@@ -75,6 +76,14 @@ def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> di
     for device, index in indices.items():
         holders.setdefault(box_of(index, shape), set()).add(device.process_index)
     return {box: tuple(sorted(holders[box])) for box in sorted(local_boxes(sharding, shape))}
+
+
+@lru_cache(maxsize=2**16)
+def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+    """Which device has which box, as a digest that is the same in all processes that mean the same array."""
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    boxes = sorted((device.id, box_of(index, shape)) for device, index in indices.items())
+    return hashlib.sha256(repr(boxes).encode()).hexdigest()
 
 
 def local_shards(array: jax.Array) -> dict[Box, np.ndarray]:

@@ -1,7 +1,7 @@
 """Saving: the same copies as in a restore, with the arrows reversed.
 
 Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
-follow from the tree's shapes alone, and are written last: until then no file is valid, and nothing restores.
+follow from the tree's shapes alone, and headers are written last: until then no file is valid, and nothing restores.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors import arrays
+from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
@@ -65,6 +66,8 @@ def plan_save(
     key = new_key("save")
     failure, facts = None, ""
     try:
+        if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+            raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
         sources = resolve(item, save_args)
         layout = _lay_out(sources, metadata, max_file_bytes, options)
         facts = _digest(sources, layout)
@@ -86,21 +89,15 @@ def _lay_out(
 
 
 def _digest(sources: Sequence[Source], layout: Layout) -> str:
-    """Equal in processes that save the same: the same files, made of arrays that the same processes hold."""
+    """Equal in processes that save the same: the same files, made of arrays that are sharded in the same way."""
     digest = hashlib.sha256()
     for _, header in layout.files:
         digest.update(header.encode())
     for source in sources:
-        digest.update(repr(_holders(source)).encode())
+        if isinstance(source.value, jax.Array):
+            digest.update(arrays.placement(source.value.sharding, source.shape).encode())
+        digest.update(b";")
     return digest.hexdigest()
-
-
-def _holders(source: Source) -> list[int]:
-    """The processes that have a part of a leaf; none where it is not a `jax.Array`."""
-    if not isinstance(source.value, jax.Array):
-        return []
-    devices: set[Any] = source.value.sharding.device_set
-    return sorted({device.process_index for device in devices})
 
 
 def _owned(sources: Sequence[Source]) -> Iterator[tuple[Source, tuple[Box, ...]]]:
@@ -130,16 +127,24 @@ def _owned(sources: Sequence[Source]) -> Iterator[tuple[Source, tuple[Box, ...]]
 class Shards:
     """The shards that this process writes, and their memory."""
 
-    def __init__(self, save: Save, *, copied: bool) -> None:
-        """With `copied`, all shards are copied to host memory now, and the leaves may be changed or deleted after."""
+    def __init__(self, save: Save) -> None:
+        """The memory is that of the leaves, which must not change before it is written."""
         self._owned = save.owned
         self._copies: list[tuple[Block, np.ndarray]] | None = None
-        if copied:
-            shards = list(_memory(save.owned))
-            copies = allocate([memory.nbytes for _, memory in shards])
-            for (_, memory), copy in zip(shards, copies, strict=True):
-                np.copyto(copy, memory)
-            self._copies = [(block, copy) for (block, _), copy in zip(shards, copies, strict=True)]
+
+    @staticmethod
+    def copied(save: Save) -> Shards:
+        """Shards that have been copied to host memory: the leaves may be changed or deleted.
+
+        Raises `StorageError` in every process where one has no memory for its own.
+        """
+        shards, failure = Shards(save), None
+        try:
+            shards._copies = _copies(save)
+        except Exception as error:
+            failure = error
+        agree(f"{save.key}/copies", failure)
+        return shards
 
     def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
         """All of them, and at most `batch_bytes` of device memory, or one leaf, on the host at a time."""
@@ -157,6 +162,14 @@ class Shards:
             batch.append((source, boxes))
             leaving += nbytes
         yield list(_memory(batch))
+
+
+def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
+    shards = list(_memory(save.owned))
+    copies = allocate([memory.nbytes for _, memory in shards])
+    for (_, memory), copy in zip(shards, copies, strict=True):
+        np.copyto(copy, memory)
+    return [(block, copy) for (block, _), copy in zip(shards, copies, strict=True)]
 
 
 def _memory(owned: Sequence[tuple[Source, tuple[Box, ...]]]) -> Iterator[tuple[Block, np.ndarray]]:
@@ -211,6 +224,7 @@ def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) ->
             plan = transfer_plan(blocks, locations.__getitem__, max_gap_bytes=0)
             writer.run(plan, blocks, [memory for _, memory in batch])
             num_writes += plan.num_requests
+            del batch, blocks  # before the next batch comes to the host
         if save.options.fsync:
             writer.sync()
         counters = writer.counters
@@ -221,11 +235,11 @@ def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) ->
 
 
 def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], store: Store) -> None:
-    """Writes the headers and then the index: what makes the files a checkpoint."""
-    for number, (_, header) in enumerate(save.layout.files):
-        _write_whole(create(number), header.encode(), save.options)
+    """Writes the index and then the headers, with the last of which the files become a checkpoint."""
     if save.layout.index is not None:
         _write_whole(store.create(posixpath.join(directory, INDEX_NAME)), save.layout.index.encode(), save.options)
+    for number, (_, header) in enumerate(save.layout.files):
+        _write_whole(create(number), header.encode(), save.options)
     if save.options.fsync:
         store.sync(directory)
 

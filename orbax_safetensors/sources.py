@@ -52,6 +52,8 @@ def resolve(item: Any, save_args: Any) -> list[Source]:
 
 
 def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
+    if not isinstance(args, ocp.SaveArgs):
+        raise TensorMismatchError(f"{name!r}: expected ocp.SaveArgs in save_args, found {args!r:.80}")
     if name == "__metadata__":
         raise TensorMismatchError("a tensor cannot be called '__metadata__': the format keeps that name for itself")
     if isinstance(leaf, jax.Array):
@@ -63,18 +65,17 @@ def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
             )
         if leaf.is_deleted():
             raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
-    elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
-        try:
-            value = np.asarray(leaf)
-        except OverflowError as error:
-            raise TensorMismatchError(f"{name!r}: {leaf!r} does not fit any dtype") from error
+    elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not np.ma.isMaskedArray(leaf):
+        value = np.asarray(leaf)
     else:
         raise TensorMismatchError(f"{name!r}: a leaf of type {type(leaf).__name__} cannot be stored: {leaf!r:.80}")
-    dtype = np.dtype(value.dtype if args.dtype is None else args.dtype)
     try:
+        dtype: np.dtype = np.dtype(value.dtype if args.dtype is None else args.dtype)
         from_numpy(dtype)
-    except TensorMismatchError as error:
+    except (TypeError, TensorMismatchError) as error:
         raise TensorMismatchError(f"{name!r}: {error}") from error
+    if value.dtype.kind in "OSUMmT" or value.dtype.names is not None:  # a cast would make numbers of what are none
+        raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
     if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
         raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
     return Source(name, value, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,9 +60,10 @@ class _Transfer(ABC, Generic[_F]):
         self.close()
 
     def close(self) -> None:
-        """Closes all files."""
-        while self._files:
-            self._files.popitem()[1].close()
+        """Closes all files, also after one has said that it failed."""
+        with contextlib.ExitStack() as closing:
+            while self._files:
+                closing.callback(self._files.popitem()[1].close)
 
     def run(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
         """Executes `plan`; all of it has happened when this returns, and none of it goes on when it raises.

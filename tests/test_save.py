@@ -372,7 +372,8 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
                         own.setdefault(source.name, (source, []))[1].append(box)
                 owned = tuple((source, tuple(taken)) for source, taken in own.values())
                 share = dataclasses.replace(plan, owned=owned, key=f"{plan.key}/{part}")
-                api.write(share, saving.Shards(share, copied=copied), directory)
+                shards = saving.Shards.copied(share) if copied else saving.Shards(share)
+                api.write(share, shards, directory)
         assert content(directory) == content(expected)
         for name, header in plan.layout.files:
             ranges = [(low, high) for low, high in data[name] if low >= header.data_start]
@@ -406,13 +407,13 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
     leaves = {f"w{number}": jax.numpy.full((1024,), float(number)) for number in range(10)}
     options = ost.SafetensorsOptions(in_flight_bytes=3 * 4096 + 1)
     plan = api.plan_save(leaves, None, metadata=None, max_file_bytes=10**9, options=options)
-    assert [len(batch) for batch in saving.Shards(plan, copied=False).batches(options.in_flight_bytes)] == [10]
+    assert [len(batch) for batch in saving.Shards(plan).batches(options.in_flight_bytes)] == [10]
     monkeypatch.setattr(saving.arrays, "on_host", lambda sharding: False)
-    batches = list(saving.Shards(plan, copied=False).batches(options.in_flight_bytes))
+    batches = list(saving.Shards(plan).batches(options.in_flight_bytes))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1]
     values = [memory.view(np.float32)[0] for batch in batches for _, memory in batch]
     assert values == list(range(10))
-    too_big = saving.Shards(plan, copied=False).batches(1)
+    too_big = saving.Shards(plan).batches(1)
     assert [len(batch) for batch in too_big] == [1] * 10
 
 
@@ -420,7 +421,7 @@ def test_what_was_copied_does_not_change():
     host, device = np.ones(100), jax.numpy.ones(100)
     options = ost.SafetensorsOptions()
     plan = api.plan_save([host, device], None, metadata=None, max_file_bytes=10**9, options=options)
-    shards = saving.Shards(plan, copied=True)
+    shards = saving.Shards.copied(plan)
     host[...] = 2
     device.delete()
     (batch,) = shards.batches(1)
@@ -611,4 +612,4 @@ def test_a_directory_that_is_missing(tmp_path):
     options = ost.SafetensorsOptions()
     plan = api.plan_save(TREE, None, metadata=None, max_file_bytes=10**9, options=options)
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        saving.write(plan, saving.Shards(plan, copied=False), str(tmp_path / "missing"), LocalStore())
+        saving.write(plan, saving.Shards(plan), str(tmp_path / "missing"), LocalStore())

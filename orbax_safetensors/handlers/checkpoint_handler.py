@@ -59,7 +59,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
     def save(self, directory: epath.Path, args: SafetensorsSave) -> None:
         """Saves an item into `directory`; see `SafetensorsSave`. Called by every process."""
         plan = self._plan(args)
-        api.write(plan, Shards(plan, copied=False), directory)
+        api.write(plan, Shards(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
         """Starts a save, and returns once the shards are in host memory; the leaves may then be changed or deleted.
@@ -67,7 +67,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         What is returned is done when all processes have written.
         """
         plan = self._plan(args)
-        shards = Shards(plan, copied=True)
+        shards = Shards.copied(plan)
 
         async def commit() -> None:
             api.write(plan, shards, directory)

@@ -31,7 +31,7 @@ class SafetensorsCheckpointableHandler:
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Starts a save into a directory that is being created; returns once the shards are in host memory."""
         plan = api.plan_save(checkpointable, metadata=None, max_file_bytes=MAX_FILE_BYTES, options=self._options)
-        shards = Shards(plan, copied=True)
+        shards = Shards.copied(plan)
 
         async def write() -> None:
             created = await directory.await_creation()

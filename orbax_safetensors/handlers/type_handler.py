@@ -75,7 +75,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             max_file_bytes=MAX_FILE_BYTES,
             options=self._options,
         )
-        shards = Shards(plan, copied=True)
+        shards = Shards.copied(plan)
 
         async def commit() -> None:
             api.write(plan, shards, directory)
