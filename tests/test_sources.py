@@ -193,5 +193,5 @@ def test_a_cast_is_for_numbers(array):
 
 
 def test_a_mask_is_not_lost_without_a_word():
-    with pytest.raises(TensorMismatchError, match="'a': a leaf of type MaskedArray cannot be stored"):
+    with pytest.raises(ost.TensorMismatchError, match="'a': a leaf of type MaskedArray cannot be stored"):
         resolve({"a": np.ma.masked_array([1, 2], mask=[True, False])}, None)
