@@ -93,7 +93,10 @@ def local_shards(array: jax.Array) -> dict[Box, np.ndarray]:
     """
     shards: dict[Box, Any] = {}
     for shard in array.addressable_shards:
-        shards.setdefault(box_of(shard.index, array.shape), shard.data)
+        box = box_of(shard.index, array.shape)
+        if box not in shards:
+            # Another array of the same buffer: JAX keeps what NumPy makes of an array for as long as the array lives.
+            shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
     if not on_host(array.sharding):
         for data in shards.values():
             data.copy_to_host_async()

@@ -18,6 +18,8 @@ _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
 
 _lock = threading.Lock()
 _registered: dict[type, _Registered] = {}
+# Handlers by the names that checkpoints have for types. Several types share one, and the handler added last has it.
+_named: dict[str, ocp.type_handlers.TypeHandler] = {}
 
 
 def register(*, save: bool = False) -> None:
@@ -31,7 +33,9 @@ def register(*, save: bool = False) -> None:
     with _lock:
         for kind in _TYPES:
             if kind not in _registered:
-                _registered[kind] = _Registered(ocp.type_handlers.get_type_handler(kind))
+                handler = _Registered(ocp.type_handlers.get_type_handler(kind))
+                _registered[kind] = handler
+                _named.setdefault(handler.typestr(), ocp.type_handlers.get_type_handler(handler.typestr()))
                 ocp.type_handlers.register_type_handler(kind, _registered[kind], override=True)
         _registered[jax.Array].saves |= save
 
@@ -45,7 +49,12 @@ def unregister() -> None:
         for kind, handler in _registered.items():
             if ocp.type_handlers.get_type_handler(kind) is handler:
                 ocp.type_handlers.register_type_handler(kind, handler.previous, override=True)
+        for kind in ocp.type_handlers.supported_types():
+            handler = ocp.type_handlers.get_type_handler(kind)
+            if _named.get(handler.typestr()) is handler:
+                ocp.type_handlers.register_type_handler(kind, handler, override=True)
         _registered.clear()
+        _named.clear()
 
 
 class _Registered(ocp.type_handlers.TypeHandler):

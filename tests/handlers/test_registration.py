@@ -450,7 +450,6 @@ def test_unregister_restores_exactly_what_was_there():
         assert handlers() == before
 
 
-@pytest.mark.xfail(strict=True, reason="the name of scalars is left with another of Orbax's handlers")
 def test_unregister_restores_every_name_too():
     """By type and by the name that checkpoints have for it; one name may stand for several types."""
     in_a_fresh_process("orbax_safetensors.register(); orbax_safetensors.unregister(); assert state() == before")

@@ -248,7 +248,6 @@ def test_arrays_that_are_donated_while_they_are_saved(tmp_path, params):
     assert stored["dense.bias"].tobytes() == expected["dense"]["bias"].tobytes()
 
 
-@pytest.mark.xfail(strict=True, reason="JAX keeps what NumPy arrays are made of with the array that they are made of")
 def test_no_copies_are_left_with_the_arrays(tmp_path, checkpointer):
     """In a layout of its own an array is copied for NumPy even on a CPU, as every array on an accelerator is."""
     layout = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
