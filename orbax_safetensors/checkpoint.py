@@ -198,6 +198,10 @@ def _open(path: str, report: Callable[[SafetensorsError], None]) -> Checkpoint:
     tensors = {}
     for name, own in pieces.items():
         try:
+            if taken := [
+                _key(name, number) for number in range(len(own)) if len(own) > 1 and _key(name, number) in pieces
+            ]:
+                raise IndexFileError(f"{path}: {taken[0]!r} is a tensor, and what a piece of {name!r} is called here")
             tensors[name] = _whole(name, own, files)
         except SafetensorsError as fault:
             report(fault)

@@ -112,3 +112,11 @@ def test_a_single_piece_that_is_not_the_first(tmp_path):
     write_pieces(tmp_path, [[("rows", (4, 0), ROWS[4:])]])
     with pytest.raises(ost.IndexFileError, match=r"'rows': .* found 0 of them at \(0, 0\)"):
         ost.open_checkpoint(tmp_path)
+
+
+def test_a_tensor_that_is_called_like_a_piece(tmp_path):
+    write_pieces(tmp_path, changed(lambda p: p[0].append(("rows piece 1", (0, 0), GRID))))
+    with pytest.raises(
+        ost.IndexFileError, match="'rows piece 1' is a tensor, and what a piece of 'rows' is called here"
+    ):
+        ost.open_checkpoint(tmp_path)
