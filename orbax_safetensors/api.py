@@ -56,16 +56,20 @@ def plan_save(
     item: Any,
     save_args: Any = None,
     *,
+    directory: PathLike,
     metadata: Mapping[str, str] | None,
     max_file_bytes: int,
     options: SafetensorsOptions,
 ) -> saving.Save:
     """Checks a tree and lays out its files, together with all other processes.
 
-    See `SafetensorsSave` for the arguments. Raises `TensorMismatchError` or `HeaderError` in every process where the
+    `directory` is where they will be, the same in every process; it need not be there yet. See `SafetensorsSave` for
+    the other arguments. Raises `TensorMismatchError` or `HeaderError` in every process where the
     tree or the metadata cannot be stored.
     """
-    return saving.plan_save(item, save_args, metadata or {}, max_file_bytes, options)
+    return saving.plan_save(
+        item, save_args, os.fspath(directory), {} if metadata is None else metadata, max_file_bytes, options
+    )
 
 
 def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None:

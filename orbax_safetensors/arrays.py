@@ -6,7 +6,7 @@ No collective, no compilation and no traffic between hosts happens here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -86,15 +86,15 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
     return hashlib.sha256(repr(boxes).encode()).hexdigest()
 
 
-def local_shards(array: jax.Array) -> dict[Box, np.ndarray]:
-    """The memory of each distinct box that this process holds, row-major.
+def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarray]:
+    """The memory of boxes that this process holds, row-major.
 
     A view of it where it is in host memory, otherwise a copy.
     """
     shards: dict[Box, Any] = {}
     for shard in array.addressable_shards:
         box = box_of(shard.index, array.shape)
-        if box not in shards:
+        if box in boxes and box not in shards:
             # Another array of the same buffer: JAX keeps what NumPy makes of an array for as long as the array lives.
             shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
     if not on_host(array.sharding):

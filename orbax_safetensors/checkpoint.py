@@ -28,8 +28,9 @@ from orbax_safetensors.plan.view import View
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
-# Between a tensor's name and the number of its piece, where a view has several.
-_PIECE = " piece "
+# Between a tensor's name and the number of its piece, where a view has several. No header can hold it, so that no
+# tensor is called like a piece.
+_PIECE = "\ud800"
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,6 @@ def _open(path: str, report: Callable[[SafetensorsError], None]) -> Checkpoint:
     tensors = {}
     for name, own in pieces.items():
         try:
-            if taken := [
-                _key(name, number) for number in range(len(own)) if len(own) > 1 and _key(name, number) in pieces
-            ]:
-                raise IndexFileError(f"{path}: {taken[0]!r} is a tensor, and what a piece of {name!r} is called here")
             tensors[name] = _whole(name, own, files)
         except SafetensorsError as fault:
             report(fault)
@@ -235,16 +232,14 @@ def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTen
     filled = tuple(piece for piece in pieces if prod(piece.entry.shape))
     # How many pieces hold each cell of the grid that their edges make.
     edges = [
-        sorted({0} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
+        sorted({0, shape[axis]} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
         for axis in range(len(shape))
     ]
+    numbers = [{cut: number for number, cut in enumerate(cuts)} for cuts in edges]
     held_by = np.zeros([len(cuts) - 1 for cuts in edges], np.int64)
     for piece in filled:
-        held_by[
-            tuple(
-                slice(cuts.index(piece.start[axis]), cuts.index(_end(piece, axis))) for axis, cuts in enumerate(edges)
-            )
-        ] += 1
+        cells = (slice(at[piece.start[axis]], at[_end(piece, axis)]) for axis, at in enumerate(numbers))
+        held_by[tuple(cells)] += 1
     if prod(shape) and (held_by != 1).any():
         cell = np.argwhere(held_by != 1)[0]
         at = tuple(cuts[number] for cuts, number in zip(edges, cell.tolist(), strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import collections
+import contextlib
+import threading
 
 import jax
 
@@ -16,12 +18,22 @@ from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMisma
 # others must not fail a save, and jax.distributed itself notices a process that has died.
 _TIMEOUT_SECONDS = 3600
 
-_numbers = itertools.count()
+_counts: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
 
 
 def new_key(purpose: str) -> str:
-    """A key for one agreement. Every process asks for its keys in the same order."""
-    return f"orbax_safetensors/{purpose}/{next(_numbers)}"
+    """A key for agreements. Every process asks for those of one purpose in the same order."""
+    with _lock:
+        _counts[purpose] += 1
+        return f"orbax_safetensors/{purpose}/{_counts[purpose]}"
+
+
+def forget(key: str) -> None:
+    """Deletes an agreement that every process has left behind, which would else be kept as long as the program runs."""
+    if jax.process_count() > 1 and jax.process_index() == 0:
+        with contextlib.suppress(Exception):  # nothing depends on it
+            multihost.get_jax_distributed_client().key_value_delete(key)
 
 
 def agree(key: str, failure: Exception | None, facts: str = "") -> None:
@@ -32,20 +44,21 @@ def agree(key: str, failure: Exception | None, facts: str = "") -> None:
     the first.
     """
     if jax.process_count() > 1:
-        client = multihost.get_jax_distributed_client()
         own = f"{facts}\n" if failure is None else f"{facts}\n{type(failure).__name__}: {failure}"
         try:
-            client.key_value_set(f"{key}/{jax.process_index()}", own)
+            client = multihost.get_jax_distributed_client()
+            # A path may hold bytes that are no text, as surrogates.
+            client.key_value_set(f"{key}/{jax.process_index()}", own.encode("utf-8", "backslashreplace").decode())
             client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000)
             told = {int(name.rsplit("/", 1)[1]): text for name, text in client.key_value_dir_get(key)}
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
             raise StorageError(f"the other processes cannot be reached: {error}") from (failure or error)
         if failure is None:
             _check(told)
     if failure is not None:
         if isinstance(failure, SafetensorsError):
             raise failure
-        raise StorageError(str(failure)) from failure
+        raise StorageError(f"{type(failure).__name__}: {failure}") from failure
 
 
 def _check(told: dict[int, str]) -> None:
@@ -56,6 +69,7 @@ def _check(told: dict[int, str]) -> None:
     for process, (facts, _, _) in split.items():
         if facts != split[0][0]:
             raise TensorMismatchError(
-                f"process {process} does not save the same as process 0: other names, shapes, dtypes or metadata, or "
-                "arrays that only it has; make those global arrays, or NumPy arrays that all processes have"
+                f"process {process} does not save the same as process 0: other names or another order of them, "
+                "other shapes, dtypes, shardings or metadata, or arrays that only it has; make those global arrays, or "
+                "NumPy arrays that all processes have"
             )

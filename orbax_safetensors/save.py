@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from orbax_safetensors.io.store import NewFile, Store
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.view import Box, View
-from orbax_safetensors.processes import agree, new_key
+from orbax_safetensors.processes import agree, forget, new_key
 from orbax_safetensors.sources import Source, resolve
 from orbax_safetensors.transfer import Writer
 
@@ -56,18 +57,25 @@ class Save:
 
 
 def plan_save(
-    item: Any, save_args: Any, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
+    item: Any,
+    save_args: Any,
+    directory: str,
+    metadata: Mapping[str, str],
+    max_file_bytes: int,
+    options: SafetensorsOptions,
 ) -> Save:
     """Checks a tree, lays out its files and deals its shards to processes.
 
     Raises `TensorMismatchError` or `HeaderError`, in every process, where the tree or the metadata cannot be stored or
     the processes do not have the same.
     """
-    key = new_key("save")
+    key = new_key(f"save/{hashlib.sha256(os.fsencode(directory)).hexdigest()}")
     failure, facts = None, ""
     try:
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
+        if not isinstance(metadata, Mapping):
+            raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
         sources = resolve(item, save_args)
         layout = _lay_out(sources, metadata, max_file_bytes, options)
         facts = _digest(sources, layout)
@@ -89,14 +97,15 @@ def _lay_out(
 
 
 def _digest(sources: Sequence[Source], layout: Layout) -> str:
-    """Equal in processes that save the same: the same files, made of arrays that are sharded in the same way."""
+    """Equal in processes that save the same: the same files, made of arrays that are sharded and ordered alike."""
     digest = hashlib.sha256()
     for _, header in layout.files:
         digest.update(header.encode())
     for source in sources:
         if isinstance(source.value, jax.Array):
             digest.update(arrays.placement(source.value.sharding, source.shape).encode())
-        digest.update(b";")
+        # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
+        digest.update(f"{source.name}\0".encode())
     return digest.hexdigest()
 
 
@@ -118,7 +127,7 @@ def _owned(sources: Sequence[Source]) -> Iterator[tuple[Source, tuple[Box, ...]]
         for box, held_by in holders.items():
             loads = dealt.setdefault(held_by, [0] * len(held_by))
             at = loads.index(min(loads))
-            loads[at] += prod(stop - start for start, stop in box) * source.dtype.itemsize
+            loads[at] += _volume(box) * source.dtype.itemsize
             if held_by[at] == process:
                 own.append(box)
         yield source, tuple(own)
@@ -154,8 +163,7 @@ class Shards:
         batch: list[tuple[Source, tuple[Box, ...]]] = []
         leaving = 0
         for source, boxes in self._owned:
-            host = not isinstance(source.value, jax.Array) or arrays.on_host(source.value.sharding)
-            nbytes = 0 if host else source.value.nbytes
+            nbytes = 0 if _on_host(source) else sum(_volume(box) for box in boxes) * source.value.dtype.itemsize
             if batch and leaving + nbytes > batch_bytes:
                 yield list(_memory(batch))
                 batch, leaving = [], 0
@@ -165,11 +173,24 @@ class Shards:
 
 
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
-    shards = list(_memory(save.owned))
+    # What comes from an accelerator is a copy already.
+    from_host = [owned for owned in save.owned if _on_host(owned[0])]
+    shards = list(_memory(from_host))
     copies = allocate([memory.nbytes for _, memory in shards])
     for (_, memory), copy in zip(shards, copies, strict=True):
         np.copyto(copy, memory)
-    return [(block, copy) for (block, _), copy in zip(shards, copies, strict=True)]
+    return [
+        *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
+        *_memory([owned for owned in save.owned if not _on_host(owned[0])]),
+    ]
+
+
+def _on_host(source: Source) -> bool:
+    return not isinstance(source.value, jax.Array) or arrays.on_host(source.value.sharding)
+
+
+def _volume(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
 
 
 def _memory(owned: Sequence[tuple[Source, tuple[Box, ...]]]) -> Iterator[tuple[Block, np.ndarray]]:
@@ -178,7 +199,7 @@ def _memory(owned: Sequence[tuple[Source, tuple[Box, ...]]]) -> Iterator[tuple[B
         if not boxes:
             continue
         if isinstance(source.value, jax.Array):
-            shards = arrays.local_shards(source.value)
+            shards = arrays.local_shards(source.value, boxes)
         else:
             shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
         view = View.tensor(source.name, source.shape, source.dtype)
@@ -211,6 +232,8 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     except Exception as error:
         failure = error
     agree(f"{save.key}/facts", failure)
+    for part in ("plan", "copies", "data"):  # all have left these behind to come here
+        forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started
     logger.info("Saved %d arrays to %s: %d bytes written here in %.2f s", len(save.owned), directory, nbytes, seconds)
 

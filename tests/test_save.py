@@ -360,7 +360,12 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
         tree = {name: sharded(host, placed[name]) if name in placed else host for name, host in hosts.items()}
         save(expected, hosts, max_file_bytes=max_file_bytes)
         plan = api.plan_save(
-            tree, None, metadata=None, max_file_bytes=max_file_bytes, options=ost.SafetensorsOptions(threads=2)
+            tree,
+            None,
+            directory=directory,
+            metadata=None,
+            max_file_bytes=max_file_bytes,
+            options=ost.SafetensorsOptions(threads=2),
         )
         boxes = [(source, box) for source, own in plan.owned for box in own]
         dealt = [random.randrange(parts) for _ in boxes]
@@ -406,7 +411,7 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
     """As on a GPU; here nothing has to be copied."""
     leaves = {f"w{number}": jax.numpy.full((1024,), float(number)) for number in range(10)}
     options = ost.SafetensorsOptions(in_flight_bytes=3 * 4096 + 1)
-    plan = api.plan_save(leaves, None, metadata=None, max_file_bytes=10**9, options=options)
+    plan = api.plan_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
     assert [len(batch) for batch in saving.Shards(plan).batches(options.in_flight_bytes)] == [10]
     monkeypatch.setattr(saving.arrays, "on_host", lambda sharding: False)
     batches = list(saving.Shards(plan).batches(options.in_flight_bytes))
@@ -420,7 +425,7 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
 def test_what_was_copied_does_not_change():
     host, device = np.ones(100), jax.numpy.ones(100)
     options = ost.SafetensorsOptions()
-    plan = api.plan_save([host, device], None, metadata=None, max_file_bytes=10**9, options=options)
+    plan = api.plan_save([host, device], None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
     shards = saving.Shards.copied(plan)
     host[...] = 2
     device.delete()
@@ -610,6 +615,8 @@ def test_a_directory_that_is_read_only(tmp_path):
 
 def test_a_directory_that_is_missing(tmp_path):
     options = ost.SafetensorsOptions()
-    plan = api.plan_save(TREE, None, metadata=None, max_file_bytes=10**9, options=options)
+    plan = api.plan_save(
+        TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
+    )
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
         saving.write(plan, saving.Shards(plan), str(tmp_path / "missing"), LocalStore())

@@ -114,9 +114,22 @@ def test_a_single_piece_that_is_not_the_first(tmp_path):
         ost.open_checkpoint(tmp_path)
 
 
-def test_a_tensor_that_is_called_like_a_piece(tmp_path):
+def test_a_tensor_may_be_called_like_a_piece(tmp_path):
     write_pieces(tmp_path, changed(lambda p: p[0].append(("rows piece 1", (0, 0), GRID))))
-    with pytest.raises(
-        ost.IndexFileError, match="'rows piece 1' is a tensor, and what a piece of 'rows' is called here"
-    ):
+    restored = ost.SafetensorsHandler().restore(epath.Path(tmp_path))
+    assert restored["rows piece 1"].tobytes() == GRID.tobytes()
+    assert restored["rows"].tobytes() == ROWS.tobytes()
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 3], [3]])
+def test_a_file_is_missing_before_an_empty_piece(tmp_path, kept):
+    """Five rows over four ranks: the last has none, and says so at the end of the tensor."""
+    rows = [
+        ("rows", (0, 0), ROWS[:2]),
+        ("rows", (2, 0), ROWS[2:4]),
+        ("rows", (4, 0), ROWS[4:5]),
+        ("rows", (5, 0), ROWS[:0]),
+    ]
+    write_pieces(tmp_path, [[rows[number]] for number in kept])
+    with pytest.raises(ost.IndexFileError, match=r"'rows': expected pieces that make up shape .* found 0 of them"):
         ost.open_checkpoint(tmp_path)

@@ -58,7 +58,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: epath.Path, args: SafetensorsSave) -> None:
         """Saves an item into `directory`; see `SafetensorsSave`. Called by every process."""
-        plan = self._plan(args)
+        plan = self._plan(directory, args)
         api.write(plan, Shards(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
@@ -66,7 +66,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         What is returned is done when all processes have written.
         """
-        plan = self._plan(args)
+        plan = self._plan(directory, args)
         shards = Shards.copied(plan)
 
         async def commit() -> None:
@@ -74,11 +74,12 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
-    def _plan(self, args: SafetensorsSave) -> Save:
+    def _plan(self, directory: epath.Path, args: SafetensorsSave) -> Save:
         args = _checked(args, SafetensorsSave)
         return api.plan_save(
             args.item,
             args.save_args,
+            directory=directory,
             metadata=args.metadata,
             max_file_bytes=args.max_file_bytes,
             options=self._options,

@@ -30,7 +30,13 @@ class SafetensorsCheckpointableHandler:
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Starts a save into a directory that is being created; returns once the shards are in host memory."""
-        plan = api.plan_save(checkpointable, metadata=None, max_file_bytes=MAX_FILE_BYTES, options=self._options)
+        plan = api.plan_save(
+            checkpointable,
+            directory=directory.path,
+            metadata=None,
+            max_file_bytes=MAX_FILE_BYTES,
+            options=self._options,
+        )
         shards = Shards.copied(plan)
 
         async def write() -> None:
@@ -51,7 +57,7 @@ class SafetensorsCheckpointableHandler:
         """Whether something is a tree of arrays and numbers."""
         leaves = jax.tree.leaves(checkpointable)
         return bool(leaves) and all(
-            isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float) for leaf in leaves
+            isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex) for leaf in leaves
         )
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint import SUFFIX, open_checkpoint
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 
 # What the leaves of a tree may be restored as, whatever they were when they were saved.
@@ -27,8 +29,8 @@ def register(*, save: bool = False) -> None:
 
     For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
     and what is built on them restore what `SafetensorsTypeHandler` has saved; they do everything else exactly as
-    before. With `save`, those that are made from then on also save array leaves as safetensors. May be called again and
-    from any thread: what was asked for once stays until `unregister`.
+    before. With `save`, those that are made from then on also save array leaves as safetensors, unless the format
+    cannot hold them. May be called again and from any thread: what was asked for once stays until `unregister`.
     """
     with _lock:
         for kind in _TYPES:
@@ -80,7 +82,15 @@ class _Registered(ocp.type_handlers.TypeHandler):
         return str(self.previous.typestr())
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        return await (self._own if self.saves else self.previous).serialize(values, infos, args)
+        ours = [i for i, value in enumerate(values) if self.saves and _can_store(value, infos[i])]
+        others = [i for i in range(len(values)) if i not in set(ours)]
+        futures: list[Any] = []
+        for handler, at in ((self._own, ours), (self.previous, others)):
+            if at:
+                futures += await handler.serialize(
+                    [values[i] for i in at], [infos[i] for i in at], None if args is None else [args[i] for i in at]
+                )
+        return futures
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         return await self._each(infos, lambda handler, at: handler.metadata([infos[i] for i in at]))
@@ -111,8 +121,17 @@ class _Registered(ocp.type_handlers.TypeHandler):
         return [out[i] for i in range(len(infos))]
 
 
+def _can_store(value: jax.Array, info: Any) -> bool:
+    """Whether the format holds a leaf: not random keys, say, or elements of 4 bits."""
+    try:
+        from_numpy(np.dtype(value.dtype))
+    except (TypeError, TensorMismatchError):
+        return False
+    return bool(info.name != "__metadata__")
+
+
 def _stored_names(directory: Any) -> frozenset[str]:
     """Names of the tensors in a directory's safetensors files; none where it has no such files."""
-    if not any(path.name.endswith(SUFFIX) for path in directory.iterdir()):
+    if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
     return frozenset(open_checkpoint(directory).tensors)

@@ -71,6 +71,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         plan = api.plan_save(
             dict(zip(names, values, strict=True)),
             save_args,
+            directory=directory,
             metadata=None,
             max_file_bytes=MAX_FILE_BYTES,
             options=self._options,

@@ -515,3 +515,45 @@ def test_from_many_threads(saved, tree, mesh):
     assert not errors
     ost.unregister()
     assert handlers() == before
+
+
+def test_what_the_format_cannot_hold_is_left_to_orbax(tmp_path):
+    """Random keys and elements of 4 bits, beside arrays that are ours."""
+    tree = {
+        "key": jax.random.key(3),
+        "small": jnp.arange(8, dtype=jnp.int4),
+        "w": jnp.arange(8.0),
+    }
+    ost.register(save=True)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "saved", tree)
+            checkpointer.wait_until_finished()
+            assert list(ost.open_checkpoint(tmp_path / "saved").tensors) == ["w"]
+            restored = checkpointer.restore(tmp_path / "saved", tree)
+    finally:
+        ost.unregister()
+    assert (restored["small"] == tree["small"]).all()
+    assert (restored["w"] == tree["w"]).all()
+    assert (jax.random.key_data(restored["key"]) == jax.random.key_data(tree["key"])).all()
+
+
+def test_a_directory_with_the_name_of_a_file_is_orbaxs(tmp_path):
+    """Zarr has one for each leaf."""
+    tree = {"model": {"safetensors": jnp.arange(4.0)}}
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "saved", tree)
+        assert (tmp_path / "saved" / "model.safetensors").is_dir()
+        ost.register()
+        try:
+            restored = checkpointer.restore(
+                tmp_path / "saved",
+                item=tree,
+                restore_args=jax.tree.map(
+                    lambda _: ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), tree
+                ),
+            )
+        finally:
+            ost.unregister()
+    assert (restored["model"]["safetensors"] == tree["model"]["safetensors"]).all()

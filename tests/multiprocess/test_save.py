@@ -43,7 +43,7 @@ TOLD = [
     "one_process_has_no_memory_for_its_copies",
 ]
 REFUSED = ["an_array_of_each_process_alone", "a_tree_that_one_process_cannot_save"]
-DIFFERENT = ["metadata_that_differs", "shapes_that_differ", "shardings_that_differ"]
+DIFFERENT = ["metadata_that_differs", "shapes_that_differ", "shardings_that_differ", "an_order_that_differs"]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ Run as a module, this file kills saves: it forks every program from one interpre
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
@@ -24,9 +25,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import safetensors.numpy
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors import processes
@@ -282,7 +285,8 @@ def agreement(site: Site) -> dict[str, Any]:
     last = site.count - 1
     failure = ValueError("no luck") if site.index == last else None
     found = error_of(lambda: processes.agree(processes.new_key("test"), failure))
-    assert found["text"] == ("no luck" if failure else f"process {last} failed: ValueError: no luck"), found
+    said = "ValueError: no luck" if failure else f"process {last} failed: ValueError: no luck"
+    assert found["text"] == said, found
     own = ost.TensorMismatchError(f"here {site.index}")
     assert error_of(lambda: processes.agree(processes.new_key("test"), own))["text"] == f"here {site.index}"
     processes.agree(processes.new_key("test"), None)
@@ -308,7 +312,7 @@ def agreement_from_several_threads(site: Site) -> None:
     for thread in threads:
         thread.join()
     number = site.count % 4
-    told = f"in {number}" if site.index == 0 else f"process 0 failed: ValueError: in {number}"
+    told = f"ValueError: in {number}" if site.index == 0 else f"process 0 failed: ValueError: in {number}"
     assert found == {keys[number]: told}, found
 
 
@@ -409,6 +413,55 @@ def shardings_that_differ(site: Site) -> dict[str, Any]:
     """A program that is not the same everywhere: some bytes would be nobody's."""
     spec = ("x", "y") if site.index else ("y", "x")
     return _disagreeing(site, "other shardings", ost.SafetensorsSave(_all(*spec)(site.mesh)))
+
+
+@scenario
+def an_order_that_differs(site: Site) -> dict[str, Any]:
+    """JAX keeps the order of an OrderedDict, in which boxes are dealt: some would be nobody's."""
+    names = ["a", "b", "c"] if site.index else ["b", "a", "c"]
+    tree = collections.OrderedDict((name, np.full(1000, 7.0)) for name in names)
+    return _disagreeing(site, "another order", ost.SafetensorsSave(tree))
+
+
+@scenario
+def a_failure_that_is_no_text(site: Site) -> str:
+    """A path may hold bytes that are not UTF-8, which Python has as surrogates."""
+    failure = ValueError("no \udcff") if site.index == 0 else None
+    with _short_waits():
+        return error_of(lambda: processes.agree(processes.new_key("test"), failure))["kind"]
+
+
+@scenario
+def nothing_is_left_with_the_coordinator(site: Site) -> None:
+    client = multihost.get_jax_distributed_client()
+    before = {name for name, _ in client.key_value_dir_get("orbax_safetensors/save")}
+    processes.agree(processes.new_key("test"), None)
+    save(site.root / "forgotten", _all("x")(site.mesh))
+    processes.agree(processes.new_key("test"), None)
+    left = {name for name, _ in client.key_value_dir_get("orbax_safetensors/save")} - before
+    assert {name.rsplit("/", 2)[1] for name in left} == {"facts"}, left
+
+
+@scenario
+def two_saves_from_two_threads(site: Site) -> None:
+    """The processes begin them in another order."""
+    trees = {name: {"w": np.full(1000, number)} for number, name in enumerate(("first", "second"))}
+
+    def work(name: str) -> None:
+        directory = site.root / f"of {name}"
+        directory.mkdir(exist_ok=True)
+        ost.SafetensorsHandler().save(epath.Path(directory), ost.SafetensorsSave(trees[name]))
+
+    order = ["first", "second"] if site.index else ["second", "first"]
+    threads = [threading.Thread(target=work, args=(name,)) for name in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    for name, tree in trees.items():
+        found = safetensors.numpy.load_file(site.root / f"of {name}" / "model.safetensors")
+        assert (found["w"] == tree["w"]).all(), name
 
 
 @scenario
