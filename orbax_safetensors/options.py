@@ -25,7 +25,7 @@ class SafetensorsOptions:
       in_flight_bytes: host memory that may be held for bytes on their way to or from an accelerator. Arrays on CPU
         devices do not count, because their memory is read into and written from; nor do asynchronous saves, which copy
         all shards first.
-      threads: reads or writes that are in flight at once.
+      threads: reads or writes that are in flight at once; of writes no more than one for each file.
       alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
         file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -70,7 +71,8 @@ class _Transfer(ABC, Generic[_F]):
 
         `memory` are one-dimensional uint8 arrays, one for each of `blocks`.
         """
-        tasks = self._tasks(plan, blocks, memory)
+        tasks = self._ordered(self._tasks(plan, blocks, memory))
+        files = {extent.file for extent in plan.extents} | {part.file for part in plan.parts}
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -86,7 +88,7 @@ class _Transfer(ABC, Generic[_F]):
 
         with ThreadPoolExecutor(self._threads, "safetensors") as pool:
             try:
-                wait([pool.submit(work) for _ in range(self._threads)])
+                wait([pool.submit(work) for _ in range(self._useful_threads(len(files)))])
             except BaseException as error:  # an interrupt; the workers stop at their next task
                 failures.append(error)
                 raise
@@ -98,13 +100,22 @@ class _Transfer(ABC, Generic[_F]):
 
     def _tasks(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
-    ) -> Iterator[Callable[[], None]]:
+    ) -> Iterator[tuple[int, Callable[[], None]]]:
+        """The requests of a plan, each with the number of its file, in file order."""
         for extent in plan.extents:
             buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
-            yield partial(self._extent, extent, buffers)
+            yield extent.file, partial(self._extent, extent, buffers)
         for part in plan.parts:
             for low, high in part.windows():
-                yield partial(self._window, _Window(part, low, high, blocks, memory))
+                yield part.file, partial(self._window, _Window(part, low, high, blocks, memory))
+
+    def _ordered(self, tasks: Iterator[tuple[int, Callable[[], None]]]) -> Iterator[Callable[[], None]]:
+        """The order in which requests are made."""
+        return (task for _, task in tasks)
+
+    def _useful_threads(self, files: int) -> int:
+        """How many threads have something to do at once."""
+        return self._threads
 
     def _window(self, window: _Window) -> None:
         access = window.part.access
@@ -225,6 +236,18 @@ class Writer(_Transfer[NewFile]):
         """Waits until what was written is on the disk."""
         for file in self._files.values():
             file.sync()
+
+    # File systems let one thread at a time write into a file, and the others wait at a price. So each has its own.
+
+    def _ordered(self, tasks: Iterator[tuple[int, Callable[[], None]]]) -> Iterator[Callable[[], None]]:
+        by_file: dict[int, list[Callable[[], None]]] = {}
+        for file, task in tasks:
+            by_file.setdefault(file, []).append(task)
+        in_turn = zip_longest(*by_file.values())
+        return (task for tasks_in_turn in in_turn for task in tasks_in_turn if task is not None)
+
+    def _useful_threads(self, files: int) -> int:
+        return max(1, min(self._threads, files))
 
     def _move(self, file: NewFile, offset: int, buffers: Sequence[memoryview]) -> None:
         file.write(offset, buffers)
