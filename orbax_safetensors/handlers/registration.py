@@ -82,14 +82,12 @@ class _Registered(ocp.type_handlers.TypeHandler):
         return str(self.previous.typestr())
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        ours = [i for i, value in enumerate(values) if self.saves and _can_store(value, infos[i])]
-        others = [i for i in range(len(values)) if i not in set(ours)]
+        ours = [self.saves and _can_store(value, info) for value, info in zip(values, infos, strict=True)]
         futures: list[Any] = []
-        for handler, at in ((self._own, ours), (self.previous, others)):
-            if at:
-                futures += await handler.serialize(
-                    [values[i] for i in at], [infos[i] for i in at], None if args is None else [args[i] for i in at]
-                )
+        for handler, at in self._split(ours):
+            futures += await handler.serialize(
+                [values[i] for i in at], [infos[i] for i in at], None if args is None else [args[i] for i in at]
+            )
         return futures
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
@@ -112,13 +110,16 @@ class _Registered(ocp.type_handlers.TypeHandler):
         for info in infos:
             if info.parent_dir not in stored:
                 stored[info.parent_dir] = _stored_names(info.parent_dir)
-        ours = [i for i, info in enumerate(infos) if info.name in stored[info.parent_dir]]
-        others = [i for i, info in enumerate(infos) if info.name not in stored[info.parent_dir]]
         out: dict[int, Any] = {}
-        for handler, at in ((self._own, ours), (self.previous, others)):
-            if at:
-                out |= zip(at, await call(handler, at), strict=True)
+        for handler, at in self._split([info.name in stored[info.parent_dir] for info in infos]):
+            out |= zip(at, await call(handler, at), strict=True)
         return [out[i] for i in range(len(infos))]
+
+    def _split(self, ours: Sequence[bool]) -> list[tuple[ocp.type_handlers.TypeHandler, list[int]]]:
+        """The handlers that have something to do, and the positions of their leaves."""
+        own = [i for i, is_ours in enumerate(ours) if is_ours]
+        others = [i for i, is_ours in enumerate(ours) if not is_ours]
+        return [(handler, at) for handler, at in ((self._own, own), (self.previous, others)) if at]
 
 
 def _can_store(value: jax.Array, info: Any) -> bool:
