@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
-from orbax_safetensors.transfer import Reader
+from orbax_safetensors.transfer import Reader, batches
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,13 @@ class _Fill:
     blocks: tuple[Block, ...]
 
     @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
-    @property
     def on_host(self) -> bool:
         return self.target.sharding is None or arrays.on_host(arrays.plain(self.target.sharding))
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that do not stay in host memory."""
+        return 0 if self.on_host else sum(block.nbytes for block in self.blocks)
 
 
 def blocks(target: Target) -> tuple[Block, ...]:
@@ -75,8 +76,9 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     in_flight: deque[tuple[list[jax.Array], int]] = deque()
     held = num_reads = 0
     with Reader(checkpoint.open_file, options.threads) as reader:
-        for batch in _batches([(at, fills[at]) for at in order], options.in_flight_bytes // 2):
-            leaving = sum(fill.nbytes for _, fill in batch if not fill.on_host)
+        sized = (((at, fills[at]), fills[at].leaving) for at in order)
+        for batch in batches(sized, options.in_flight_bytes // 2):
+            leaving = sum(fill.leaving for _, fill in batch)
             while in_flight and held + leaving > options.in_flight_bytes:
                 transferred, nbytes = in_flight.popleft()
                 jax.block_until_ready(transferred)
@@ -109,21 +111,6 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
 
 def _first_location(checkpoint: Checkpoint, fill: _Fill) -> tuple[int, int]:
     return min((checkpoint.location(name) for name in fill.target.view.tensors), default=(0, 0))
-
-
-def _batches(fills: Sequence[tuple[int, _Fill]], batch_bytes: int) -> Iterator[list[tuple[int, _Fill]]]:
-    """`fills` in order, cut where the bytes for accelerators exceed `batch_bytes`."""
-    batch: list[tuple[int, _Fill]] = []
-    leaving = 0
-    for at, fill in fills:
-        nbytes = 0 if fill.on_host else fill.nbytes
-        if batch and leaving + nbytes > batch_bytes:
-            yield batch
-            batch, leaving = [], 0
-        batch.append((at, fill))
-        leaving += nbytes
-    if batch:
-        yield batch
 
 
 def _read(

@@ -30,7 +30,7 @@ from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.processes import agree, forget, new_key
 from orbax_safetensors.sources import Source, resolve
-from orbax_safetensors.transfer import Writer
+from orbax_safetensors.transfer import Writer, batches
 
 logger = logging.getLogger(__name__)
 
@@ -160,16 +160,9 @@ class Shards:
         if self._copies is not None:
             yield self._copies
             return
-        batch: list[tuple[Source, tuple[Box, ...]]] = []
-        leaving = 0
-        for source, boxes in self._owned:
-            nbytes = 0 if _on_host(source) else sum(_volume(box) for box in boxes) * source.value.dtype.itemsize
-            if batch and leaving + nbytes > batch_bytes:
-                yield list(_memory(batch))
-                batch, leaving = [], 0
-            batch.append((source, boxes))
-            leaving += nbytes
-        yield list(_memory(batch))
+        sized = (((source, boxes), _leaving(source, boxes)) for source, boxes in self._owned)
+        for batch in batches(sized, batch_bytes):
+            yield list(_memory(batch))
 
 
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
@@ -187,6 +180,11 @@ def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
 
 def _on_host(source: Source) -> bool:
     return not isinstance(source.value, jax.Array) or arrays.on_host(source.value.sharding)
+
+
+def _leaving(source: Source, boxes: Sequence[Box]) -> int:
+    """Bytes that have to come to the host."""
+    return 0 if _on_host(source) else sum(_volume(box) for box in boxes) * source.value.dtype.itemsize
 
 
 def _volume(box: Box) -> int:

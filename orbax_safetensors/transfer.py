@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from orbax_safetensors.plan.coalesce import Direct, Staged
 from orbax_safetensors.plan.plan import Block, Extent, Part, TransferPlan
 from orbax_safetensors.strided_copy import cast, elements, words
 
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=File | NewFile)
 
 
@@ -259,3 +260,17 @@ class Writer(_Transfer[NewFile]):
             else:
                 cast(source, destination, lossless=False)
         self._runs(window, packed)
+
+
+def batches(sized: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:
+    """The first of each pair, in order, in lists whose second sum up to at most `limit`, or that are one item."""
+    batch: list[_T] = []
+    total = 0
+    for item, size in sized:
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
