@@ -138,7 +138,7 @@ def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray 
     copies = block.view.copies(block.box, block.shape)
     if len(copies) != 1 or not block.same_bits:
         return None
-    ((name, copy),) = copies
+    ((name, copy, _),) = copies
     dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
     file, begin = checkpoint.location(name)
     begin += copy.source * block.dtype.itemsize

@@ -104,7 +104,7 @@ def transfer_plan(
     """
     uses: dict[str, list[tuple[int, Copy]]] = {}
     for number, block in enumerate(blocks):
-        for name, copy in block.view.copies(block.box, block.shape):
+        for name, copy, _ in block.view.copies(block.box, block.shape):
             uses.setdefault(name, []).append((number, copy))
     located = sorted((*locate(name), name) for name in uses)
     ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block

@@ -235,7 +235,7 @@ def _copies(leaf: Leaf, boxes: tuple[Box, ...]) -> dict[int, tuple[tuple[Copy, b
     place = {name: at for at, name in enumerate(leaf.view.tensors)}
     out: dict[int, list[tuple[Copy, bool]]] = {}
     for box in boxes:
-        for name, copy in leaf.view.copies(leaf.view.clipped(box), [stop - start for start, stop in box]):
+        for name, copy, _ in leaf.view.copies(leaf.view.clipped(box), [stop - start for start, stop in box]):
             out.setdefault(place[name], []).append((copy, leaf.dtype == leaf.view.dtype))
     return {at: tuple(copies) for at, copies in out.items()}
 

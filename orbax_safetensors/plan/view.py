@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.plan.elementwise import Cast, Offset, Op, Ops, Scale
 from orbax_safetensors.plan.strided import (
     Copy,
     Modes,
@@ -40,19 +41,28 @@ Box = tuple[tuple[int, int], ...]  # for every dimension a half-open range
 class Piece:
     """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
 
-    tensor: str
+    tensor: str | None  # None: zeros, which are stored nowhere and have strides of 0
     start: tuple[int, ...]  # where the box begins in the view's domain
     offset: int  # of the box's first element in the tensor
     dims: tuple[Modes, ...]
+    ops: Ops = ()
+
+
+class Taken(NamedTuple):
+    """What a box of a view takes from the stored tensor `tensor`: a copy, and what happens to its elements."""
+
+    tensor: str | None
+    copy: Copy
+    ops: Ops
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """A lazily composed array over stored tensors.
 
-    `shape` and `dtype` are those of the array that the view stands for; all its tensors are stored with `dtype`.
-    Operations return new views and follow NumPy's function of the same name; those that NumPy cannot do raise
-    `MappingError`, as does a reshape that is not affine in the stored tensors.
+    `shape` and `dtype` are those of the array that the view stands for. Operations return new views and follow NumPy's
+    function of the same name; those that NumPy cannot do raise `MappingError`, as does a reshape that is not affine in
+    the stored tensors.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +76,14 @@ class View:
         if prod(shape) == 0:
             return View(shape, dtype, ())
         return View(shape, dtype, (Piece(name, (0,) * len(shape), 0, _contiguous(shape)),))
+
+    @staticmethod
+    def zeros(shape: Sequence[int], dtype: np.dtype) -> View:
+        """Zeros that are stored nowhere; with `offset`, any constant. A save leaves them out."""
+        shape = tuple(shape)
+        if prod(shape) == 0:
+            return View(shape, dtype, ())
+        return View(shape, dtype, (Piece(None, (0,) * len(shape), 0, tuple(merged(((size, 0),)) for size in shape)),))
 
     @staticmethod
     def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
@@ -83,10 +101,15 @@ class View:
         if sorted(order) != list(range(len(self.shape))):
             raise MappingError(f"{self}: transpose{order} is not a permutation of its {len(self.shape)} dimensions")
         pieces = (
-            replace(p, start=tuple(p.start[a] for a in order), dims=tuple(p.dims[a] for a in order))
+            Piece(p.tensor, tuple(p.start[a] for a in order), p.offset, tuple(p.dims[a] for a in order), p.ops)
             for p in self.pieces
         )
         return View(tuple(self.shape[a] for a in order), self.dtype, tuple(pieces))
+
+    @property
+    def T(self) -> View:
+        """`transpose()`."""
+        return self.transpose()
 
     def slice(self, *slices: builtins.slice) -> View:
         """Takes `slices` of the leading dimensions. Steps are positive; ranges are clipped as NumPy clips them."""
@@ -138,6 +161,7 @@ class View:
                             piece.start[:before] + start + piece.start[len(piece.start) - after :],
                             piece.offset + offset,
                             piece.dims[:before] + dims + piece.dims[len(piece.dims) - after :],
+                            piece.ops,
                         )
                     )
             pieces = tuple(regrouped)
@@ -186,9 +210,19 @@ class View:
         """Joins views of one shape along a new dimension at `axis`."""
         _check_alike(views, "stack", [view.shape for view in views])
         axis = _check_axis(views[0], axis, len(views[0].shape) + 1)
-        return View.concatenate(
-            [view.reshape(view.shape[:axis] + (1,) + view.shape[axis:]) for view in views], axis=axis
+        pieces = tuple(
+            Piece(
+                p.tensor,
+                (*p.start[:axis], number, *p.start[axis:]),
+                p.offset,
+                (*p.dims[:axis], (), *p.dims[axis:]),
+                p.ops,
+            )
+            for number, view in enumerate(views)
+            for p in view.pieces
         )
+        shape = views[0].shape
+        return View((*shape[:axis], len(views), *shape[axis:]), views[0].dtype, pieces)
 
     @staticmethod
     def concatenate(views: Sequence[View], axis: int = 0) -> View:
@@ -203,11 +237,36 @@ class View:
             at += view.shape[axis]
         return View(_with(views[0].shape, axis, at), views[0].dtype, tuple(pieces))
 
-    def copies(self, box: Box, shape: Sequence[int]) -> list[tuple[str, Copy]]:
-        """The copies that fill the leading corner of a dense row-major array of `shape` with `box` of the view.
+    def pad(self, shape: Sequence[int]) -> View:
+        """The view with zeros at the end of its dimensions, up to `shape`. A save leaves out what lies there."""
+        shape = tuple(shape)
+        if len(shape) != len(self.shape) or any(new < old for new, old in zip(shape, self.shape, strict=True)):
+            raise MappingError(f"{self}: cannot be padded to {shape}")
+        view = self
+        for axis, size in enumerate(shape):
+            if missing := size - view.shape[axis]:
+                padding = View.zeros(_with(view.shape, axis, missing), self.dtype)
+                view = View.concatenate([view, padding], axis)
+        return view
 
-        Each comes with the name of the stored tensor that it reads.
-        """
+    def cast(self, dtype: np.dtype | type) -> View:
+        """Rounds every element to `dtype`, which the view has from then on."""
+        dtype = np.dtype(dtype)
+        return replace(self._with_op(Cast(dtype)), dtype=dtype)
+
+    def scale(self, factor: float) -> View:
+        """Multiplies every element by `factor`, in float32 or wider; a save divides."""
+        return self._with_op(Scale(float(factor)))
+
+    def offset(self, term: float) -> View:
+        """Adds `term` to every element, in float32 or wider; a save subtracts."""
+        return self._with_op(Offset(float(term)))
+
+    def _with_op(self, op: Op) -> View:
+        return replace(self, pieces=tuple(replace(piece, ops=(*piece.ops, op)) for piece in self.pieces))
+
+    def copies(self, box: Box, shape: Sequence[int]) -> list[Taken]:
+        """What fills the leading corner of a dense row-major array of `shape` with `box` of the view."""
         strides = row_major(shape)
         out = []
         for piece in self.pieces:
@@ -228,7 +287,7 @@ class View:
                         sum(at * stride for (at, _, _), stride in zip(parts, strides, strict=True)),
                         copy_modes([modes for _, _, modes in parts], strides),
                     )
-                    out.append((piece.tensor, copy))
+                    out.append(Taken(piece.tensor, copy, piece.ops))
         return out
 
     def clipped(self, box: Box) -> Box:
@@ -238,7 +297,7 @@ class View:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the stored tensors, in the order in which the view first meets them."""
-        return tuple(dict.fromkeys(piece.tensor for piece in self.pieces))
+        return tuple(dict.fromkeys(piece.tensor for piece in self.pieces if piece.tensor is not None))
 
     def __str__(self) -> str:
         shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")

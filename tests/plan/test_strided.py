@@ -83,7 +83,7 @@ def test_every_takes_every_nth(modes, step, data):
 def test_parts_of_a_copy_make_the_copy(data):
     made = data.draw(compositions())
     box = data.draw(boxes(made.array.shape))
-    for name, copy in made.view.copies(box, [stop - start for start, stop in box]):
+    for name, copy, _ in made.view.copies(box, [stop - start for start, stop in box]):
         size = made.stored[name].size
         cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
         found = []
@@ -99,7 +99,7 @@ def test_parts_of_a_copy_make_the_copy(data):
 def test_runs_are_the_bytes_a_copy_reads(data):
     made = data.draw(compositions())
     box = data.draw(boxes(made.array.shape))
-    for _, copy in made.view.copies(box, [stop - start for start, stop in box]):
+    for _, copy, _ in made.view.copies(box, [stop - start for start, stop in box]):
         runs = source_runs(copy, 4)
         read = sorted(4 * source + byte for source, _ in elements(copy) for byte in range(4))
         pieces = list(runs.pieces(0, runs.nbytes))

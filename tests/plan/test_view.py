@@ -24,7 +24,7 @@ def test_any_composition_is_numpys_array(data):
     out = np.full(shape, -1, np.int32)
     copies = made.view.copies(box, shape)
     run(copies, made.stored, out)
-    assert sum(copy.elements for _, copy in copies) == out.size
+    assert sum(copy.elements for _, copy, _ in copies) == out.size
     np.testing.assert_array_equal(out, made.array[tuple(slice(*ends) for ends in box)])
 
 

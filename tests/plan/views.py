@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.plan.strided import Copy
-from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.plan.view import Box, Taken, View
 
 
 @dataclass
@@ -97,17 +97,17 @@ def _ends(copy: Copy, source: np.ndarray, destination: np.ndarray) -> tuple[np.n
     return taken, filled
 
 
-def run(copies: list[tuple[str, Copy]], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
+def run(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
     """Makes the copies, from the stored tensors into `destination`."""
     flat = destination.reshape(-1)
-    for name, copy in copies:
+    for name, copy, _ in copies:
         taken, filled = _ends(copy, sources[name].reshape(-1), flat)
         filled[...] = taken
 
 
-def run_backwards(copies: list[tuple[str, Copy]], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
+def run_backwards(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
     """Makes the copies with the arrows reversed, from `destination` into the stored tensors."""
     flat = destination.reshape(-1)
-    for name, copy in copies:
+    for name, copy, _ in copies:
         taken, filled = _ends(copy, sources[name].reshape(-1), flat)
         as_strided(taken, writeable=True)[...] = filled

@@ -1,0 +1,1 @@
+"""The families that come with the package, one file each."""
