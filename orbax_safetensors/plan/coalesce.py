@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
+from orbax_safetensors.plan.encoding import Encoding, Segments
 from orbax_safetensors.plan.strided import Copy, Modes, Runs, keeps_order, packed, runs_of, source_runs
 
 # The longest read that goes straight to its destination. A pool of threads shares a large tensor in such pieces; below
@@ -21,6 +23,7 @@ MAX_REQUEST_BYTES = 16 * 2**20
 # The longest read into a staging buffer, which is then copied out of. Small enough to be in a core's cache still when
 # it is, so that the second copy is cheap; below this, the work for each copy in Python costs more than that saves.
 MAX_STAGED_BYTES = 4 * 2**20
+_DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Direct:
     @property
     def pitch(self) -> int:
         """Size in bytes of the windows in which the packed bytes are read, where they are not one range."""
-        return _pitch(self.runs, ())
+        return _pitch(self.runs, (), MAX_STAGED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +61,60 @@ class Staged:
     uses: tuple[Use, ...]
 
 
+class Scales(NamedTuple):
+    """The scales for a window of codes: `ranges` are `(begin, length)` in bytes of the scales tensor.
+
+    `segments` has the window's decoded elements in order, and counts scales in the bytes of `ranges` put together.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    segments: Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded(Staged):
+    """Codes that several copies take what they need from once they are decoded.
+
+    `runs` and `pitch` are bytes of the codes, and whole units of `encoding`. The copies of `uses` read from the decoded
+    elements of the packed codes, as a window's from its own.
+    """
+
+    encoding: Encoding
+    max_gap_bytes: int
+
+    def scales(self, low: int, high: int) -> Scales:
+        """What decodes the window of packed codes `[low, high)`, bytes."""
+        begin, end, window = _elements(self.runs, high - low, self.encoding, low, high)
+        first, last, _ = _scale_ranges(self.encoding, begin, end, window, self.max_gap_bytes)
+        segments = self.encoding.segments(begin, end)
+        done = np.cumsum(last - first)
+        held = np.searchsorted(first, segments.scales, "right") - 1  # the range that has it
+        size = self.encoding.scale_bytes
+        return Scales(
+            tuple(zip((first * size).tolist(), ((last - first) * size).tolist(), strict=True)),
+            Segments(segments.lengths, segments.scales - (last - done)[held]),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
     """All that is to be read of one tensor for one process; offsets are relative to the tensor's first byte.
 
-    `ranges` are contiguous, in order, and may be joined with those of a neighbouring tensor; `windowed` are read in
-    windows of their pitch. `needed_bytes` counts each byte that some copy reads once.
+    Attributes:
+      ranges: contiguous, in order; they may be joined with those of a neighbouring tensor.
+      windowed: what is read in windows of its pitch.
+      needed_bytes: counts each byte that some copy reads once.
+      read_bytes: bytes that are read, `ranges` included.
+      num_requests: requests, without those for `ranges`.
+      window_bytes: memory that the longest staged window takes.
     """
 
     ranges: tuple[Direct, ...]
     windowed: tuple[Direct | Staged, ...]
     needed_bytes: int
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that are read, `ranges` included."""
-        return sum(reads.runs.nbytes for reads in self.ranges) + sum(reads.runs.nbytes for reads in self.windowed)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests, without those for `ranges`."""
-        return sum(_requests(reads.runs, reads.pitch) for reads in self.windowed)
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory that the longest staged window takes."""
-        staged = (reads for reads in self.windowed if isinstance(reads, Staged))
-        return max((min(reads.pitch, reads.runs.nbytes) for reads in staged), default=0)
+    read_bytes: int
+    num_requests: int
+    window_bytes: int
 
 
 @lru_cache(maxsize=2**16)
@@ -107,13 +137,132 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
         if direct is None:
             uses = tuple(Use(index, packed(copies[index][0], runs, itemsize)) for index in members)
             rows = [stride * itemsize for use in uses for _, stride, _ in use.copy.modes]
-            windowed.append(Staged(runs, _pitch(runs, rows), uses))
+            windowed.append(Staged(runs, _pitch(runs, rows, MAX_STAGED_BYTES), uses))
         elif runs.modes:
             windowed += direct
         else:
             ranges += direct
     ranges.sort(key=lambda part: part.runs.begin)
-    return Gather(tuple(ranges), tuple(windowed), sum(runs.nbytes for runs, _ in exact))
+    staged = (reads for reads in windowed if isinstance(reads, Staged))
+    return Gather(
+        tuple(ranges),
+        tuple(windowed),
+        needed_bytes=sum(runs.nbytes for runs, _ in exact),
+        read_bytes=sum(runs.nbytes for runs, _ in joined),
+        num_requests=sum(_requests(reads.runs, reads.pitch) for reads in windowed),
+        window_bytes=max((min(reads.pitch, reads.runs.nbytes) for reads in staged), default=0),
+    )
+
+
+@lru_cache(maxsize=2**16)
+def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, max_gap_bytes: int) -> Gather:
+    """Plans the reading of one quantised tensor: `windowed`, with offsets in the codes tensor, is all `Encoded`.
+
+    `copies` is as for `gather`, and counts decoded elements; whether they keep bits does not matter. Gaps between runs
+    of codes, and between the scales for one window, are read as `gather` reads them. Bytes and requests are those of
+    both tensors. The whole units that some element is in are needed, each once, and of the scales the range from the
+    first to the last for each of their runs, each once. A staged window holds codes, scales and float32 elements.
+    """
+    per_byte = encoding.elements_per_byte
+    # Copies that share no element can share a unit.
+    exact = _disjoint(_union([(_units(copy, encoding), (index,)) for index, (copy, _) in enumerate(copies)], 0))
+    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
+    windowed: list[Encoded] = []
+    read_bytes = num_requests = window_bytes = 0
+    for runs, members in _disjoint(widened):
+        decoded = Runs(
+            runs.begin * per_byte,
+            runs.length * per_byte,
+            tuple((size, stride * per_byte) for size, stride in runs.modes),
+        )
+        uses = tuple(Use(index, packed(copies[index][0], decoded, 1)) for index in members)
+        rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
+        pitch = _pitch(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
+        windowed.append(Encoded(runs, pitch, uses, encoding, max_gap_bytes))
+        begin, end, window = _elements(runs, pitch, encoding)
+        first, last, at = _scale_ranges(encoding, begin, end, window, max_gap_bytes)
+        scale_bytes = np.bincount(at, weights=last - first).astype(np.int64) * encoding.scale_bytes
+        code_bytes = np.bincount(window, weights=end - begin).astype(np.int64) // per_byte
+        read_bytes += runs.nbytes + int(scale_bytes.sum())
+        num_requests += begin.size + first.size
+        window_bytes = max(window_bytes, int((scale_bytes + code_bytes * (1 + per_byte * _DECODED_BYTES)).max()))
+    return Gather(
+        (),
+        tuple(windowed),
+        needed_bytes=sum(runs.nbytes for runs, _ in exact) + _needed_scales([runs for runs, _ in exact], encoding),
+        read_bytes=read_bytes,
+        num_requests=num_requests,
+        window_bytes=window_bytes,
+    )
+
+
+def _units(copy: Copy, encoding: Encoding) -> Runs:
+    """The codes of the units that `copy` reads from, in bytes."""
+    unit, unit_bytes = encoding.unit, encoding.unit // encoding.elements_per_byte
+    first, last = copy.source // unit, copy.source // unit  # the units of a run
+    modes: list[tuple[int, int]] = []  # in units
+    reach = inside = 0  # from the first to the last element of all modes so far, and to the last unit of those kept
+    for size, stride, _ in sorted(copy.modes, key=lambda mode: mode[1]):
+        reach += (size - 1) * stride
+        if stride % unit == 0 and stride // unit > last - first + inside:
+            modes.append((size, stride // unit))
+            inside += (size - 1) * (stride // unit)
+        else:  # units would be cut or read twice: all that lies within becomes one run
+            last, modes, inside = (copy.source + reach) // unit, [], 0
+    runs = runs_of(
+        first * unit_bytes, (last - first + 1) * unit_bytes, [(size, stride * unit_bytes) for size, stride in modes]
+    )
+    assert runs is not None, copy
+    return runs
+
+
+def _elements(
+    runs: Runs, pitch: int, encoding: Encoding, low: int = 0, high: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packed codes `[low, high)`, all without them, as `[begin, end)` in elements for each run or part of one.
+
+    They are cut into windows of `pitch` bytes; the third array has the number of each one's window.
+    """
+    high = runs.nbytes if high is None else high
+    cuts = np.union1d(np.arange(low, high, pitch), np.arange(low // runs.length * runs.length, high, runs.length))
+    cuts = cuts[cuts >= low]
+    index, inside = np.divmod(cuts, runs.length)
+    begin = runs.begin + inside
+    for size, stride in reversed(runs.modes):
+        index, digit = np.divmod(index, size)
+        begin += digit * stride
+    per_byte = encoding.elements_per_byte
+    lengths = np.diff(cuts, append=high)
+    return begin * per_byte, (begin + lengths) * per_byte, (cuts - low) // pitch
+
+
+def _scale_ranges(
+    encoding: Encoding, begin: np.ndarray, end: np.ndarray, window: np.ndarray, max_gap_bytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The scales to read for ranges of elements in windows: `[first, last)` in scales, ascending, and the window.
+
+    Within a window ranges are joined across gaps of `max_gap_bytes`.
+    """
+    low, high = encoding.scale_ranges(begin, end)
+    gap = min(max_gap_bytes // encoding.scale_bytes, encoding.num_scales)
+    apart = encoding.num_scales + gap + 1  # between the scales of two windows, more than any gap
+    order = np.argsort(low + window * apart, kind="stable")
+    low, high, window = low[order], high[order], window[order]
+    reach = np.maximum.accumulate(high + window * apart)
+    starts = np.flatnonzero(np.concatenate(([True], low[1:] + window[1:] * apart > reach[:-1] + gap)))
+    last = np.append(starts[1:], len(order)) - 1
+    window = window[starts]
+    return low[starts], reach[last] - window * apart, window
+
+
+def _needed_scales(exact: Sequence[Runs], encoding: Encoding) -> int:
+    """Bytes of the scales for the codes `exact`."""
+    if encoding.block == (1, encoding.unit):  # one for each unit
+        units = sum(runs.nbytes for runs in exact) * encoding.elements_per_byte // encoding.unit
+        return units * encoding.scale_bytes
+    begin, end = np.concatenate([_elements(runs, runs.nbytes, encoding)[:2] for runs in exact], axis=1)
+    first, last, _ = _scale_ranges(encoding, begin, end, np.zeros_like(begin), 0)
+    return int((last - first).sum()) * encoding.scale_bytes
 
 
 def _requests(runs: Runs, pitch: int) -> int:
@@ -123,13 +272,13 @@ def _requests(runs: Runs, pitch: int) -> int:
     return runs.count + cuts - between_runs
 
 
-def _pitch(runs: Runs, rows: Iterable[int]) -> int:
-    """Bytes of `runs` to stage at a time: whole rows or runs, as many as `MAX_STAGED_BYTES` holds.
+def _pitch(runs: Runs, rows: Iterable[int], longest: int) -> int:
+    """Bytes of `runs` to move at a time: whole rows or runs, as many as fit in `longest`.
 
     `rows` are the strides in bytes of the copies that read the packed bytes.
     """
-    row = max((row for row in (*rows, runs.length) if row <= MAX_STAGED_BYTES), default=MAX_STAGED_BYTES)
-    return MAX_STAGED_BYTES // row * row
+    row = max((row for row in (*rows, runs.length) if row <= longest), default=longest)
+    return longest // row * row
 
 
 def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -131,10 +131,9 @@ def test_a_cast_is_never_read_straight_into_place():
 @pytest.mark.parametrize("length", [4, 60, 64, 100, 130])
 @pytest.mark.parametrize("row", [4, 12, 64, 128])
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_requests_are_counted_as_windows_make_them(monkeypatch, length, row, count):
-    monkeypatch.setattr(coalesce, "MAX_STAGED_BYTES", 64)
+def test_requests_are_counted_as_windows_make_them(length, row, count):
     runs = Runs(0, length, ((count, 1000),) if count > 1 else ())
-    pitch = coalesce._pitch(runs, [row])
+    pitch = coalesce._pitch(runs, [row], 64)
     assert 0 < pitch <= 64
     windows = [(low, min(low + pitch, runs.nbytes)) for low in range(0, runs.nbytes, pitch)]
     assert coalesce._requests(runs, pitch) == sum(len(list(runs.pieces(*window))) for window in windows)
