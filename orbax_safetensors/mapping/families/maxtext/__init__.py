@@ -1,0 +1,32 @@
+"""MaxText's parameter trees, scanned and unscanned, for the models that its converter knows.
+
+The facts are those of MaxText 0.2.4: its own converter was run on small models, and what it made is compared bit for
+bit with these descriptions (`testdata/maxtext`). Where it has no such model, they were read off the converter's tables.
+
+All families have these switches: `scan_layers`, whether layers are stacked in one array; `param_scan_axis`, where that
+dimension is inserted; `vocab_size`, MaxText's own, to which the vocabulary is padded with zeros.
+"""
+
+from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
+from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
+from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
+from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
+from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
+from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
+
+FAMILIES = (
+    QWEN3,
+    QWEN3_MOE,
+    QWEN2_5,
+    LLAMA3,
+    MISTRAL,
+    MIXTRAL,
+    DEEPSEEK2,
+    DEEPSEEK3,
+    DEEPSEEK3_2,
+    GPT_OSS,
+    GEMMA2,
+    GEMMA3,
+)
+
+__all__ = ["FAMILIES"]

@@ -1,0 +1,205 @@
+"""What MaxText's trees have in common: the parts of a layer, and how layers make a model. No model is named here.
+
+Parts are dicts of views by dotted path. `h` is what the stored names of a layer begin with, `model.layers.7.` say, and
+`c` the config as `completed` returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.mapping import Tree, View, stack, tensor
+
+Config = Mapping[str, Any]
+Leaves = dict[str, View]
+TreeOf = Callable[..., Tree]
+
+
+def completed(config: Config, **defaults: Any) -> Config:
+    """The config with what `config.json` may leave out: `defaults`, which are those of its class in `transformers`."""
+    out = {"tie_word_embeddings": False, **defaults, **config}
+    if out.get("num_key_value_heads") is None:
+        out["num_key_value_heads"] = out["num_attention_heads"]
+    if out.get("head_dim") is None:
+        out["head_dim"] = out["hidden_size"] // out["num_attention_heads"]
+    return out
+
+
+def refuse(c: Config, *keys: str) -> None:
+    """Raises `MappingError` where one of `keys` asks for parameters that MaxText has no place for."""
+    for key in keys:
+        if c.get(key):
+            raise MappingError(
+                f"config.json has {key} = {c[key]!r}, and MaxText's tree has no place for what that adds"
+            )
+
+
+def require_even(c: Config) -> None:
+    """Raises `MappingError` where layers do not come in pairs."""
+    if c["num_hidden_layers"] % 2:
+        raise MappingError(f"MaxText has layers in pairs, and config.json has {c['num_hidden_layers']} layers")
+
+
+def under(prefix: str, leaves: Leaves) -> Leaves:
+    """`leaves` with their paths below `prefix`."""
+    return {f"{prefix}.{path}": view for path, view in leaves.items()}
+
+
+def norm(name: str, size: int) -> View:
+    """The scale of a norm, as it is."""
+    return tensor(f"{name}.weight", (size,))
+
+
+def kernel(name: str, shape: Sequence[int], inputs: int = 1) -> View:
+    """A linear layer, stored as [outputs, inputs], as `shape`, the first `inputs` dimensions of which are inputs."""
+    return tensor(f"{name}.weight", (prod(shape[inputs:]), prod(shape[:inputs]))).T.reshape(shape)
+
+
+def layer_norms(h: str, c: Config) -> Leaves:
+    """The two norms of a layer that has no others."""
+    return {
+        "pre_self_attention_layer_norm.scale": norm(h + "input_layernorm", c["hidden_size"]),
+        "post_self_attention_layer_norm.scale": norm(h + "post_attention_layernorm", c["hidden_size"]),
+    }
+
+
+def attention(h: str, c: Config) -> Leaves:
+    """The four kernels of attention with heads of `head_dim`."""
+    width, heads, groups, size = (
+        c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    return {
+        "query.kernel": kernel(h + "self_attn.q_proj", (width, heads, size)),
+        "key.kernel": kernel(h + "self_attn.k_proj", (width, groups, size)),
+        "value.kernel": kernel(h + "self_attn.v_proj", (width, groups, size)),
+        "out.kernel": kernel(h + "self_attn.o_proj", (heads, size, width), inputs=2),
+    }
+
+
+def scaled_query(heads: Leaves, c: Config) -> Leaves:
+    """`heads` with the factor 1 / sqrt(head_dim), rounded to float32, in the query's kernel."""
+    return {**heads, "query.kernel": heads["query.kernel"].scale(float(np.float32(1 / sqrt(c["head_dim"]))))}
+
+
+def attention_biases(h: str, c: Config) -> Leaves:
+    """The biases of queries, keys and values."""
+    size = c["head_dim"]
+    parts = (("query", "num_attention_heads"), ("key", "num_key_value_heads"), ("value", "num_key_value_heads"))
+    return {
+        f"{part}.bias": tensor(f"{h}self_attn.{part[0]}_proj.bias", (c[heads] * size,)).reshape((c[heads], size))
+        for part, heads in parts
+    }
+
+
+def mlp(block: str, width: int, inner: int) -> Leaves:
+    """The gated MLP that is stored as `block`."""
+    return {
+        "wi_0.kernel": kernel(block + ".gate_proj", (width, inner)),
+        "wi_1.kernel": kernel(block + ".up_proj", (width, inner)),
+        "wo.kernel": kernel(block + ".down_proj", (inner, width)),
+    }
+
+
+def experts(
+    block: str, count: int, width: int, inner: int, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> Leaves:
+    """The router and the gated MLPs of `block`, which are stored one by one and stacked in front."""
+
+    def stacked_experts(part: str, inputs: int, outputs: int) -> View:
+        stored = [tensor(f"{block}.experts.{e}.{part}.weight", (outputs, inputs)) for e in range(count)]
+        return stack(stored).transpose((0, 2, 1))
+
+    gate, up, down = parts
+    return {
+        "gate.kernel": kernel(block + ".gate", (width, count)),
+        "wi_0": stacked_experts(gate, width, inner),
+        "wi_1": stacked_experts(up, width, inner),
+        "wo": stacked_experts(down, inner, width),
+    }
+
+
+def stacked(layers: Sequence[Leaves], axis: int) -> Leaves:
+    """Layers that are alike as one, with a new dimension at `axis`."""
+    return {path: stack([layer[path] for layer in layers], axis) for path in (layers[0] if layers else ())}
+
+
+def numbered(name: str, layers: Sequence[Leaves]) -> Leaves:
+    """Layers one by one, as `name_0`, `name_1` and so on."""
+    return {f"{name}_{i}.{path}": view for i, layer in enumerate(layers) for path, view in layer.items()}
+
+
+def alike(name: str, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
+    """Layers that are all alike."""
+    return under(name, stacked(layers, axis)) if scan_layers else numbered(name, layers)
+
+
+def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
+    """Layers in cycles of `length`: those at one place of it are alike; those after the last whole cycle follow."""
+    if not scan_layers:
+        return numbered("layers", layers)
+    whole = len(layers) // length * length
+    places = [stacked(layers[place:whole:length], axis) for place in range(length)]
+    return {
+        **under("layers", numbered("layers", places)),
+        **under("layers_remainder", numbered("layers", layers[whole:])),
+    }
+
+
+def model(
+    c: Config,
+    decoder: Leaves,
+    vocab_size: int | None,
+    *,
+    prefix: str = "model.",
+    factor: float = 1,
+    norm: Callable[[str, int], View] = norm,
+    beside: Leaves | None = None,
+    unused: Iterable[str] = (),
+    optional: Iterable[str] = (),
+) -> Tree:
+    """The whole tree, of the layers in `decoder` and what is `beside` the decoder.
+
+    `factor` is that of the embedding. Raises `MappingError` where `vocab_size` would cut off a part of the vocabulary.
+    """
+    width, stored = c["hidden_size"], c["vocab_size"]
+    size = stored if vocab_size is None else vocab_size
+    if size < stored:
+        raise MappingError(
+            f"vocab_size {size} would cut off the vocabulary, which config.json says has {stored} entries"
+        )
+    embedding = tensor(f"{prefix}embed_tokens.weight", (stored, width))
+    leaves = {
+        "token_embedder.embedding": (embedding if factor == 1 else embedding.scale(factor)).pad((size, width)),
+        "decoder.decoder_norm.scale": norm(f"{prefix}norm", width),
+        **under("decoder", decoder),
+        **(beside or {}),
+    }
+    # Some checkpoints store what the model does not read: the other name of a tied embedding, old tables of RoPE.
+    unused = [r".+\.rotary_emb\.inv_freq", *unused]
+    if c["tie_word_embeddings"]:
+        unused.append(r"(.+\.)?lm_head\.weight")
+    else:
+        leaves["decoder.logits_dense.kernel"] = kernel("lm_head", (width, stored)).pad((width, size))
+    return Tree(under("params", leaves), unused=unused, optional=tuple(optional))
+
+
+def uniform(layer: Callable[[str, Config], Leaves], *, refused: Sequence[str] = (), **defaults: Any) -> TreeOf:
+    """The tree function of models whose layers are all alike: `layer(h, c)` are the parts of one.
+
+    `refused` are keys of the config, `defaults` those of its class in `transformers`.
+    """
+
+    def tree(
+        config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
+    ) -> Tree:
+        c = completed(config, **defaults)
+        refuse(c, *refused)
+        layers = [layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]
+        return model(c, alike("layers", layers, scan_layers, param_scan_axis), vocab_size)
+
+    return tree

@@ -1,0 +1,117 @@
+"""MaxText's Gemma 2 and Gemma 3.
+
+Both scale the embedding by a rounded sqrt(hidden_size), which `transformers` does when it runs the model, and add 1 to
+the scales of norms. Gemma 2 joins two layers in one; Gemma 3 has layers in cycles of six.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import ml_dtypes
+import numpy as np
+
+from orbax_safetensors.mapping import Family, Tree, View
+from orbax_safetensors.mapping.families.maxtext import common
+from orbax_safetensors.mapping.families.maxtext.common import (
+    Config,
+    Leaves,
+    alike,
+    attention,
+    completed,
+    in_cycles,
+    mlp,
+    model,
+    refuse,
+    require_even,
+    scaled_query,
+    under,
+)
+
+# MaxText has no place for images. Some files spell `model.` differently.
+_VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
+_OTHER_SPELLING = (r"^language_model\.model\.", "model.language_model.")
+
+# Published configs leave out what equals the defaults of `Gemma3TextConfig`.
+_GEMMA3_TEXT = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def _norm(name: str, size: int) -> View:
+    return common.norm(name, size).offset(1)
+
+
+def _norms(h: str, c: Config) -> Leaves:
+    width = c["hidden_size"]
+    return {
+        "pre_self_attention_norm": _norm(h + "input_layernorm", width),
+        "post_self_attention_norm": _norm(h + "post_attention_layernorm", width),
+        "pre_ffw_norm": _norm(h + "pre_feedforward_layernorm", width),
+        "post_ffw_norm": _norm(h + "post_feedforward_layernorm", width),
+    }
+
+
+def _gemma2_half(h: str, c: Config, place: str) -> Leaves:
+    """One stored layer, which is the `place` half of a layer of MaxText."""
+    return {
+        **{f"{name}_{place}.scale": view for name, view in _norms(h, c).items()},
+        **under(f"self_attention_{place}", scaled_query(attention(h, c), c)),
+        **under(f"mlp_{place}", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
+    }
+
+
+def gemma2(
+    config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
+) -> Tree:
+    """Layer `i` is the stored layers `2 * i` and `2 * i + 1`, local and global."""
+    c = completed(config, head_dim=256, num_key_value_heads=4, tie_word_embeddings=True)
+    refuse(c, "attention_bias")
+    require_even(c)
+    layers = [
+        {**_gemma2_half(f"model.layers.{i}.", c, "local"), **_gemma2_half(f"model.layers.{i + 1}.", c, "global")}
+        for i in range(0, c["num_hidden_layers"], 2)
+    ]
+    factor = float(np.float32(sqrt(c["hidden_size"])))
+    decoder = alike("layers", layers, scan_layers, param_scan_axis)
+    return model(c, decoder, vocab_size, norm=_norm, factor=factor)
+
+
+def _gemma3_layer(h: str, c: Config) -> Leaves:
+    return {
+        **{f"{name}.scale": view for name, view in _norms(h, c).items()},
+        **under("self_attention", attention(h, c)),
+        "self_attention.query_norm.scale": _norm(h + "self_attn.q_norm", c["head_dim"]),
+        "self_attention.key_norm.scale": _norm(h + "self_attn.k_norm", c["head_dim"]),
+        **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
+    }
+
+
+def gemma3(
+    config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
+) -> Tree:
+    """The language model, alone or in one that sees, whose other parts are left out."""
+    sees = "text_config" in config
+    c = completed(config["text_config"] if sees else config, **_GEMMA3_TEXT)
+    refuse(c, "attention_bias")
+    prefix = "model.language_model." if sees else "model."
+    layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
+    factor = float(ml_dtypes.bfloat16(sqrt(c["hidden_size"])))
+    decoder = in_cycles(6, layers, scan_layers, param_scan_axis)
+    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, unused=[_VISION])
+
+
+GEMMA2 = Family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
+GEMMA3 = Family(
+    "maxtext.gemma3",
+    ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+    gemma3,
+    renames=(_OTHER_SPELLING,),
+)

@@ -1,0 +1,65 @@
+"""MaxText's gpt-oss: layers in cycles of two, and experts that are stored together, gates and ups in turn."""
+
+from __future__ import annotations
+
+from orbax_safetensors.mapping import Family, Tree, tensor
+from orbax_safetensors.mapping.families.maxtext.common import (
+    Config,
+    Leaves,
+    attention,
+    attention_biases,
+    completed,
+    in_cycles,
+    kernel,
+    layer_norms,
+    model,
+    require_even,
+    under,
+)
+
+
+def _attention(h: str, c: Config) -> Leaves:
+    return {
+        **attention(h, c),
+        **attention_biases(h, c),
+        "out.bias": tensor(h + "self_attn.o_proj.bias", (c["hidden_size"],)),
+        "sinks": tensor(h + "self_attn.sinks", (c["num_attention_heads"],)),
+    }
+
+
+def _mlp(h: str, c: Config) -> Leaves:
+    count, width, inner = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
+    both = tensor(h + "mlp.experts.gate_up_proj", (count, width, 2 * inner))
+    both_biases = tensor(h + "mlp.experts.gate_up_proj_bias", (count, 2 * inner))
+    every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
+    return {
+        "gate.kernel": kernel(h + "mlp.router", (width, count)),
+        "gate.bias": tensor(h + "mlp.router.bias", (count,)),
+        "wi_0": both.slice(every, every, even),
+        "wi_1": both.slice(every, every, odd),
+        "wo": tensor(h + "mlp.experts.down_proj", (count, inner, width)),
+        "wi_0_bias": both_biases.slice(every, even),
+        "wi_1_bias": both_biases.slice(every, odd),
+        "wo_bias": tensor(h + "mlp.experts.down_proj_bias", (count, width)),
+    }
+
+
+def _layer(h: str, c: Config) -> Leaves:
+    return {
+        **layer_norms(h, c),
+        **under("GptOssAttention", _attention(h, c)),
+        **under("GptOssMlp", _mlp(h, c)),
+    }
+
+
+def gpt_oss(
+    config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
+) -> Tree:
+    """Scanned, the layers at one place of the cycle are stacked."""
+    c = completed(config, head_dim=64, num_key_value_heads=8)
+    require_even(c)
+    layers = [_layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]
+    return model(c, in_cycles(2, layers, scan_layers, param_scan_axis), vocab_size)
+
+
+GPT_OSS = Family("maxtext.gpt_oss", ("GptOssForCausalLM",), gpt_oss)

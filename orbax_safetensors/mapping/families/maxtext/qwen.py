@@ -1,0 +1,64 @@
+"""MaxText's Qwen2.5, Qwen3 and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from orbax_safetensors.mapping import Family
+from orbax_safetensors.mapping.families.maxtext.common import (
+    Config,
+    Leaves,
+    attention,
+    attention_biases,
+    experts,
+    layer_norms,
+    mlp,
+    norm,
+    under,
+    uniform,
+)
+
+
+def _qwen2_5(h: str, c: Config) -> Leaves:
+    return {
+        **layer_norms(h, c),
+        **under("self_attention", {**attention(h, c), **attention_biases(h, c)}),
+        **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
+    }
+
+
+def _normed_attention(h: str, c: Config) -> Leaves:
+    return {
+        **attention(h, c),
+        "query_norm.scale": norm(h + "self_attn.q_norm", c["head_dim"]),
+        "key_norm.scale": norm(h + "self_attn.k_norm", c["head_dim"]),
+    }
+
+
+def _qwen3(h: str, c: Config) -> Leaves:
+    return {
+        **layer_norms(h, c),
+        **under("self_attention", _normed_attention(h, c)),
+        **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
+    }
+
+
+def _qwen3_moe(h: str, c: Config) -> Leaves:
+    # The name that transformers 5 writes, and that of published configs.
+    count = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
+    return {
+        **layer_norms(h, c),
+        **under("self_attention", _normed_attention(h, c)),
+        **under("moe_block", experts(h + "mlp", count, c["hidden_size"], c["moe_intermediate_size"])),
+    }
+
+
+QWEN2_5 = Family("maxtext.qwen2_5", ("Qwen2ForCausalLM",), uniform(_qwen2_5, num_key_value_heads=32))
+QWEN3 = Family(
+    "maxtext.qwen3",
+    ("Qwen3ForCausalLM",),
+    uniform(_qwen3, refused=("attention_bias",), num_key_value_heads=32, head_dim=128),
+)
+QWEN3_MOE = Family(
+    "maxtext.qwen3_moe",
+    ("Qwen3MoeForCausalLM",),
+    uniform(_qwen3_moe, refused=("attention_bias", "mlp_only_layers"), num_key_value_heads=4),
+)
