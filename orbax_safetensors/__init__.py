@@ -5,8 +5,9 @@ and `plan/coalesce.py` hold the one idea, that a parameter is a list of strided 
 `transfer.py` executes it.
 """
 
-from orbax_safetensors.api import plan_restore, verify
-from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
+from orbax_safetensors import mapping
+from orbax_safetensors.api import open_checkpoint, plan_restore, verify
+from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import (
     HeaderError,
     IndexFileError,
@@ -43,6 +44,7 @@ __all__ = [
     "SafetensorsTypeHandler",
     "StorageError",
     "TensorMismatchError",
+    "mapping",
     "open_checkpoint",
     "plan_restore",
     "register",

@@ -13,15 +13,34 @@ import numpy as np
 
 from orbax_safetensors import arrays, replicas, targets
 from orbax_safetensors import save as saving
-from orbax_safetensors.checkpoint import Checkpoint, find_faults, open_checkpoint
+from orbax_safetensors.checkpoint import Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.leaves import Target
+from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import Leaf, RestorePlan, restore_plan
 from orbax_safetensors.plan.view import Box
 
 PathLike = str | os.PathLike[str]
+
+
+def open_checkpoint(
+    path: PathLike, *, family: AskedFamily = None, variant: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Reads the index and all headers of a checkpoint, and validates them.
+
+    `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
+    that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for the
+    architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`.
+
+    Raises:
+      StorageError: something is missing or cannot be read.
+      HeaderError: a file is not valid.
+      IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+    """
+    return mapped(read_checkpoint(path), family, variant, complete=True)
 
 
 def restore(
@@ -30,15 +49,18 @@ def restore(
     restore_args: Any = None,
     *,
     partial_restore: bool = False,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
     options: SafetensorsOptions,
 ) -> Any:
     """Restores a checkpoint; see `SafetensorsRestore` for the arguments.
 
     Raises:
       TensorMismatchError: the request does not fit the checkpoint.
+      MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = mapped(read_checkpoint(path), family, variant, complete=not partial_restore)
     if item is None and restore_args is None:
         if jax.process_count() > 1:
             raise TensorMismatchError(
@@ -59,16 +81,27 @@ def plan_save(
     directory: PathLike,
     metadata: Mapping[str, str] | None,
     max_file_bytes: int,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
     options: SafetensorsOptions,
 ) -> saving.Save:
     """Checks a tree and lays out its files, together with all other processes.
 
     `directory` is where they will be, the same in every process; it need not be there yet. See `SafetensorsSave` for
-    the other arguments. Raises `TensorMismatchError` or `HeaderError` in every process where the
-    tree or the metadata cannot be stored.
+    the other arguments. Raises `TensorMismatchError`, `MappingError` or `HeaderError` in every process where the tree
+    or the metadata cannot be stored.
     """
     return saving.plan_save(
-        item, save_args, os.fspath(directory), {} if metadata is None else metadata, max_file_bytes, options
+        item,
+        save_args,
+        os.fspath(directory),
+        {} if metadata is None else metadata,
+        max_file_bytes,
+        family,
+        variant,
+        config,
+        options,
     )
 
 
@@ -84,6 +117,8 @@ def plan_restore(
     path: PathLike,
     target: Any,
     *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,
 ) -> RestorePlan:
@@ -98,19 +133,22 @@ def plan_restore(
       path: a checkpoint, as for `open_checkpoint`.
       target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`; every tensor of the
         checkpoint that it does not name is left out. An abstract mesh will do.
+      family, variant: as for `SafetensorsRestore`.
       process_count: how many processes the devices of each mesh are dealt to, evenly and in order. Without it, the
         devices say whose they are, and those of an abstract mesh are all of one process.
       options: those that the restore will have.
 
     Raises:
       TensorMismatchError: the target does not fit the checkpoint, or devices cannot be dealt evenly.
+      MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
     if process_count is not None and process_count < 1:
         raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
     with _no_collection():
-        return _plan_restore(open_checkpoint(path), target, process_count, options)
+        checkpoint = mapped(read_checkpoint(path), family, variant, complete=False)
+        return _plan_restore(checkpoint, target, process_count, options)
 
 
 @contextlib.contextmanager
@@ -142,7 +180,7 @@ def _plan_restore(
         if key not in boxes:
             boxes[key] = _boxes(wanted, sharding, process_count, count)
         readers = replicas.readers(wanted, process_count)
-        leaves.append(Leaf(wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
+        leaves.append(Leaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
     return restore_plan(
         leaves,
         checkpoint.location,
@@ -180,7 +218,5 @@ def verify(path: PathLike) -> list[SafetensorsError]:
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every tensor by name, as it is restored where nothing else is asked for; no device needed."""
-    return {
-        name: jax.ShapeDtypeStruct(tensor.shape, np.dtype(tensor.dtype)) for name, tensor in checkpoint.tensors.items()
-    }
+    """Shape and dtype of every leaf by name, as it is restored where nothing else is asked for; no device needed."""
+    return {name: jax.ShapeDtypeStruct(view.shape, np.dtype(view.dtype)) for name, view in checkpoint.leaves.items()}

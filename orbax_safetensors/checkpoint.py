@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.store import File, Stamp, Store
+from orbax_safetensors.plan.plan import Location
 from orbax_safetensors.plan.view import View
 
 logger = logging.getLogger(__name__)
@@ -82,12 +84,21 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them."""
+    """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them.
+
+    `leaves` is what is restored of it.
+    """
 
     path: str
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, StoredTensor]
     store: Store
+    mapped: Mapping[str, View] | None = None  # what a family makes of the tensors, by path in the model's tree
+
+    @cached_property
+    def leaves(self) -> Mapping[str, View]:
+        """What can be restored, by name: the tensors as they are held, or the tree that a family makes of them."""
+        return {name: self.view(name) for name in self.tensors} if self.mapped is None else self.mapped
 
     @cached_property
     def metadata(self) -> dict[str, str]:
@@ -98,6 +109,19 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def tree(self, leaf: Callable[[str, View], Any]) -> dict[str, Any]:
+        """`leaf(name, view)` of all leaves: in a flat dict by stored name, or nested as the family has them."""
+        if self.mapped is None:
+            return {name: leaf(name, view) for name, view in self.leaves.items()}
+        tree: dict[str, Any] = {}
+        for path, view in self.mapped.items():
+            *parents, last = path.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = leaf(path, view)
+        return tree
 
     def __getitem__(self, name: str) -> StoredTensor:
         """The tensor `name`; `TensorMismatchError` where there is none."""
@@ -117,14 +141,19 @@ class Checkpoint:
         ]
         return View.tile(tensor.shape, parts)
 
-    def location(self, name: str) -> tuple[int, int]:
-        """Of a tensor, or of a piece as a view names it: its file's position in `files`, and its first byte there."""
+    def whole(self, name: str) -> str:
+        """The name of the tensor that a view's tensor is, or is a piece of."""
+        return name if name in self.tensors else name.rpartition(_PIECE)[0]
+
+    def location(self, name: str) -> Location:
+        """Where a tensor lies, or a piece of one as a view names it."""
         if name in self.tensors:
-            piece = self.tensors[name].pieces[0]
+            tensor, number = self.tensors[name], 0
         else:
-            whole, _, number = name.rpartition(_PIECE)
-            piece = self[whole].pieces[int(number)]
-        return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
+            tensor, number = self[self.whole(name)], int(name.rpartition(_PIECE)[2])
+        piece = tensor.pieces[number]
+        begin = self.files[piece.file].header.data_start + piece.entry.begin
+        return Location(piece.file, begin, tensor.dtype)
 
     def open_file(self, index: int) -> File:
         """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
@@ -138,17 +167,8 @@ class Checkpoint:
         return file
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads the index and all headers of a checkpoint, and validates them.
-
-    `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
-    that it names, otherwise all `.safetensors` files that are not hidden.
-
-    Raises:
-      StorageError: something is missing or cannot be read.
-      HeaderError: a file is not valid.
-      IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
-    """
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """`api.open_checkpoint`, without a family."""
 
     def fail(fault: SafetensorsError) -> None:
         raise fault
@@ -157,7 +177,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def find_faults(path: str | os.PathLike[str]) -> list[SafetensorsError]:
-    """Everything for which `open_checkpoint` would refuse a checkpoint, where it stops at the first."""
+    """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first."""
     faults: list[SafetensorsError] = []
     try:
         _open(os.fsdecode(path), faults.append)
@@ -167,7 +187,7 @@ def find_faults(path: str | os.PathLike[str]) -> list[SafetensorsError]:
 
 
 def _open(path: str, report: Callable[[SafetensorsError], None]) -> Checkpoint:
-    """`open_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
+    """`read_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
     if "://" in path:
         raise StorageError(f"{path}: only local and mounted file systems can be read")
     store = LocalStore()

@@ -5,7 +5,7 @@ Everything that can be wrong with a leaf is found here, before memory is allocat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,18 +61,21 @@ class Target:
 
 
 def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
-    """The target for the tensor `name`.
+    """The target for what the checkpoint has under `name`.
 
     `leaf` is an array or what describes one, a Python scalar, or None; what `args` says comes first. Raises
     `TensorMismatchError` where they ask for what the tensor is not.
     """
-    tensor = checkpoint[name]
-    where = f"{checkpoint.files[tensor.file].path}: {name!r}"
-    if len(tensor.shape) > _MAX_RANK or max(tensor.shape, default=0) > _MAX_SIZE:
-        raise TensorMismatchError(f"{where}: an array of shape {tensor.shape} cannot be held")
-    view = checkpoint.view(name)
+    view = checkpoint.leaves[name]
+    tensors = view.tensors
+    of_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
+    path = checkpoint.files[checkpoint.location(tensors[0]).file].path if of_one_file else checkpoint.path
+    where = f"{path}: {name!r}"
+    if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
+        raise TensorMismatchError(f"{where}: an array of shape {view.shape} cannot be held")
     kind = _kind(leaf, args, where)
-    dtype, lossless = _dtype(tensor.stored_dtype, view.dtype, kind, leaf, args, where)
+    stored = {checkpoint[checkpoint.whole(tensor)].stored_dtype for tensor in tensors}
+    dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)
     shape = _shape(view, kind, leaf, args, where)
     return Target(
         name=name,
@@ -128,15 +131,15 @@ def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str)
 
 
 def _dtype(
-    stored: DType, held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
+    stored: Set[DType], held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
 ) -> tuple[np.dtype, bool]:
     """The leaf's dtype, and whether values have to survive the way to it."""
     asked = args.dtype
     if asked is None and kind in (jax.Array, np.ndarray):
         asked = getattr(leaf, "dtype", None)
     dtype = held if asked is None else _checked_dtype(asked, where)
-    if dtype != held and stored.numpy is None:
-        raise TensorMismatchError(f"{where}: {stored.name} is held packed as {held} and cannot be cast to {dtype}")
+    if dtype != held and (packed := [one.name for one in stored if one.numpy is None]):
+        raise TensorMismatchError(f"{where}: {packed[0]} is held packed as {held} and cannot be cast to {dtype}")
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
         wanted = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
         raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {wanted}")

@@ -19,7 +19,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import ALIGNMENT, allocate
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.plan import Block, same_bits, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
 from orbax_safetensors.transfer import Reader, batches
 
@@ -110,7 +110,8 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
 
 
 def _first_location(checkpoint: Checkpoint, fill: _Fill) -> tuple[int, int]:
-    return min((checkpoint.location(name) for name in fill.target.view.tensors), default=(0, 0))
+    located = (checkpoint.location(name) for name in fill.target.view.tensors)
+    return min(((at.file, at.begin) for at in located), default=(0, 0))
 
 
 def _read(
@@ -136,16 +137,20 @@ def _read(
 def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:
     """The block's bytes where they lie in the file, None where they do not lie there as memory needs them."""
     copies = block.view.copies(block.box, block.shape)
-    if len(copies) != 1 or not block.same_bits:
+    if len(copies) != 1:
         return None
-    ((name, copy, _),) = copies
+    ((name, copy, ops),) = copies
+    if name is None:
+        return None
+    location = checkpoint.location(name)
+    if not same_bits(ops, location.dtype, block.dtype):
+        return None
     dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
-    file, begin = checkpoint.location(name)
-    begin += copy.source * block.dtype.itemsize
+    begin = location.begin + copy.source * block.dtype.itemsize
     nbytes = copy.elements * block.dtype.itemsize
     if not dense or not keeps_order(copy) or nbytes != block.nbytes or begin % ALIGNMENT:
         return None
-    return np.frombuffer(reader.map(file), np.uint8, nbytes, begin)
+    return np.frombuffer(reader.map(location.file), np.uint8, nbytes, begin)
 
 
 def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:

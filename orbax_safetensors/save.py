@@ -7,11 +7,12 @@ follow from the tree's shapes alone, and headers are written last: until then no
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import posixpath
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,13 +22,14 @@ import numpy as np
 
 from orbax_safetensors import arrays
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.dtypes import from_numpy, held
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Store
+from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.plan import Block, transfer_plan
-from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.plan.plan import Block, Location, transfer_plan
+from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
 from orbax_safetensors.sources import Source, resolve
 from orbax_safetensors.transfer import Writer, batches
@@ -43,6 +45,9 @@ EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
 _METADATA = {"format": "pt"}
 
 
+Owned = tuple[Source, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
+
+
 @dataclass(frozen=True)
 class Save:
     """A save that has been planned: what goes where, and what of it this process writes.
@@ -51,7 +56,8 @@ class Save:
     """
 
     layout: Layout
-    owned: tuple[tuple[Source, tuple[Box, ...]], ...]
+    config: str | None
+    groups: tuple[tuple[Owned, ...], ...]
     key: str
     options: SafetensorsOptions
 
@@ -62,12 +68,15 @@ def plan_save(
     directory: str,
     metadata: Mapping[str, str],
     max_file_bytes: int,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    config: Any,
     options: SafetensorsOptions,
 ) -> Save:
     """Checks a tree, lays out its files and deals its shards to processes.
 
-    Raises `TensorMismatchError` or `HeaderError`, in every process, where the tree or the metadata cannot be stored or
-    the processes do not have the same.
+    Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, where the tree or the metadata
+    cannot be stored or the processes do not have the same.
     """
     key = new_key(f"save/{hashlib.sha256(os.fsencode(directory)).hexdigest()}")
     failure, facts = None, ""
@@ -76,24 +85,37 @@ def plan_save(
             raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
         if not isinstance(metadata, Mapping):
             raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
-        sources = resolve(item, save_args)
-        layout = _lay_out(sources, metadata, max_file_bytes, options)
+        config = as_config(config)
+        sources, tensors = taken_apart(resolve(item, save_args), family, variant, config or {})
+        layout = lay_out(
+            [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
+            _METADATA | dict(metadata),
+            max_file_bytes=max_file_bytes,
+            alignment=options.alignment,
+        )
         facts = _digest(sources, layout)
     except Exception as error:
         failure = error
     agree(f"{key}/plan", failure, facts)
-    return Save(layout, tuple(_owned(sources)), key, options)
+    text = None if config is None else json.dumps(config, indent=2) + "\n"
+    return Save(layout, text, tuple(_owned(_groups(sources))), key, options)
 
 
-def _lay_out(
-    sources: Sequence[Source], metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
-) -> Layout:
-    return lay_out(
-        [(source.name, from_numpy(source.dtype), source.shape) for source in sources],
-        _METADATA | dict(metadata),
-        max_file_bytes=max_file_bytes,
-        alignment=options.alignment,
-    )
+def _groups(sources: Sequence[Source]) -> Iterator[list[Source]]:
+    """The leaves in their order, together with those that are parts of the same tensors.
+
+    What belongs together is written together, in runs that are longer than what each leaf has of them.
+    """
+    group_of: dict[str, int] = {}
+    groups: dict[int, list[Source]] = {}
+    for number, source in enumerate(sources):
+        groups[number] = [source]
+        tensors = source.view.tensors
+        for other in sorted({group_of[name] for name in tensors if name in group_of}):
+            groups[number] = groups.pop(other) + groups[number]
+            group_of |= {name: number for one in groups[number] for name in one.view.tensors}
+        group_of |= dict.fromkeys(tensors, number)
+    yield from groups.values()
 
 
 def _digest(sources: Sequence[Source], layout: Layout) -> str:
@@ -109,28 +131,33 @@ def _digest(sources: Sequence[Source], layout: Layout) -> str:
     return digest.hexdigest()
 
 
-def _owned(sources: Sequence[Source]) -> Iterator[tuple[Source, tuple[Box, ...]]]:
+def _owned(groups: Iterable[Sequence[Source]]) -> Iterator[tuple[Owned, ...]]:
     """The boxes of each leaf that this process writes.
 
     Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
-    just these processes. They all see these boxes in the same order, so that they agree without a word.
+    just these processes; in a group, it is the same one for the same box of all leaves. All processes see these boxes
+    in the same order, so that they agree without a word.
     """
     process = jax.process_index()
     everyone = tuple(range(jax.process_count()))
     dealt: dict[tuple[int, ...], list[int]] = {}
-    for source in sources:
-        if isinstance(source.value, jax.Array):
-            holders = arrays.local_holders(source.value.sharding, source.shape)
-        else:
-            holders = {tuple((0, size) for size in source.shape): everyone}
-        own = []
-        for box, held_by in holders.items():
-            loads = dealt.setdefault(held_by, [0] * len(held_by))
-            at = loads.index(min(loads))
-            loads[at] += _volume(box) * source.dtype.itemsize
-            if held_by[at] == process:
-                own.append(box)
-        yield source, tuple(own)
+    for group in groups:
+        writers: dict[tuple[Box, tuple[int, ...]], int] = {}
+        owned = []
+        for source in group:
+            if isinstance(source.value, jax.Array):
+                holders = arrays.local_holders(source.value.sharding, source.shape)
+            else:
+                holders = {tuple((0, size) for size in source.shape): everyone}
+            own = []
+            for box, held_by in holders.items():
+                loads = dealt.setdefault(held_by, [0] * len(held_by))
+                at = writers.setdefault((box, held_by), loads.index(min(loads)))
+                loads[at] += _volume(box) * source.dtype.itemsize
+                if held_by[at] == process:
+                    own.append(box)
+            owned.append((source, tuple(own)))
+        yield tuple(owned)
 
 
 class Shards:
@@ -138,7 +165,7 @@ class Shards:
 
     def __init__(self, save: Save) -> None:
         """The memory is that of the leaves, which must not change before it is written."""
-        self._owned = save.owned
+        self._groups = save.groups
         self._copies: list[tuple[Block, np.ndarray]] | None = None
 
     @staticmethod
@@ -156,25 +183,26 @@ class Shards:
         return shards
 
     def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
-        """All of them, and at most `batch_bytes` of device memory, or one leaf, on the host at a time."""
+        """All of them, and at most `batch_bytes` of device memory, or one group, on the host at a time."""
         if self._copies is not None:
             yield self._copies
             return
-        sized = (((source, boxes), _leaving(source, boxes)) for source, boxes in self._owned)
+        sized = ((group, sum(_leaving(source, boxes) for source, boxes in group)) for group in self._groups)
         for batch in batches(sized, batch_bytes):
-            yield list(_memory(batch))
+            yield list(_memory([owned for group in batch for owned in group]))
 
 
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
     # What comes from an accelerator is a copy already.
-    from_host = [owned for owned in save.owned if _on_host(owned[0])]
+    owned = [one for group in save.groups for one in group]
+    from_host = [one for one in owned if _on_host(one[0])]
     shards = list(_memory(from_host))
     copies = allocate([memory.nbytes for _, memory in shards])
     for (_, memory), copy in zip(shards, copies, strict=True):
         np.copyto(copy, memory)
     return [
         *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
-        *_memory([owned for owned in save.owned if not _on_host(owned[0])]),
+        *_memory([one for one in owned if not _on_host(one[0])]),
     ]
 
 
@@ -191,7 +219,7 @@ def _volume(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def _memory(owned: Sequence[tuple[Source, tuple[Box, ...]]]) -> Iterator[tuple[Block, np.ndarray]]:
+def _memory(owned: Sequence[Owned]) -> Iterator[tuple[Block, np.ndarray]]:
     """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
     for source, boxes in owned:
         if not boxes:
@@ -200,10 +228,9 @@ def _memory(owned: Sequence[tuple[Source, tuple[Box, ...]]]) -> Iterator[tuple[B
             shards = arrays.local_shards(source.value, boxes)
         else:
             shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
-        view = View.tensor(source.name, source.shape, source.dtype)
         for box in boxes:
             shard = shards[box]
-            yield Block(view, box, shard.shape, shard.dtype), shard.reshape(-1).view(np.uint8)
+            yield Block(source.view, box, shard.shape, shard.dtype), shard.reshape(-1).view(np.uint8)
 
 
 def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
@@ -233,11 +260,21 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     for part in ("plan", "copies", "data"):  # all have left these behind to come here
         forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started
-    logger.info("Saved %d arrays to %s: %d bytes written here in %.2f s", len(save.owned), directory, nbytes, seconds)
+    logger.info(
+        "Saved %d tensors to %s: %d bytes written here in %.2f s",
+        sum(len(header.tensors) for _, header in save.layout.files),
+        directory,
+        nbytes,
+        seconds,
+    )
 
 
 def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) -> int:
-    locations = save.layout.locations()
+    locations = {
+        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
+        for number, (_, header) in enumerate(save.layout.files)
+        for name, entry in header.tensors.items()
+    }
     num_writes = 0
     with Writer(create, save.options.threads) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
@@ -256,7 +293,9 @@ def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) ->
 
 
 def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], store: Store) -> None:
-    """Writes the index and then the headers, with the last of which the files become a checkpoint."""
+    """Writes config, index and then the headers, with the last of which the files become a checkpoint."""
+    if save.config is not None:
+        _write_whole(store.create(posixpath.join(directory, CONFIG_NAME)), save.config.encode(), save.options)
     if save.layout.index is not None:
         _write_whole(store.create(posixpath.join(directory, INDEX_NAME)), save.layout.index.encode(), save.options)
     for number, (_, header) in enumerate(save.layout.files):

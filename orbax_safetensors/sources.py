@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.plan.view import View
 from orbax_safetensors.trees import flatten
 
 
@@ -19,18 +20,20 @@ class Source:
     """One leaf to store.
 
     Attributes:
-      name: the leaf's key path, joined by dots: the name of the tensor.
+      name: the leaf's key path, joined by dots.
       value: a `jax.Array` with any sharding, or a NumPy array of which every process has the same.
-      dtype: the tensor's; other than the value's where a cast was asked for.
+      dtype: to store; other than the value's where a cast was asked for.
+      view: the tensors that the leaf is made of: one of its own name, or those of a family.
     """
 
     name: str
     value: jax.Array | np.ndarray
     dtype: np.dtype
+    view: View
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape of the leaf and of the tensor."""
+        """Global shape of the leaf."""
         return tuple(self.value.shape)
 
 
@@ -78,4 +81,4 @@ def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
         raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
     if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
         raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
-    return Source(name, value, dtype)
+    return Source(name, value, dtype, View.tensor(name, value.shape, value.dtype))

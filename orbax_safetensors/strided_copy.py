@@ -1,18 +1,39 @@
 """Executes `plan.strided.Copy` on memory with NumPy. Everything that is not moved as a plain range passes through here.
 
 Memory is one-dimensional and uint8: *packed* is as a file has it, *dense* is a block.
+
+NumPy copies element after element in the order of the destination. Where the source has another innermost axis, each
+element is then in a cache line of its own, and those lines displace one another: their distance is often a power of
+two, so they compete for the same few places. `_pieces` says how such copies are cut instead.
 """
 
 from __future__ import annotations
 
-from math import gcd
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import gcd, prod
 
 import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.plan.elementwise import Ops, apply, undo
 from orbax_safetensors.plan.strided import Copy
 
 _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
+# Elements. What is smaller is in the cache whatever its strides are, and a second and third call would cost more.
+_SMALL = 4096
+# Shorter axes are no innermost loop: NumPy takes about as long to begin a loop as to copy ten elements.
+_SHORT = 16
+# Elements of a slab that are neighbours in the source: one or more cache lines whatever their size.
+_LINE = 64
+# A slab is read with a stride, line after line and then again for the next element of each line: it has to stay in the
+# first-level cache, which has 32 KiB or more. Twice that is a third slower.
+_SLAB_BYTES = 32 * 2**10
+# Elements that are moved, or converted, by one NumPy call. Two buffers of their size have to stay in the second-level
+# cache; with fewer, threads would wait for one another's Python.
+_PIECE = 2**18
+_CONVERTED_PIECE = 2**16
 
 
 def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
@@ -45,6 +66,26 @@ def elements(
     )
 
 
+def assign(destination: np.ndarray, source: np.ndarray) -> None:
+    """`destination[...] = source` for arrays of one shape and dtype that have no memory in common."""
+    for piece, into in _pieces(source, destination, source.size, _PIECE):
+        into[...] = piece
+
+
+def convert(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
+    """Assigns what `ops` make of `source`, cast to the destination's dtype; `cast` says what `lossless` does."""
+    with np.errstate(all="ignore"):
+        for piece, into in _pieces(source, destination, _CONVERTED_PIECE, _CONVERTED_PIECE):
+            cast(apply(ops, piece) if ops else piece, into, lossless=lossless)
+
+
+def revert(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
+    """Assigns what `ops` made `source` of, cast to the destination's dtype."""
+    with np.errstate(all="ignore"):
+        for piece, into in _pieces(source, destination, _CONVERTED_PIECE, _CONVERTED_PIECE):
+            cast(undo(ops, piece) if ops else piece, into, lossless=False)
+
+
 def cast(source: np.ndarray, destination: np.ndarray, *, lossless: bool) -> None:
     """Assigns with a cast that rounds as NumPy does.
 
@@ -63,3 +104,76 @@ def cast(source: np.ndarray, destination: np.ndarray, *, lossless: bool) -> None
                 raise TensorMismatchError(
                     f"{source[lost].flat[0]!r} of {source.dtype} does not fit {destination.dtype}"
                 )
+
+
+def _pieces(
+    source: np.ndarray, destination: np.ndarray, limit: int, reordered: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cuts two arrays of one shape into pairs of arrays of one shape, between which NumPy copies fast.
+
+    The first of a pair is a view of at most `limit` elements. Where the arrays have different innermost axes, it is a
+    buffer of about `reordered` elements at most, in the order of the destination, and the next pair uses it again.
+
+    To reorder a piece, lines of it are laid side by side in slabs, which is a copy of whole lines; each slab is
+    transposed within the first-level cache; and the destination gets runs that are long enough to be written as fast
+    as any. Writing elements there directly would wait for the memory, line by line.
+    """
+    if not source.size:
+        return
+    source, destination = source.squeeze(), destination.squeeze()
+    order = sorted(range(source.ndim), key=lambda axis: -destination.strides[axis])
+    source, destination = source.transpose(order), destination.transpose(order)
+    long = [axis for axis in range(source.ndim) if source.shape[axis] >= _SHORT]
+    along = min(long, key=lambda axis: source.strides[axis], default=-1)
+    if source.size <= _SMALL or not long or along == long[-1]:
+        if source.size > _SMALL and source.shape[-1] < _SHORT:
+            for index in range(source.shape[-1]):
+                yield from _pieces(source[..., index], destination[..., index], limit, reordered)
+        else:
+            for box in _boxes(source.shape, limit):
+                yield source[box], destination[box]
+        return
+
+    # Axis 0 is cut into lines. Of the others, the rows of a slab are as many as fit, all of those after axis `at`.
+    source, destination = np.moveaxis(source, along, 0), np.moveaxis(destination, along, 0)
+    line = min(source.shape[0], _LINE)
+    rows, at = max(_SLAB_BYTES // (line * source.itemsize), 1), source.ndim - 1
+    while at > 1 and source.shape[at] <= rows:
+        rows //= source.shape[at]
+        at -= 1
+    rows = min(source.shape[at], rows)
+    for axis, step in ((0, line), (at, rows)):
+        if rest := source.shape[axis] % step:
+            cut = [source.shape[axis] - rest]
+            for parts in zip(np.split(source, cut, axis), np.split(destination, cut, axis), strict=True):
+                yield from _pieces(*parts, limit, reordered)
+            return
+    source, destination = (
+        array.reshape(-1, line, *array.shape[1:at], array.shape[at] // rows, rows, *array.shape[at + 1 :])
+        for array in (source, destination)
+    )
+    # The axes of slabs come first, then the line, then the rows of a slab.
+    at += 1
+    source, destination = np.moveaxis(source, 1, at), np.moveaxis(destination, 1, at)
+    slab = prod(source.shape[at:])
+    slabs = min(max(reordered // slab, 1), prod(source.shape[:at]))
+    bits = source.view(_WORDS.get(source.itemsize, source.dtype))
+    lines, out = np.empty((2, slabs * slab), bits.dtype)
+    for box in _boxes(source.shape[:at], slabs):
+        into, piece = destination[box], bits[box]
+        by_line = lines[: piece.size].reshape(*piece.shape[:at], *piece.shape[at + 1 :], line)
+        by_line[...] = np.moveaxis(piece, at, -1)
+        by_row = out[: piece.size].reshape(piece.shape)
+        by_row[...] = np.moveaxis(by_line, -1, at)
+        yield by_row.view(source.dtype), into
+
+
+def _boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[slice | type(...), ...]]:
+    """Cuts `shape` into boxes of at most `limit` positions, whole along as many of the last axes as fit."""
+    cuts = []
+    for size in reversed(shape):
+        step = max(min(size, limit), 1)
+        limit //= step
+        cuts.append([slice(begin, begin + step) for begin in range(0, size, step)])
+    for box in product(*reversed(cuts)):
+        yield (*box, ...)  # the dots make a view of an array without axes too

@@ -79,10 +79,10 @@ def placed(request: Request, checkpoint: Checkpoint) -> Request:
 
 
 def everything(checkpoint: Checkpoint) -> Request:
-    """All tensors as a flat dict of NumPy arrays."""
-    names = list(checkpoint.tensors)
-    leaves = [target(checkpoint, name, None, ocp.RestoreArgs()) for name in sorted(names)]
-    return Request(tuple(leaves), jax.tree_util.tree_structure(dict.fromkeys(names, 0)))
+    """All that the checkpoint has, as NumPy arrays: in a flat dict, or in the tree of its family."""
+    tree = checkpoint.tree(lambda name, _: target(checkpoint, name, None, ocp.RestoreArgs()))
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return Request(tuple(leaves), structure)
 
 
 def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bool) -> Request:
@@ -126,7 +126,7 @@ def are_restore_args(tree: Any) -> bool:
 
 def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], known: Mapping[str, Any] | None) -> None:
     """Every wanted name is stored, and every stored name is known; None knows all."""
-    stored = checkpoint.tensors
+    stored = checkpoint.leaves
     problems = []
     if missing := [name for name in wanted if name not in stored]:
         ordered = sorted(stored)

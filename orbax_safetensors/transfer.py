@@ -12,14 +12,19 @@ from functools import partial
 from itertools import zip_longest
 from typing import Generic, NamedTuple, Self, TypeVar
 
+import ml_dtypes
 import numpy as np
 
+from orbax_safetensors.decoding import decode
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import File, NewFile, Stamp
-from orbax_safetensors.plan.coalesce import Direct, Staged
-from orbax_safetensors.plan.plan import Block, Extent, Part, TransferPlan
-from orbax_safetensors.strided_copy import cast, elements, words
+from orbax_safetensors.plan.coalesce import Direct, Encoded, Staged
+from orbax_safetensors.plan.elementwise import apply
+from orbax_safetensors.plan.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
+from orbax_safetensors.strided_copy import assign, convert, elements, revert, words
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=File | NewFile)
@@ -41,6 +46,15 @@ class _Window(NamedTuple):
     high: int
     blocks: Sequence[Block]
     memory: Sequence[np.ndarray]
+
+
+class _Copy(NamedTuple):
+    """Both ends of a strided copy, as arrays of one shape; the end that it belongs to; whether it moves bits."""
+
+    end: End
+    same_bits: bool
+    packed: np.ndarray
+    dense: np.ndarray
 
 
 class _Transfer(ABC, Generic[_F]):
@@ -121,41 +135,42 @@ class _Transfer(ABC, Generic[_F]):
     def _window(self, window: _Window) -> None:
         access = window.part.access
         if isinstance(access, Direct):
-            own = window.memory[window.part.blocks[access.buffer]]
+            own = window.memory[window.part.ends[access.buffer].block]
             self._runs(window, own[access.offset + window.low : access.offset + window.high])
         else:
-            self._staged(window, access, self._staging(window.high - window.low))
+            self._staged(window, access)
 
     @abstractmethod
-    def _staged(self, window: _Window, access: Staged, packed: np.ndarray) -> None:
-        """Moves the bytes of a window through `packed`, a buffer of their size."""
+    def _staged(self, window: _Window, access: Staged) -> None:
+        """Moves the bytes of a window through a buffer."""
 
     @abstractmethod
     def _move(self, file: _F, offset: int, buffers: Sequence[memoryview]) -> None:
         """Makes one request."""
 
-    def _ends(
-        self, window: _Window, access: Staged, packed: np.ndarray
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """For every copy of a window its block's number, and both ends of the copy, in `packed` and in the block."""
+    def _copies(
+        self, window: _Window, access: Staged, packed: np.ndarray, stored: np.dtype, low: int, high: int
+    ) -> Iterator[_Copy]:
+        """The copies of a window, between `packed` and the memory of its blocks.
+
+        `packed` has the packed elements `[low, high)` of `access`, of the dtype `stored`.
+        """
         for use in access.uses:
-            number = window.part.blocks[use.buffer]
-            block, memory = window.blocks[number], window.memory[number]
-            stored = block.view.dtype
-            first = window.low // stored.itemsize
-            for copy in use.copy.within(first, window.high // stored.itemsize):
-                own = copy.shifted(-first)
-                if block.same_bits:
-                    yield number, *words(own, packed, memory, stored.itemsize)
+            end = window.part.ends[use.buffer]
+            held, memory = window.blocks[end.block].dtype, window.memory[end.block]
+            for copy in use.copy.within(low, high):
+                own = copy.shifted(-low)
+                if same_bits(end.ops, stored, held):
+                    yield _Copy(end, True, *words(own, packed, memory, stored.itemsize))
                 else:
-                    yield number, *elements(own, packed, stored, memory, block.dtype)
+                    yield _Copy(end, False, *elements(own, packed, stored, memory, held))
 
     def _runs(self, window: _Window, packed: np.ndarray) -> None:
         """Moves the bytes of a window, which `packed` holds, with one request for each run."""
         file, memory = self._file(window.part.file), packed.data
         done = requests = 0
         for begin, length in window.part.access.runs.pieces(window.low, window.high):
-            self._move(file, window.part.begin + begin, [memory[done : done + length]])
+            self._move(file, window.part.location.begin + begin, [memory[done : done + length]])
             done, requests = done + length, requests + 1
         self._count(requests, done)
 
@@ -200,6 +215,8 @@ class Reader(_Transfer[File]):
     ) -> None:
         """`run`, in which a cast that changes a value raises `TensorMismatchError` where `lossless` is set."""
         self._lossless = lossless
+        for constant in plan.constants:
+            _fill(constant, blocks[constant.end.block], memory[constant.end.block])
         self.run(plan, blocks, memory)
 
     def map(self, number: int) -> memoryview:
@@ -217,17 +234,56 @@ class Reader(_Transfer[File]):
     def _move(self, file: File, offset: int, buffers: Sequence[memoryview]) -> None:
         file.read(offset, buffers)
 
-    def _staged(self, window: _Window, access: Staged, packed: np.ndarray) -> None:
-        self._runs(window, packed)
-        for number, source, destination in self._ends(window, access, packed):
-            if window.blocks[number].same_bits:
-                destination[...] = source
+    def _staged(self, window: _Window, access: Staged) -> None:
+        if isinstance(access, Encoded):
+            decoded, stored = self._decoded(window, access)
+            per_byte = access.encoding.elements_per_byte
+            copies = self._copies(window, access, decoded, stored, window.low * per_byte, window.high * per_byte)
+        else:
+            stored = window.part.location.dtype
+            packed = self._staging(window.high - window.low)
+            self._runs(window, packed)
+            low, high = window.low // stored.itemsize, window.high // stored.itemsize
+            copies = self._copies(window, access, packed, stored, low, high)
+        for copy in copies:
+            if copy.same_bits:
+                assign(copy.dense, copy.packed)
                 continue
             try:
-                cast(source, destination, lossless=self._lossless[number])
+                convert(copy.packed, copy.dense, copy.end.ops, lossless=self._lossless[copy.end.block])
             except TensorMismatchError as error:
                 path = self._file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
+
+    def _decoded(self, window: _Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
+        """The elements of a window, as bytes, and their dtype: bfloat16 where all of its blocks want that."""
+        ends = [window.part.ends[use.buffer] for use in access.uses]
+        wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
+        dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
+        scales = access.scales(window.low, window.high)
+        code_bytes = window.high - window.low
+        scale_bytes = sum(length for _, length in scales.ranges)
+        buffer = self._staging(
+            code_bytes * access.encoding.elements_per_byte * dtype.itemsize + scale_bytes + code_bytes
+        )
+        decoded, factors, codes = np.split(buffer, [buffer.size - scale_bytes - code_bytes, buffer.size - code_bytes])
+        self._runs(window, codes)
+        number, begin = window.part.location.scales
+        file, done = self._file(number), 0
+        for offset, length in scales.ranges:
+            self._move(file, begin + offset, [factors.data[done : done + length]])
+            done += length
+        self._count(len(scales.ranges), scale_bytes)
+        decode(access.encoding, scales.segments, codes, factors, decoded.view(dtype))
+        return decoded, dtype
+
+
+def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
+    """Writes elements that are stored nowhere. Memory is zeros before."""
+    zero = np.zeros(1, np.float64)
+    if np.any(value := apply(constant.end.ops, zero)):
+        _, dense = elements(constant.copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
+        np.copyto(dense, value, casting="unsafe")
 
 
 class Writer(_Transfer[NewFile]):
@@ -253,12 +309,15 @@ class Writer(_Transfer[NewFile]):
     def _move(self, file: NewFile, offset: int, buffers: Sequence[memoryview]) -> None:
         file.write(offset, buffers)
 
-    def _staged(self, window: _Window, access: Staged, packed: np.ndarray) -> None:
-        for number, destination, source in self._ends(window, access, packed):
-            if window.blocks[number].same_bits:
-                destination[...] = source
+    def _staged(self, window: _Window, access: Staged) -> None:
+        stored = window.part.location.dtype
+        packed = self._staging(window.high - window.low)
+        low, high = window.low // stored.itemsize, window.high // stored.itemsize
+        for copy in self._copies(window, access, packed, stored, low, high):
+            if copy.same_bits:
+                assign(copy.packed, copy.dense)
             else:
-                cast(source, destination, lossless=False)
+                revert(copy.dense, copy.packed, copy.end.ops)
         self._runs(window, packed)
 
 

@@ -41,7 +41,8 @@ def test_locations_are_those_of_the_bytes(tmp_path):
     checkpoint = ost.open_checkpoint(tmp_path)
     raw = (tmp_path / "x.safetensors").read_bytes()
     for name, array in tensors.items():
-        file, begin = checkpoint.location(name)
+        location = checkpoint.location(name)
+        file, begin = location.file, location.begin
         assert (file, raw[begin : begin + array.nbytes]) == (0, array.tobytes())
         assert checkpoint[name].stored_dtype.name == name
 

@@ -41,11 +41,13 @@ def test_rooms(module):
         "options.py": ("errors",),
         "format": ("errors", "format"),
         "plan": ("errors", "format", "plan"),
+        "mapping": ("errors", "format", "plan", "mapping"),
         "io": ("errors", "io"),
         "checkpoint.py": ("errors", "format", "plan", "io"),
         "arrays.py": ("errors", "plan"),
         "strided_copy.py": ("errors", "plan"),
-        "transfer.py": ("errors", "plan", "io", "strided_copy"),
+        "decoding.py": ("errors", "plan"),
+        "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
     }
     if room in below:
         for name in ours(module):
@@ -58,14 +60,18 @@ def test_rooms(module):
         assert not [name for name in ours(module) if name.startswith(("cli", "handlers"))]
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith(("format/", "plan/", "io/"))])
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if module.startswith(("format/", "plan/", "mapping/", "io/"))]
+)
 def test_facts_and_geometry_know_no_jax(module):
     assert others(module) <= {"numpy", "ml_dtypes"}
 
 
-@pytest.mark.parametrize("module", ["checkpoint.py", "transfer.py", "strided_copy.py", "errors.py", "options.py"])
+@pytest.mark.parametrize(
+    "module", ["checkpoint.py", "transfer.py", "strided_copy.py", "decoding.py", "errors.py", "options.py"]
+)
 def test_bytes_move_without_jax(module):
-    assert others(module) <= {"numpy"}
+    assert others(module) <= {"numpy", "ml_dtypes"}
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("handlers/")])

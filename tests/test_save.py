@@ -206,7 +206,7 @@ def test_one_line_is_logged(tmp_path, caplog):
     with caplog.at_level("INFO", logger="orbax_safetensors"):
         save(tmp_path, TREE)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("orbax_safetensors")]
-    assert f"Saved 4 arrays to {tmp_path}: 45 bytes written here" in line
+    assert f"Saved 4 tensors to {tmp_path}: 45 bytes written here" in line
 
 
 # --- leaves ---
@@ -367,7 +367,7 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
             max_file_bytes=max_file_bytes,
             options=ost.SafetensorsOptions(threads=2),
         )
-        boxes = [(source, box) for source, own in plan.owned for box in own]
+        boxes = [(source, box) for group in plan.groups for source, own in group for box in own]
         dealt = [random.randrange(parts) for _ in boxes]
         with recorded_writes() as data:
             for part in range(parts):
@@ -376,7 +376,7 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
                     if to == part:
                         own.setdefault(source.name, (source, []))[1].append(box)
                 owned = tuple((source, tuple(taken)) for source, taken in own.values())
-                share = dataclasses.replace(plan, owned=owned, key=f"{plan.key}/{part}")
+                share = dataclasses.replace(plan, groups=(owned,), key=f"{plan.key}/{part}")
                 shards = saving.Shards.copied(share) if copied else saving.Shards(share)
                 api.write(share, shards, directory)
         assert content(directory) == content(expected)

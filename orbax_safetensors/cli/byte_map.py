@@ -32,7 +32,8 @@ def requested(plan: TransferPlan) -> dict[int, list[tuple[int, int]]]:
         out.setdefault(extent.file, []).append((extent.begin, extent.end))
     for part in plan.parts:
         for begin, length in part.access.runs.pieces(0, part.access.runs.nbytes):
-            out.setdefault(part.file, []).append((part.begin + begin, part.begin + begin + length))
+            first = part.location.begin + begin
+            out.setdefault(part.file, []).append((first, first + length))
     return out
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
+from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
 from orbax_safetensors.cli.picture import draw
 from orbax_safetensors.cli.tables import Output, Share, Size, clean
 from orbax_safetensors.errors import SafetensorsError, StorageError
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     picture = Path(args.output)
     if not picture.absolute().parent.is_dir():
         raise StorageError(f"{picture}: there is no directory to write it to")
-    checkpoint = open_checkpoint(path)
+    checkpoint = read_checkpoint(path)
     if not checkpoint.tensors:
         raise StorageError(f"{path}: has no tensors to restore")
     reports = work(path, timeout_s=_START_SECONDS + sum(_sizes(checkpoint)) / _BYTES_PER_SECOND)

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint import Checkpoint, StoredFile, open_checkpoint
+from orbax_safetensors.checkpoint import Checkpoint, StoredFile, read_checkpoint
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Prints the tensors of `args.path`, and totals."""
-    checkpoint = open_checkpoint(args.path)
+    checkpoint = read_checkpoint(args.path)
     if args.json:
         output.json(_document(checkpoint))
         return 0
@@ -82,7 +82,7 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
                 "parameters": prod(tensor.stored_shape),
                 "bytes": tensor.nbytes,
                 "file": _name(checkpoint.files[tensor.file]),
-                "offset": checkpoint.location(name)[1],
+                "offset": checkpoint.location(name).begin,
             }
             for name, tensor in checkpoint.tensors.items()
         ],

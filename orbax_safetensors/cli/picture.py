@@ -99,8 +99,8 @@ def _tensors(
     """Every tensor, where it lies, and how many of its bytes each owner has."""
     out = []
     for name, tensor in checkpoint.tensors.items():
-        file, begin = checkpoint.location(name)
-        end = begin + tensor.nbytes
+        location = checkpoint.location(name)
+        file, begin, end = location.file, location.begin, location.begin + tensor.nbytes
         out.append(
             {
                 "name": clean(name),

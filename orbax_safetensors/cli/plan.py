@@ -14,7 +14,6 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import api
-from orbax_safetensors.checkpoint import open_checkpoint
 from orbax_safetensors.cli.partition import Axes, UsageError, assign, axes_text, shards, spread
 from orbax_safetensors.cli.tables import Output, Size, clean
 from orbax_safetensors.plan.report import RestorePlan
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     devices = prod(mesh.values())
     if devices % args.processes:
         raise UsageError(f"{devices} devices cannot be dealt to {args.processes} processes evenly")
-    arrays = api.stored_arrays(open_checkpoint(args.path))
+    arrays = api.stored_arrays(api.open_checkpoint(args.path))
     shapes = {name: array.shape for name, array in arrays.items()}
     if args.spec:
         axes = assign(shapes, args.spec, mesh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 # What `api.verify` returns; the module of the public functions brings JAX with it, which takes longer than the check.
-from orbax_safetensors.checkpoint import find_faults, open_checkpoint
+from orbax_safetensors.checkpoint import find_faults, read_checkpoint
 from orbax_safetensors.cli.tables import Output
 
 
@@ -16,7 +16,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         output.line(str(fault))
     if faults:
         return 1
-    checkpoint = open_checkpoint(args.path)
+    checkpoint = read_checkpoint(args.path)
     files = len(checkpoint.files)
     output.line(f"{args.path}: OK, {len(checkpoint.tensors):,} tensors in {files:,} file{'s' if files != 1 else ''}")
     return 0

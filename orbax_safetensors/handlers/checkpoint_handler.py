@@ -15,9 +15,9 @@ from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.metadata import tree as tree_metadata
 
 from orbax_safetensors import api
-from orbax_safetensors.checkpoint import open_checkpoint
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Save, Shards
 
@@ -31,29 +31,45 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
     `ocp.CompositeCheckpointHandler`.
     """
 
-    def __init__(self, *, options: SafetensorsOptions | None = None) -> None:
-        """`options` say how bytes are moved; the defaults suit local disks."""
+    def __init__(
+        self,
+        *,
+        family: Family | str | None = None,
+        variant: Mapping[str, Any] | None = None,
+        options: SafetensorsOptions | None = None,
+    ) -> None:
+        """`family` and `variant` are those of restores and saves that say nothing else; see `SafetensorsRestore`.
+
+        `options` say how bytes are moved; the defaults suit local disks.
+        """
+        self._family = family
+        self._variant = variant
         self._options = options or SafetensorsOptions()
 
     def restore(self, directory: epath.Path, args: SafetensorsRestore | None = None) -> Any:
         """Restores the item in `directory`; see `SafetensorsRestore`."""
         args = SafetensorsRestore() if args is None else _checked(args, SafetensorsRestore)
         return api.restore(
-            directory, args.item, args.restore_args, partial_restore=args.partial_restore, options=self._options
+            directory,
+            args.item,
+            args.restore_args,
+            partial_restore=args.partial_restore,
+            family=self._family if args.family is None else args.family,
+            variant=self._variant if args.variant is None else args.variant,
+            options=self._options,
         )
 
     def metadata(self, directory: epath.Path) -> Any:
-        """Orbax's metadata tree: for every stored name an `ocp.metadata.ArrayMetadata`. Needs no device.
+        """Orbax's metadata tree: an `ocp.metadata.ArrayMetadata` for every stored name or leaf of the family's tree.
 
-        Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
+        Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
         """
-        checkpoint = open_checkpoint(directory)
-        leaves = {
-            name: ocp.metadata.ArrayMetadata(
-                name=name, directory=epath.Path(directory), shape=tensor.shape, sharding=None, dtype=tensor.dtype
+        checkpoint = api.open_checkpoint(directory, family=self._family, variant=self._variant)
+        leaves = checkpoint.tree(
+            lambda name, view: ocp.metadata.ArrayMetadata(
+                name=name, directory=epath.Path(directory), shape=view.shape, sharding=None, dtype=view.dtype
             )
-            for name, tensor in checkpoint.tensors.items()
-        }
+        )
         return tree_metadata.build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
 
     def save(self, directory: epath.Path, args: SafetensorsSave) -> None:
@@ -82,6 +98,9 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             directory=directory,
             metadata=args.metadata,
             max_file_bytes=args.max_file_bytes,
+            family=self._family if args.family is None else args.family,
+            variant=self._variant if args.variant is None else args.variant,
+            config=args.config,
             options=self._options,
         )
 
@@ -103,11 +122,19 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         where there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
       partial_restore: tensors that the tree does not name are left out. Without it they are an error. Leaves that are
         `ocp.PLACEHOLDER` are named, not read, and come back as they are.
+      family: how a model's tree is made of the stored tensors: a `mapping.Family`, the name of one
+        (`"maxtext.qwen3"`), or the part before the dot, which leaves the rest to the architecture in the checkpoint's
+        `config.json`. Names are then paths in the model's tree, joined by dots, and without `item` and `restore_args`
+        that tree comes back, of NumPy arrays. None finds one that was registered for the architecture; where there is
+        none, names are those of the stored tensors.
+      variant: the family's own switches, as `{"scan_layers": False}`.
     """
 
     item: Any = None
     restore_args: Any = None
     partial_restore: bool = False
+    family: Family | str | None = None
+    variant: Mapping[str, Any] | None = None
 
 
 @ocp.args.register_with_handler(SafetensorsHandler, for_save=True)
@@ -121,20 +148,33 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
       save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded: a cast while writing.
       metadata: text for the header of every file, besides `{"format": "pt"}`.
       max_file_bytes: tensors are spread over several files, with an index, so that none has more; 5 GB as on the Hub.
+      family, variant: as for `SafetensorsRestore`; the tree is taken apart into the tensors that it is made of.
+      config: what a family needs to know of the model: the content of a `config.json`, or an object with a `to_dict`,
+        as `transformers` has them. It is saved beside the tensors as `config.json`.
     """
 
     item: Any
     save_args: Any = None
     metadata: Mapping[str, str] | None = None
     max_file_bytes: int = MAX_FILE_BYTES
+    family: Family | str | None = None
+    variant: Mapping[str, Any] | None = None
+    config: Any = None
 
 
 class SafetensorsCheckpointer(ocp.Checkpointer):
     """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one `.safetensors` file."""
 
-    def __init__(self, *, options: SafetensorsOptions | None = None, **kwargs: Any) -> None:
-        """`options` are the handler's; other keywords are those of `ocp.Checkpointer`."""
-        super().__init__(SafetensorsHandler(options=options), **kwargs)
+    def __init__(
+        self,
+        *,
+        family: Family | str | None = None,
+        variant: Mapping[str, Any] | None = None,
+        options: SafetensorsOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`family`, `variant` and `options` are the handler's; other keywords are those of `ocp.Checkpointer`."""
+        super().__init__(SafetensorsHandler(family=family, variant=variant, options=options), **kwargs)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from orbax_safetensors import api
-from orbax_safetensors.checkpoint import open_checkpoint
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Shards
@@ -51,7 +50,7 @@ class SafetensorsCheckpointableHandler:
 
     async def metadata(self, directory: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor by name."""
-        return await asyncio.to_thread(lambda: api.stored_arrays(open_checkpoint(directory)))
+        return await asyncio.to_thread(lambda: api.stored_arrays(api.open_checkpoint(directory)))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether something is a tree of arrays and numbers."""

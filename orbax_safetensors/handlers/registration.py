@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint import SUFFIX, open_checkpoint
+from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
+from orbax_safetensors.mapping import Family, registry
 
 # What the leaves of a tree may be restored as, whatever they were when they were saved.
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
@@ -24,14 +25,17 @@ _registered: dict[type, _Registered] = {}
 _named: dict[str, ocp.type_handlers.TypeHandler] = {}
 
 
-def register(*, save: bool = False) -> None:
+def register(*families: Family, save: bool = False) -> None:
     """Lets Orbax's handlers of trees read checkpoints whose arrays are safetensors, in the whole program.
 
     For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
     and what is built on them restore what `SafetensorsTypeHandler` has saved; they do everything else exactly as
     before. With `save`, those that are made from then on also save array leaves as safetensors, unless the format
-    cannot hold them. May be called again and from any thread: what was asked for once stays until `unregister`.
+    cannot hold them. Our own handlers restore checkpoints of the architectures of `families` with those, where no other
+    family is asked for; a family of the same name is replaced. May be called again and from any thread: what was asked
+    for once stays until `unregister`.
     """
+    registry.register(families)
     with _lock:
         for kind in _TYPES:
             if kind not in _registered:
@@ -47,6 +51,7 @@ def unregister() -> None:
 
     A handler that someone else has registered since is left alone.
     """
+    registry.unregister()
     with _lock:
         for kind, handler in _registered.items():
             if ocp.type_handlers.get_type_handler(kind) is handler:
@@ -135,4 +140,4 @@ def _stored_names(directory: Any) -> frozenset[str]:
     """Names of the tensors in a directory's safetensors files; none where it has no such files."""
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
-    return frozenset(open_checkpoint(directory).tensors)
+    return frozenset(read_checkpoint(directory).tensors)

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.futures import future
 
 from orbax_safetensors import api
-from orbax_safetensors.checkpoint import Checkpoint, open_checkpoint
+from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
@@ -49,7 +49,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         out = []
         for info in infos:
             if info.parent_dir not in checkpoints:
-                checkpoints[info.parent_dir] = open_checkpoint(info.parent_dir)
+                checkpoints[info.parent_dir] = read_checkpoint(info.parent_dir)
             tensor = checkpoints[info.parent_dir][info.name]
             out.append(
                 ocp.metadata.ArrayMetadata(

@@ -1,7 +1,7 @@
 """Stored names <-> a model's own tree: what a family is, and how one more is described.
 
 A description is plain Python over `tensor(name, shape)`, whose result has NumPy's words (`transpose` and `T`,
-`reshape`, `slice`, `pad`) and `scale`, `offset` and `cast`; `stack`, `concatenate` and `zeros` put several together.
+`reshape`, `slice`, `pad`) and `scale`, `offset` and `cast`; `stack`, `concatenate` and `full` put several together.
 """
 
 from orbax_safetensors.mapping.family import Family, Tree, tensor
@@ -9,5 +9,6 @@ from orbax_safetensors.plan.view import View
 
 stack = View.stack
 concatenate = View.concatenate
+full = View.full
 
-__all__ = ["Family", "Tree", "View", "concatenate", "stack", "tensor"]
+__all__ = ["Family", "Tree", "View", "concatenate", "full", "stack", "tensor"]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from orbax_safetensors.plan.view import View
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.plan.view import UNKNOWN, View
 
 # What `tensor` makes of a name and a shape while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
 _bind: ContextVar[Bind | None] = ContextVar("bind", default=None)
-
-# The dtype of a tensor in a description. What is stored has its own, and so has what is saved.
-UNKNOWN = np.dtype(np.void)
 
 
 def tensor(name: str, shape: Sequence[int]) -> View:
@@ -62,10 +59,33 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
 
     def describe(self, config: Mapping[str, Any], variant: Mapping[str, Any], bind: Bind) -> Tree:
-        """`tree` with its tensors made by `bind`."""
+        """`tree` with its tensors made by `bind`.
+
+        Raises `MappingError` where the config lacks or contradicts what the tree is made of, for a switch that the
+        family does not have, and where the tree is none of views.
+        """
+        switches = list(inspect.signature(self.tree).parameters.values())[1:]
+        known = [switch.name for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD]
+        if len(known) == len(switches) and (unknown := sorted(set(variant) - set(known))):
+            raise MappingError(f"{self.name}: there is no variant {unknown}; there are {known}")
         token = _bind.set(bind)
         try:
             tree = self.tree(config, **variant)
+        except KeyError as error:
+            raise MappingError(f"{self.name}: config.json has no {error}") from error
+        except MappingError as error:
+            raise MappingError(f"{self.name}: {error}") from error
+        except Exception as error:
+            raise MappingError(f"{self.name}: no tree follows from this config.json: {error!r}") from error
         finally:
             _bind.reset(token)
+        for path, view in tree.items():
+            if not isinstance(path, str) or not isinstance(view, View):
+                raise MappingError(
+                    f"{self.name}: expected a dict of views by dotted path, found {path!r}: {view!r:.80}"
+                )
+            above = path.split(".")
+            for depth in range(1, len(above)):
+                if (parent := ".".join(above[:depth])) in tree:
+                    raise MappingError(f"{self.name}: {parent!r} cannot be a leaf and have {path!r} below it")
         return tree if isinstance(tree, Tree) else Tree(tree)

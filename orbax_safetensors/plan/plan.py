@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,32 @@ from orbax_safetensors.plan.coalesce import (
     Gather,
     Staged,
     gather,
+    gather_encoded,
     touching,
 )
+from orbax_safetensors.plan.elementwise import Ops
+from orbax_safetensors.plan.encoding import Encoding
 from orbax_safetensors.plan.strided import Copy
 from orbax_safetensors.plan.view import Box, View
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where the elements of a stored tensor are.
+
+    Attributes:
+      file: the number of its file.
+      begin: the file offset of its first byte.
+      dtype: of an element; float32 where it is encoded.
+      encoding: how the elements are stored where not as they are; `file` and `begin` are then those of the codes.
+      scales: file and offset of the encoding's scales.
+    """
+
+    file: int
+    begin: int
+    dtype: np.dtype
+    encoding: Encoding | None = None
+    scales: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +52,7 @@ class Block:
     """Memory at one end of a transfer: a dense row-major array whose leading corner is `box` of `view`.
 
     Its `shape` is the box's own, or larger; what lies outside the box does not take part. Where its `dtype` is not the
-    view's, elements are cast on the way.
+    stored one, elements are cast on the way.
     """
 
     view: View
@@ -42,11 +65,6 @@ class Block:
         """Size of the memory."""
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def same_bits(self) -> bool:
-        """Whether elements are moved as they are stored."""
-        return self.dtype == self.view.dtype
-
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -58,18 +76,26 @@ class Extent:
     parts: tuple[tuple[int, int, int], ...]
 
 
+class End(NamedTuple):
+    """The number of the block at one end of a copy, and what happens to the elements on the way there."""
+
+    block: int
+    ops: Ops
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a tensor that are moved in windows. The tensor begins at `begin` in the file.
+    """Bytes of a tensor that are moved in windows. `ends` has the end for each buffer of `access`."""
 
-    `blocks` has the block for each buffer of `access`.
-    """
-
-    file: int
     tensor: str
-    begin: int
+    location: Location
     access: Direct | Staged
-    blocks: tuple[int, ...]
+    ends: tuple[End, ...]
+
+    @property
+    def file(self) -> int:
+        """The number of the tensor's file."""
+        return self.location.file
 
     def windows(self) -> Iterator[tuple[int, int]]:
         """Ranges of the packed bytes of `access.runs` that are moved at a time."""
@@ -78,9 +104,16 @@ class Part:
             yield low, min(low + pitch, nbytes)
 
 
+class Constant(NamedTuple):
+    """Elements of a block that are stored nowhere: where `copy` ends, what `end.ops` make of zero."""
+
+    end: End
+    copy: Copy
+
+
 @dataclass(frozen=True)
 class TransferPlan:
-    """Everything that one process moves between files and its blocks.
+    """Everything that one process moves between files and its blocks, which hold `constants` besides.
 
     `needed_bytes` are those of the files that some block holds, each counted once; `moved_bytes` are those that storage
     is asked for, in `num_requests` requests; `window_bytes` is the longest range that is staged at a time.
@@ -88,47 +121,66 @@ class TransferPlan:
 
     extents: tuple[Extent, ...]
     parts: tuple[Part, ...]
+    constants: tuple[Constant, ...]
     needed_bytes: int
     moved_bytes: int
     num_requests: int
     window_bytes: int
 
 
-def transfer_plan(
-    blocks: Sequence[Block], locate: Callable[[str], tuple[int, int]], max_gap_bytes: int
-) -> TransferPlan:
+def transfer_plan(blocks: Sequence[Block], locate: Callable[[str], Location], max_gap_bytes: int) -> TransferPlan:
     """Plans the transfer of `blocks`.
 
-    `locate` gives for the name of a tensor the number of its file and the file offset of its first byte. With
-    `max_gap_bytes` above 0, some bytes that no block holds are moved too, which only reads may do.
+    `locate` knows the stored tensors of their views. With `max_gap_bytes` above 0, some bytes that no block holds are
+    moved too, which only reads may do.
     """
-    uses: dict[str, list[tuple[int, Copy]]] = {}
+    uses: dict[str, list[tuple[End, Copy]]] = {}
+    constants = []
     for number, block in enumerate(blocks):
-        for name, copy, _ in block.view.copies(block.box, block.shape):
-            uses.setdefault(name, []).append((number, copy))
-    located = sorted((*locate(name), name) for name in uses)
+        for name, copy, ops in block.view.copies(block.box, block.shape):
+            if name is None:
+                constants.append(Constant(End(number, ops), copy))
+            else:
+                uses.setdefault(name, []).append((End(number, ops), copy))
+    located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
     ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block
     parts: list[Part] = []
     gathers: list[Gather] = []
-    for file, begin, name in located:
-        numbers = tuple(number for number, _ in uses[name])
-        gathered = gather(
-            tuple((copy, blocks[number].same_bits) for number, copy in uses[name]),
-            blocks[numbers[0]].view.dtype.itemsize,
+    for location, name in located:
+        ends = tuple(end for end, _ in uses[name])
+        gathered = gather_at(
+            location,
+            tuple((copy, same_bits(end.ops, location.dtype, blocks[end.block].dtype)) for end, copy in uses[name]),
             max_gap_bytes,
         )
         gathers.append(gathered)
-        ranges += [(file, begin + reads.runs.begin, reads, numbers[reads.buffer]) for reads in gathered.ranges]
-        parts += [Part(file, name, begin, reads, numbers) for reads in gathered.windowed]
+        ranges += [
+            (location.file, location.begin + reads.runs.begin, reads, ends[reads.buffer].block)
+            for reads in gathered.ranges
+        ]
+        parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
     extents = tuple(_extents(ranges))
     return TransferPlan(
         extents,
         tuple(parts),
+        tuple(constants),
         needed_bytes=sum(gathered.needed_bytes for gathered in gathers),
         moved_bytes=sum(gathered.read_bytes for gathered in gathers),
         num_requests=len(extents) + sum(gathered.num_requests for gathered in gathers),
         window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
     )
+
+
+def gather_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> Gather:
+    """`coalesce.gather` of a tensor that may be encoded."""
+    if location.encoding is None:
+        return gather(copies, location.dtype.itemsize, max_gap_bytes)
+    return gather_encoded(copies, location.encoding, max_gap_bytes)
+
+
+def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:
+    """Whether elements are moved as they are stored."""
+    return not ops and stored == held
 
 
 def _extents(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Extent]:

@@ -1,7 +1,7 @@
 """What a restore will cost, for every process: the same plan as `plan.transfer_plan` makes, but only counted.
 
-Leaves of one geometry are planned once and counted together, so that 45,000 tensors on 512 devices take a second. No
-devices, no files and no threads are needed.
+Tensors that a process reads alike are planned once and counted together (see `alike`), so that 45,000 tensors on 512
+devices take a second, be they as many leaves or stacked in a few. No devices, no files and no threads are needed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from math import prod
 
 import numpy as np
 
-from orbax_safetensors.plan.coalesce import MAX_REQUEST_BYTES, Direct, Gather, gather, touching
-from orbax_safetensors.plan.strided import Copy
+from orbax_safetensors.plan.alike import Layout, Tensors
+from orbax_safetensors.plan.coalesce import MAX_REQUEST_BYTES, Direct, gather, touching
+from orbax_safetensors.plan.plan import Location
 from orbax_safetensors.plan.view import Box, View
+
+# From which ratio of bytes read to bytes needed on a leaf is reported; below it, another sharding would gain little.
+REPORTED_OVER_READ = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,14 @@ class Leaf:
     """One array of the tree.
 
     Attributes:
+      name: where it is in the tree.
       view: what is stored for it; what lies outside the view is zeros and costs no read.
-      shape, dtype: of the array.
+      shape, dtype: of the array. Elements that are stored in another dtype are cast on the way.
       boxes: for every process those of its devices, in a list that leaves which are sharded alike share.
       readers: the processes that read their boxes; others receive them from these. None where all read.
     """
 
+    name: str
     view: View
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -82,6 +88,23 @@ class ShardSize:
 
 
 @dataclass(frozen=True)
+class LeafOverRead:
+    """A leaf whose sharding makes processes read far more than they need; the figures are sums over all of them.
+
+    What is read of a tensor that several leaves use counts for the first of them.
+    """
+
+    name: str
+    needed_bytes: int
+    read_bytes: int
+
+    @property
+    def over_read(self) -> float:
+        """Bytes read for each byte needed."""
+        return self.read_bytes / self.needed_bytes
+
+
+@dataclass(frozen=True)
 class RestorePlan:
     """What a restore will cost.
 
@@ -93,6 +116,7 @@ class RestorePlan:
         where every dimension divides evenly. Devices are told apart by their place in the mesh; all leaves are taken
         to be sharded over the same.
       processes: the cost for each process.
+      over_reads: the leaves for which more than 1.1 times the needed bytes are read, those first that waste the most.
     """
 
     total_params: int
@@ -101,18 +125,20 @@ class RestorePlan:
     largest_shard: ShardSize
     smallest_shard: ShardSize
     processes: tuple[ProcessCost, ...]
+    over_reads: tuple[LeafOverRead, ...]
 
     def to_json(self) -> str:
         """The plan as a JSON object with the names of the attributes."""
         plan = asdict(self)
-        for cost, process in zip(self.processes, plan["processes"], strict=True):
-            process["over_read"] = cost.over_read
+        for costs, described in ((self.processes, plan["processes"]), (self.over_reads, plan["over_reads"])):
+            for cost, one in zip(costs, described, strict=True):
+                one["over_read"] = cost.over_read
         return json.dumps(plan)
 
 
 def restore_plan(
     leaves: Sequence[Leaf],
-    locate: Callable[[str], tuple[int, int]],
+    locate: Callable[[str], Location],
     files: Sequence[str],
     *,
     process_count: int,
@@ -121,30 +147,35 @@ def restore_plan(
 ) -> RestorePlan:
     """Counts what every process reads to fill its boxes of `leaves`.
 
-    `locate` gives the number of a tensor's file, a position in `files`, and the file offset of its first byte.
+    `locate` knows the stored tensors of their views; `files` has the names of the files.
     """
-    kinds: dict[Hashable, int] = {}
-    kind_of = [kinds.setdefault(_geometry(leaf), len(kinds)) for leaf in leaves]
-    example: dict[int, Leaf] = {}
-    for leaf, kind in zip(leaves, kind_of, strict=True):
-        example.setdefault(kind, leaf)
-    leaf_counts = np.bincount(kind_of, minlength=len(kinds)).tolist()
-    tensors = _Tensors(leaves, kind_of, locate, len(files))
-
-    costs: dict[Hashable, ProcessCost] = {}
+    numbers: dict[Hashable, int] = {}
+    layouts: list[Layout] = []
+    layout_of = []
+    for leaf in leaves:
+        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers)
+        layout_of.append(numbers.setdefault(key, len(layouts)))
+        if layout_of[-1] == len(layouts):
+            layouts.append(Layout(leaf.view.shape, leaf.shape, leaf.dtype, leaf.boxes, leaf.readers))
+    leaf_counts = np.bincount(layout_of, minlength=len(layouts)).tolist()
+    tensors = Tensors([leaf.view for leaf in leaves], layout_of, layouts, locate)
+    counter = _Counter(tensors, files, max_gap_bytes, threads)
+    costs: dict[Hashable, tuple[ProcessCost, np.ndarray]] = {}
     processes = []
+    needed_and_read = np.zeros((2, tensors.groups), np.int64)  # of one tensor of every group, by all processes
     for process in range(process_count):
-        held = tuple(tuple(dict.fromkeys(leaf.boxes[process])) for leaf in example.values())
-        read = tuple(
-            boxes if leaf.readers is None or process in leaf.readers else ()
-            for leaf, boxes in zip(example.values(), held, strict=True)
-        )
+        held = tuple(layout.held(process) for layout in layouts)
+        read = tuple(layout.read(process) for layout in layouts)
         if (held, read) not in costs:
-            costs[held, read] = _process_cost(
-                tuple(example.values()), leaf_counts, held, read, tensors, files, max_gap_bytes, threads
+            destination_bytes = sum(
+                count * layout.dtype.itemsize * sum(map(_elements, own))
+                for layout, count, own in zip(layouts, leaf_counts, held, strict=True)
             )
-        processes.append(costs[held, read])
-    largest, smallest = _shard_sizes(tuple(example.values()), leaf_counts)
+            costs[held, read] = counter.count(read, destination_bytes)
+        cost, own_needed_and_read = costs[held, read]
+        processes.append(cost)
+        needed_and_read += own_needed_and_read
+    largest, smallest = _shard_sizes(layouts, leaf_counts)
     return RestorePlan(
         total_params=sum(prod(leaf.shape) for leaf in leaves),
         total_bytes=sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
@@ -152,122 +183,102 @@ def restore_plan(
         largest_shard=largest,
         smallest_shard=smallest,
         processes=tuple(processes),
+        over_reads=_over_reads(leaves, tensors, needed_and_read),
     )
 
 
-def _geometry(leaf: Leaf) -> Hashable:
-    """Equal for leaves whose plans differ only in which tensors they read."""
-    number = {name: at for at, name in enumerate(leaf.view.tensors)}
-    pieces = tuple((number[piece.tensor], piece.start, piece.offset, piece.dims) for piece in leaf.view.pieces)
-    return pieces, leaf.view.shape, leaf.view.dtype, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers
+class _Counter:
+    """Counts what processes read of `tensors`."""
 
+    def __init__(self, tensors: Tensors, files: Sequence[str], max_gap_bytes: int, threads: int) -> None:
+        self._tensors = tensors
+        self._files = files
+        self._max_gap_bytes = max_gap_bytes
+        self._threads = threads
+        # How many tensors of which group are in which file.
+        pairs, self._pair_count = np.unique(tensors.group * len(files) + tensors.file, return_counts=True)
+        self._pair_group, self._pair_file = np.divmod(pairs, max(len(files), 1))
 
-class _Tensors:
-    """The stored tensors, numbered in file order, and those that are used alike together."""
-
-    def __init__(
-        self, leaves: Sequence[Leaf], kind_of: Sequence[int], locate: Callable[[str], tuple[int, int]], files: int
-    ) -> None:
-        uses: dict[str, list[tuple[int, int]]] = {}  # for every tensor the kinds of its leaves, and its place in them
-        itemsizes: dict[str, int] = {}
-        for leaf, kind in zip(leaves, kind_of, strict=True):
-            for place, name in enumerate(leaf.view.tensors):
-                uses.setdefault(name, []).append((kind, place))
-                itemsizes[name] = leaf.view.dtype.itemsize
-        ordered = sorted((*locate(name), name) for name in uses)
-        self.file = np.array([file for file, _, _ in ordered], np.int64)
-        self.begin = np.array([begin for _, begin, _ in ordered], np.int64)
-        alike: dict[tuple[int, tuple[tuple[int, int], ...]], list[int]] = {}
-        for number, (_, _, name) in enumerate(ordered):
-            alike.setdefault((itemsizes[name], tuple(uses[name])), []).append(number)
-        # (itemsize, uses, numbers of the tensors, how many of them are in each file)
-        self.alike = [
-            (itemsize, used, np.array(numbers), np.bincount(self.file[numbers], minlength=files))
-            for (itemsize, used), numbers in alike.items()
+    def count(self, boxes: Sequence[tuple[Box, ...]], destination_bytes: int) -> tuple[ProcessCost, np.ndarray]:
+        """The cost for a process that reads `boxes` of each layout, and needed and read bytes by group of tensors."""
+        signature, wanted = self._tensors.signatures(boxes)
+        gathers = [gather(one.copies, one.location.dtype.itemsize, self._max_gap_bytes) for one in wanted]
+        needed, read, requests = (
+            np.array(figures, np.int64)
+            for figures in (
+                [gathered.needed_bytes for gathered in gathers],
+                [gathered.read_bytes for gathered in gathers],
+                [gathered.num_requests for gathered in gathers],
+            )
+        )
+        in_pair = signature[self._pair_group]
+        by_file = [
+            _summed(self._pair_file, figures[in_pair] * self._pair_count, len(self._files))
+            for figures in (needed, read, requests)
         ]
+        by_file[2] += self._range_requests(signature, [gathered.ranges for gathered in gathers])
+        costs = (
+            FileCost(file, *figures)
+            for file, *figures in zip(self._files, *(figures.tolist() for figures in by_file), strict=True)
+        )
+        cost = ProcessCost(
+            needed_bytes=int(by_file[0].sum()),
+            read_bytes=int(by_file[1].sum()),
+            num_requests=int(by_file[2].sum()),
+            staging_bytes=self._threads * max((gathered.window_bytes for gathered in gathers), default=0),
+            destination_bytes=destination_bytes,
+            files=tuple(cost for cost in costs if cost.num_requests),
+        )
+        return cost, np.stack([needed[signature], read[signature]])
+
+    def _range_requests(self, signature: np.ndarray, ranges: Sequence[tuple[Direct, ...]]) -> np.ndarray:
+        """For each file the requests that plain ranges, given by signature, take once those that touch are joined."""
+        counts = np.array([len(own) for own in ranges], np.int64)
+        signature_of = signature[self._tensors.group]
+        reading = np.flatnonzero(counts[signature_of])  # tensors that have ranges
+        signature_of = signature_of[reading]
+        per_tensor = counts[signature_of]
+        # Ranges are numbered in the order of the tensors here, and in the order of the signatures in `ranges`.
+        tensor = np.repeat(reading, per_tensor)
+        first_here, first = np.cumsum(per_tensor) - per_tensor, np.cumsum(counts) - counts
+        which = np.arange(len(tensor)) + np.repeat(first[signature_of] - first_here, per_tensor)
+        origin = self._tensors.begin[tensor]
+        begin = origin + np.array([reads.runs.begin for own in ranges for reads in own], np.int64)[which]
+        end = origin + np.array([reads.runs.end for own in ranges for reads in own], np.int64)[which]
+        file = self._tensors.file[tensor]
+        start = touching(file, begin, end)
+        last = np.append(start[1:], len(begin))[: len(start)] - 1
+        requests = -(-(end[last] - begin[start]) // MAX_REQUEST_BYTES)
+        return _summed(file[start], requests, len(self._files))
 
 
-def _process_cost(
-    leaves: Sequence[Leaf],
-    counts: Sequence[int],
-    held: Sequence[tuple[Box, ...]],
-    read_boxes: Sequence[tuple[Box, ...]],
-    tensors: _Tensors,
-    files: Sequence[str],
-    max_gap_bytes: int,
-    threads: int,
-) -> ProcessCost:
-    """The cost for a process that holds and reads boxes of each kind of leaf, of which there are `counts`."""
-    copies = [_copies(leaf, own) for leaf, own in zip(leaves, read_boxes, strict=True)]
-    needed, read, requests = (np.zeros(len(files), np.int64) for _ in range(3))
-    window_bytes = 0
-    ranges: list[tuple[np.ndarray, tuple[Direct, ...]]] = []
-    for itemsize, uses, numbers, in_file in tensors.alike:
-        wanted = tuple(copy for kind, place in uses for copy in copies[kind].get(place, ()))
-        gathered: Gather = gather(wanted, itemsize, max_gap_bytes)
-        needed += in_file * gathered.needed_bytes
-        read += in_file * gathered.read_bytes
-        requests += in_file * gathered.num_requests
-        window_bytes = max(window_bytes, gathered.window_bytes)
-        if gathered.ranges:
-            ranges.append((numbers, gathered.ranges))
-    requests += _range_requests(tensors, ranges, len(files))
-    destination_bytes = sum(
-        count * leaf.dtype.itemsize * sum(prod(stop - start for start, stop in box) for box in own)
-        for leaf, count, own in zip(leaves, counts, held, strict=True)
-    )
-    costs = (
-        FileCost(file, *figures)
-        for file, *figures in zip(files, needed.tolist(), read.tolist(), requests.tolist(), strict=True)
-    )
-    return ProcessCost(
-        needed_bytes=int(needed.sum()),
-        read_bytes=int(read.sum()),
-        num_requests=int(requests.sum()),
-        staging_bytes=threads * window_bytes,
-        destination_bytes=destination_bytes,
-        files=tuple(cost for cost in costs if cost.num_requests),
-    )
+def _summed(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """For each of `count` indices the sum of its values."""
+    # In float64, which is exact up to 2**53: 9 PB.
+    return np.bincount(index, weights=values, minlength=count).astype(np.int64)
 
 
-def _copies(leaf: Leaf, boxes: tuple[Box, ...]) -> dict[int, tuple[tuple[Copy, bool], ...]]:
-    """By the place of a tensor in the leaf's view, the copies that fill `boxes` from it."""
-    place = {name: at for at, name in enumerate(leaf.view.tensors)}
-    out: dict[int, list[tuple[Copy, bool]]] = {}
-    for box in boxes:
-        for name, copy, _ in leaf.view.copies(leaf.view.clipped(box), [stop - start for start, stop in box]):
-            out.setdefault(place[name], []).append((copy, leaf.dtype == leaf.view.dtype))
-    return {at: tuple(copies) for at, copies in out.items()}
+def _over_reads(leaves: Sequence[Leaf], tensors: Tensors, needed_and_read: np.ndarray) -> tuple[LeafOverRead, ...]:
+    """Leaves for which far more is read than needed, given what is read of one tensor of each group."""
+    needed, read = (_summed(tensors.leaf, figures[tensors.group], len(leaves)) for figures in needed_and_read)
+    wasted = read - needed
+    worst = np.argsort(-wasted, kind="stable")
+    worst = worst[read[worst] > REPORTED_OVER_READ * needed[worst]]
+    return tuple(LeafOverRead(leaves[leaf].name, int(needed[leaf]), int(read[leaf])) for leaf in worst.tolist())
 
 
-def _range_requests(
-    tensors: _Tensors, ranges: Sequence[tuple[np.ndarray, tuple[Direct, ...]]], files: int
-) -> np.ndarray:
-    """For each file the requests that plain ranges take once those that touch are joined."""
-    per_tensor = np.zeros(len(tensors.begin), np.int64)
-    for numbers, own in ranges:
-        per_tensor[numbers] = len(own)
-    first = np.cumsum(per_tensor) - per_tensor
-    begin, end = np.zeros((2, int(per_tensor.sum())), np.int64)
-    for numbers, own in ranges:
-        for at, reads in enumerate(own):
-            begin[first[numbers] + at] = tensors.begin[numbers] + reads.runs.begin
-            end[first[numbers] + at] = tensors.begin[numbers] + reads.runs.end
-    file = np.repeat(tensors.file, per_tensor)
-    start = touching(file, begin, end)
-    last = np.append(start[1:], len(begin)) - 1
-    requests = -(-(end[last] - begin[start]) // MAX_REQUEST_BYTES) if start.size else np.zeros(0, np.int64)
-    return np.bincount(file[start], weights=requests, minlength=files).astype(np.int64)
+def _elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
 
 
-def _shard_sizes(leaves: Sequence[Leaf], counts: Sequence[int]) -> tuple[ShardSize, ShardSize]:
+def _shard_sizes(layouts: Sequence[Layout], counts: Sequence[int]) -> tuple[ShardSize, ShardSize]:
     """What the device with the most and the one with the least bytes hold of all leaves together."""
-    devices = max((sum(len(own) for own in leaf.boxes) for leaf in leaves), default=0)
+    devices = max((sum(map(len, layout.boxes)) for layout in layouts), default=0)
     params, nbytes = np.zeros((2, max(devices, 1)), np.int64)
-    for leaf, count in zip(leaves, counts, strict=True):
-        elements = [prod(stop - start for start, stop in box) for own in leaf.boxes for box in own]
-        params[: len(elements)] += np.array(elements, np.int64) * count
-        nbytes[: len(elements)] += np.array(elements, np.int64) * count * leaf.dtype.itemsize
+    for layout, count in zip(layouts, counts, strict=True):
+        elements = np.array([_elements(box) for own in layout.boxes for box in own], np.int64) * count
+        params[: len(elements)] += elements
+        nbytes[: len(elements)] += elements * layout.dtype.itemsize
     most, least = int(np.argmax(nbytes)), int(np.argmin(nbytes))
     return (
         ShardSize(int(params[most]), int(nbytes[most])),

@@ -36,12 +36,15 @@ from orbax_safetensors.plan.strided import (
 _T = TypeVar("_T")
 Box = tuple[tuple[int, int], ...]  # for every dimension a half-open range
 
+# The dtype of a view whose tensors' dtype is not known: of a description, before it meets a checkpoint or a tree.
+UNKNOWN = np.dtype(np.void)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
 
-    tensor: str | None  # None: zeros, which are stored nowhere and have strides of 0
+    tensor: str | None  # None: zeros that are stored nowhere and have strides of 0
     start: tuple[int, ...]  # where the box begins in the view's domain
     offset: int  # of the box's first element in the tensor
     dims: tuple[Modes, ...]
@@ -78,12 +81,12 @@ class View:
         return View(shape, dtype, (Piece(name, (0,) * len(shape), 0, _contiguous(shape)),))
 
     @staticmethod
-    def zeros(shape: Sequence[int], dtype: np.dtype) -> View:
-        """Zeros that are stored nowhere; with `offset`, any constant. A save leaves them out."""
+    def full(shape: Sequence[int], value: float, dtype: np.dtype = UNKNOWN) -> View:
+        """A constant, which is stored nowhere; a save leaves it out. It has the dtype of what it is joined with."""
         shape = tuple(shape)
-        if prod(shape) == 0:
-            return View(shape, dtype, ())
-        return View(shape, dtype, (Piece(None, (0,) * len(shape), 0, tuple(merged(((size, 0),)) for size in shape)),))
+        dims = tuple(merged(((size, 0),)) for size in shape)
+        pieces = (Piece(None, (0,) * len(shape), 0, dims, (Offset(float(value)),)),) if prod(shape) else ()
+        return View(shape, dtype, pieces)
 
     @staticmethod
     def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
@@ -222,7 +225,7 @@ class View:
             for p in view.pieces
         )
         shape = views[0].shape
-        return View((*shape[:axis], len(views), *shape[axis:]), views[0].dtype, pieces)
+        return View((*shape[:axis], len(views), *shape[axis:]), _common_dtype(views), pieces)
 
     @staticmethod
     def concatenate(views: Sequence[View], axis: int = 0) -> View:
@@ -235,7 +238,7 @@ class View:
             for piece in view.pieces:
                 pieces.append(replace(piece, start=_with(piece.start, axis, piece.start[axis] + at)))
             at += view.shape[axis]
-        return View(_with(views[0].shape, axis, at), views[0].dtype, tuple(pieces))
+        return View(_with(views[0].shape, axis, at), _common_dtype(views), tuple(pieces))
 
     def pad(self, shape: Sequence[int]) -> View:
         """The view with zeros at the end of its dimensions, up to `shape`. A save leaves out what lies there."""
@@ -245,8 +248,7 @@ class View:
         view = self
         for axis, size in enumerate(shape):
             if missing := size - view.shape[axis]:
-                padding = View.zeros(_with(view.shape, axis, missing), self.dtype)
-                view = View.concatenate([view, padding], axis)
+                view = View.concatenate([view, View.full(_with(view.shape, axis, missing), 0)], axis)
         return view
 
     def cast(self, dtype: np.dtype | type) -> View:
@@ -320,9 +322,15 @@ def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
 def _check_alike(views: Sequence[View], operation: str, shapes: Sequence[tuple[int, ...]]) -> None:
     if not views:
         raise MappingError(f"{operation} of no views")
+    dtype = _common_dtype(views)
     for view, shape in zip(views, shapes, strict=True):
-        if shape != shapes[0] or view.dtype != views[0].dtype:
-            raise MappingError(f"{operation}: {view} of {view.dtype} does not fit {views[0]} of {views[0].dtype}")
+        if shape != shapes[0] or view.dtype not in (dtype, UNKNOWN):
+            raise MappingError(f"{operation}: {view} of {view.dtype} does not fit {views[0]} of {dtype}")
+
+
+def _common_dtype(views: Sequence[View]) -> np.dtype:
+    """The dtype of the first view that has one."""
+    return next((view.dtype for view in views if view.dtype != UNKNOWN), UNKNOWN)
 
 
 def _check_axis(view: View, axis: int, rank: int) -> int:

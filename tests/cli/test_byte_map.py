@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 
 from orbax_safetensors.cli.byte_map import amounts, owners, requested, union
-from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.plan import Block, Location, transfer_plan
 from orbax_safetensors.plan.view import View
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: tuple(sorted(pair))), max_size=8)
@@ -39,7 +39,7 @@ def test_what_a_plan_asks_for():
     view = View.tensor("t", (64, 100), np.dtype(np.uint8))
     rows = Block(view, ((0, 8), (0, 100)), (8, 100), view.dtype)
     columns = Block(view, ((32, 64), (90, 100)), (32, 10), view.dtype)
-    plan = transfer_plan([rows, columns], lambda _: (3, 1000), max_gap_bytes=0)
+    plan = transfer_plan([rows, columns], lambda _: Location(3, 1000, view.dtype), max_gap_bytes=0)
     asked = requested(plan)
     assert list(asked) == [3]
     assert sum(end - begin for begin, end in asked[3]) == plan.moved_bytes

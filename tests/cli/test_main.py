@@ -84,5 +84,5 @@ def test_an_interrupt_is_status_130(cli, single, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("orbax_safetensors.cli.inspect.open_checkpoint", interrupted)
+    monkeypatch.setattr("orbax_safetensors.cli.inspect.read_checkpoint", interrupted)
     assert cli("inspect", single) == (130, "", "")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from orbax_safetensors.checkpoint import open_checkpoint
+from orbax_safetensors.checkpoint import read_checkpoint
 from orbax_safetensors.cli.picture import draw
 
 HOSTILE = "</script><script>alert(1)</script>&\"'{{data}}\x1b[31m"
@@ -37,7 +37,7 @@ class Page(HTMLParser):
 def drawn(tmp_path):
     """A file of which process 0 read the first half, process 1 the rest, and both the last ten bytes."""
     save_file({"a": np.zeros((8, 8), np.float32), HOSTILE: np.zeros(24, np.uint8)}, tmp_path / "a.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = read_checkpoint(tmp_path)
     start, end = checkpoint.files[0].header.data_start, checkpoint.files[0].header.file_bytes
     ranges = [[[start, start + 140], [end - 10, end]], [[start + 140, end]]]
     reports = [

@@ -769,7 +769,7 @@ def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeyp
 
     monkeypatch.setattr(arena, "_map", remember)
     checkpoint = ost.open_checkpoint(directory)
-    monkeypatch.setattr(ost.api, "open_checkpoint", lambda path: checkpoint)
+    monkeypatch.setattr(ost.api, "read_checkpoint", lambda path: checkpoint)
     monkeypatch.setattr(local.os, "preadv", fail)
     gc.disable()
     try:

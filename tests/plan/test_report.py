@@ -1,14 +1,19 @@
 """The report counts exactly what `transfer_plan` plans, for whatever views and shardings."""
 
+import contextlib
+import itertools
 import json
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_safetensors.plan import coalesce, plan
-from orbax_safetensors.plan.plan import Block, transfer_plan
-from orbax_safetensors.plan.report import Leaf, restore_plan
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.plan import coalesce, plan, report
+from orbax_safetensors.plan.plan import Block, Location, transfer_plan
+from orbax_safetensors.plan.report import Leaf, LeafOverRead, restore_plan
 from orbax_safetensors.plan.view import View
 from tests.plan.views import boxes, compositions
 
@@ -16,74 +21,265 @@ F4, F2 = np.dtype("f4"), np.dtype("f2")
 
 
 class Places:
-    """Tensors one after the other in files that hold `per_file` each."""
+    """Tensors of `(name, number of elements, dtype)` one after the other in files that hold `per_file` each."""
 
-    def __init__(self, sizes, per_file):
+    def __init__(self, tensors, per_file):
         self.places, end = {}, 0
-        for number, (name, nbytes) in enumerate(sizes):
+        for number, (name, elements, dtype) in enumerate(tensors):
             if number % per_file == 0:
                 end = 100
-            self.places[name] = (number // per_file, end)
-            end += nbytes
+            self.places[name] = Location(number // per_file, end, dtype)
+            end += elements * dtype.itemsize
+        self.files = [f"f{number}" for number in range(-(-len(tensors) // per_file))]
 
     def locate(self, name):
         return self.places[name]
 
 
-def planned(leaves, places, process, gap):
-    destinations = []
+def planned(leaves, places, process, gap, file=None):
+    """The plan of a process, or the part of it that concerns one file."""
+    blocks = []
     for leaf in leaves:
-        for box in dict.fromkeys(leaf.boxes[process]):
-            stored = tuple((min(a, n), min(b, n)) for (a, b), n in zip(box, leaf.view.shape, strict=True))
-            destinations.append(Block(leaf.view, stored, tuple(b - a for a, b in box), leaf.dtype))
-    return transfer_plan(destinations, places.locate, gap), destinations
+        view = leaf.view
+        if file is not None:
+            kept = (p for p in view.pieces if p.tensor is not None and places.locate(p.tensor).file == file)
+            view = replace(view, pieces=tuple(kept))
+        if leaf.readers is None or process in leaf.readers:
+            for box in dict.fromkeys(leaf.boxes[process]):
+                blocks.append(Block(view, view.clipped(box), tuple(b - a for a, b in box), leaf.dtype))
+    return transfer_plan(blocks, places.locate, gap)
+
+
+def check(leaves, places, gap, process_count):
+    """Compares the report with the plans, process by process and file by file."""
+    counted = restore_plan(
+        leaves, places.locate, places.files, max_gap_bytes=gap, threads=3, process_count=process_count
+    )
+    for process, cost in enumerate(counted.processes):
+        expected = planned(leaves, places, process, gap)
+        assert cost.read_bytes == expected.moved_bytes
+        assert cost.needed_bytes == expected.needed_bytes
+        assert cost.num_requests == expected.num_requests
+        assert cost.staging_bytes == 3 * expected.window_bytes
+        assert cost.destination_bytes == sum(
+            prod(b - a for a, b in box) * leaf.dtype.itemsize
+            for leaf in leaves
+            for box in dict.fromkeys(leaf.boxes[process])
+        )
+        by_file = {file.file: file for file in cost.files}
+        for number, file in enumerate(places.files):
+            expected = planned(leaves, places, process, gap, number)
+            if expected.num_requests:
+                found = by_file.pop(file)
+                assert found.read_bytes == expected.moved_bytes
+                assert found.needed_bytes == expected.needed_bytes
+                assert found.num_requests == expected.num_requests
+        assert not by_file
+    return counted
 
 
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from([0, 64]), st.integers(1, 3))
 def test_the_report_counts_what_is_planned(data, gap, per_file):
-    leaves, sizes = [], []
+    leaves, tensors = [], []
     for number in range(data.draw(st.integers(1, 4))):
         made = data.draw(compositions())
         renamed = {name: f"{number}.{name}" for name in made.stored}
-        pieces = tuple(
-            type(piece)(renamed[piece.tensor], piece.start, piece.offset, piece.dims) for piece in made.view.pieces
-        )
-        view = View(made.view.shape, F4, pieces)
+        view = replace(made.view, pieces=tuple(replace(p, tensor=renamed[p.tensor]) for p in made.view.pieces))
         shape = tuple(size + data.draw(st.integers(0, 2)) for size in view.shape)
         held = [tuple(data.draw(st.lists(boxes(shape), min_size=1, max_size=3))) for _ in range(2)]
-        leaves.append(Leaf(view, shape, data.draw(st.sampled_from([F4, F2])), held))
-        sizes += [(renamed[name], array.nbytes) for name, array in made.stored.items()]
-    places = Places(sizes, per_file)
-    files = [f"f{number}" for number in range(len(sizes) + 1)]
-    report = restore_plan(leaves, places.locate, files, max_gap_bytes=gap, threads=3, process_count=2)
-    for process, cost in enumerate(report.processes):
-        expected, destinations = planned(leaves, places, process, gap)
-        assert cost.read_bytes == expected.moved_bytes
-        assert cost.needed_bytes == expected.needed_bytes
-        assert cost.num_requests == expected.num_requests
-        assert cost.staging_bytes == 3 * expected.window_bytes
-        assert cost.destination_bytes == sum(destination.nbytes for destination in destinations)
-        for figure in ("read_bytes", "needed_bytes", "num_requests"):
-            assert sum(getattr(file, figure) for file in cost.files) == getattr(cost, figure)
-        requested = {extent.file for extent in expected.extents} | {part.file for part in expected.parts}
-        assert {file.file for file in cost.files} == {f"f{number}" for number in requested}
+        leaves.append(Leaf(str(number), view, shape, data.draw(st.sampled_from([F4, F2])), held))
+        tensors += [(renamed[name], array.size, F4) for name, array in made.stored.items()]
+    check(leaves, Places(tensors, per_file), gap, process_count=2)
+
+
+@dataclass
+class Tree:
+    """Leaves as models have them, stacked from many stored tensors, and `(name, elements, dtype)` of these."""
+
+    leaves: list = field(default_factory=list)
+    tensors: list = field(default_factory=list)
+
+
+SIZES = st.sampled_from([2, 3, 4, 6])
+
+
+@st.composite
+def trees(draw, process_count, devices):
+    """Stacks of tensors that are seen in one of a few ways, and more leaves that see the same tensors in others."""
+    tree = Tree()
+    shardings = {}
+    for number in range(draw(st.integers(1, 2))):
+        rows, columns = 2 * draw(SIZES), 2 * draw(SIZES)
+        counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
+        stored = draw(st.lists(st.sampled_from([F4, F2]), min_size=1, max_size=2, unique=True))
+        names = [f"{number}.{'.'.join(map(str, index))}" for index in itertools.product(*map(range, counts))]
+        own = [(name, rows * columns, draw(st.sampled_from(stored))) for name in names]
+        tree.tensors += own if draw(st.booleans()) else own[::-1]
+        for way in range(draw(st.integers(1, 2))):
+            words = draw(st.lists(st.lists(WORDS, max_size=2), min_size=1, max_size=2))
+            views = []
+            for name in names:
+                views.append(View.tensor(name, (rows, columns), F4))
+                for word in draw(st.sampled_from(words)):
+                    with contextlib.suppress(MappingError):  # a reshape that is not affine is left out
+                        views[-1] = word(views[-1])
+            try:
+                for count in reversed(counts):
+                    stacked = draw(st.sampled_from(JOINS))
+                    views = [stacked(views[at : at + count]) for at in range(0, len(views), count)]
+            except MappingError:  # tensors that were made different shapes do not stack
+                continue
+            (view,) = views
+            view = draw(st.sampled_from(FINISHES))(view)
+            shape = tuple(size + draw(st.sampled_from([0, 0, 0, 1])) for size in view.shape)
+            dtype = draw(st.sampled_from([F4, F2]))
+            if shape not in shardings or draw(st.booleans()):
+                shardings[shape] = draw(dealt(shape, process_count, devices))
+            readers = draw(st.sampled_from([None, None, frozenset([0])]))
+            tree.leaves.append(Leaf(f"{number}.{way}", view, shape, dtype, shardings[shape], readers))
+    return tree
+
+
+def halves(view):
+    """Both halves of the leading dimension the other way round: two pieces of each tensor."""
+    half = view.shape[0] // 2
+    return View.concatenate([view.slice(slice(half, None)), view.slice(slice(0, half))])
+
+
+def heads(view):
+    """As rotary embeddings are stored: the leading dimension split in two and its parts transposed."""
+    return view.reshape((2, -1, view.shape[1])).transpose((1, 0, 2)).reshape(view.shape)
+
+
+WORDS = st.sampled_from(
+    [
+        View.transpose,
+        halves,
+        heads,
+        lambda view: view.slice(slice(0, None, 2)),
+        lambda view: view.slice(slice(1, None, 2)),
+        lambda view: view.slice(slice(None), slice(1, None, 2)),
+        lambda view: view.slice(slice(1, 3)),
+        lambda view: view.scale(2.0),
+    ]
+)
+JOINS = [
+    View.stack,
+    lambda views: View.stack(views, 1),
+    View.concatenate,
+    lambda views: View.concatenate(views, 1),
+]
+FINISHES = [
+    lambda view: view,
+    lambda view: view,
+    lambda view: view.offset(1.0),
+    lambda view: view.pad(tuple(size + 1 for size in view.shape)),
+    lambda view: View.concatenate([view.slice(slice(0, 1)), view]),
+    View.transpose,
+]
+
+
+@st.composite
+def dealt(draw, shape, process_count, devices):
+    """The boxes of each process as a `NamedSharding` over a mesh of two axes makes them."""
+    mesh = draw(st.sampled_from([(a, devices // a) for a in range(1, devices + 1) if devices % a == 0]))
+    over = [()] * len(shape)
+    if shape:
+        if draw(st.booleans()):
+            over[draw(st.integers(0, len(shape) - 1))] = (0, 1)
+        else:
+            for axis in draw(st.sampled_from([(), (0,), (1,), (0, 1)])):
+                over[draw(st.integers(0, len(shape) - 1))] += (axis,)
+    boxes = []
+    for place in np.ndindex(*mesh):
+        box = []
+        for size, axes in zip(shape, over, strict=True):
+            block, blocks = 0, 1
+            for axis in axes:
+                block, blocks = block * mesh[axis] + place[axis], blocks * mesh[axis]
+            length = -(-size // blocks)
+            box.append((min(block * length, size), min((block + 1) * length, size)))
+        boxes.append(tuple(box))
+    each = devices // process_count
+    return [tuple(boxes[at : at + each]) for at in range(0, devices, each)]
+
+
+@settings(max_examples=300)
+@given(st.data(), st.sampled_from([0, 16, 64]), st.integers(1, 9), st.sampled_from([1, 2, 4]), st.sampled_from([4, 8]))
+def test_stacks_of_many_tensors_on_a_mesh(data, gap, per_file, process_count, devices):
+    tree = data.draw(trees(process_count, devices))
+    counted = check(tree.leaves, Places(tree.tensors, per_file), gap, process_count)
+    reads = sum(cost.read_bytes for cost in counted.processes)
+    assert sum(leaf.read_bytes for leaf in counted.over_reads) <= reads
+
+
+def experts(name, experts, layers, rows, columns):
+    """A stack `(experts, layers, columns, rows)` of transposed tensors, and what they are."""
+    names = [[f"{name}.{layer}.{expert}" for layer in range(layers)] for expert in range(experts)]
+    view = View.stack([View.stack([View.tensor(one, (rows, columns), F4).T for one in own]) for own in names])
+    return view, [(names[expert][layer], rows * columns, F4) for layer in range(layers) for expert in range(experts)]
+
+
+def split(shape, axis, count):
+    """The boxes of `count` processes that each hold one block of dimension `axis`."""
+    length = shape[axis] // count
+    whole = [(0, size) for size in shape]
+    return [((*whole[:axis], (at * length, (at + 1) * length), *whole[axis + 1 :]),) for at in range(count)]
+
+
+def test_the_work_does_not_grow_with_the_number_of_tensors(monkeypatch):
+    calls = []
+    monkeypatch.setattr(report, "gather", lambda copies, *rest: calls.append(copies) or coalesce.gather(copies, *rest))
+    view, tensors = experts("e", 32, 10, 16, 8)
+    for axis, at_most in ((0, 2), (1, 2), (2, 1), (3, 1)):
+        calls.clear()
+        count = 10 if axis == 1 else 8
+        check([Leaf("e", view, view.shape, F4, split(view.shape, axis, count))], Places(tensors, 40), 0, count)
+        assert len(calls) <= at_most * count
+
+
+def test_leaves_that_force_over_reads_are_named_the_most_wasteful_first():
+    def leaf(name, axis, count=4):
+        view, tensors = experts(name, 4, 2, 8, 4 * count)
+        return Leaf(name, view, view.shape, F4, split(view.shape, axis, 4)), tensors
+
+    made = [leaf("whole experts", 0), leaf("columns", 2), leaf("rows", 3), leaf("more columns", 2, count=8)]
+    leaves = [one for one, _ in made]
+    # Tensors that an earlier leaf uses: the second of them adds nothing of its own.
+    leaves.append(replace(leaves[1], name="columns again"))
+    places = Places([tensor for _, tensors in made for tensor in tensors], 5)
+    counted = restore_plan(leaves, places.locate, places.files, max_gap_bytes=1000, threads=1, process_count=4)
+    nbytes = 4 * 2 * 8 * 16 * 4  # of the narrower ones; a process reads every tensor from its first to its last column
+    columns, wide = (
+        LeafOverRead("columns", nbytes, 8 * 4 * 4 * (7 * 16 + 4)),
+        LeafOverRead("more columns", 2 * nbytes, 8 * 4 * 4 * (7 * 32 + 8)),
+    )
+    assert counted.over_reads == (wide, columns)
+    assert columns.over_read == columns.read_bytes / nbytes > 3
+    (first, _) = json.loads(counted.to_json())["over_reads"]
+    assert first == {
+        "name": "more columns",
+        "needed_bytes": wide.needed_bytes,
+        "read_bytes": wide.read_bytes,
+        "over_read": wide.over_read,
+    }
+    assert sum(cost.read_bytes - cost.needed_bytes for cost in counted.processes) == sum(
+        one.read_bytes - one.needed_bytes for one in counted.over_reads
+    )
 
 
 def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
     limit = coalesce.MAX_REQUEST_BYTES
+    sizes = (("a", 10), ("b", limit // 4), ("c", 5))
     leaves = [
-        Leaf(View.tensor(name, (elements,), F4), (elements,), F4, whole)
-        for name, elements, whole in (
-            ("a", 10, [(((0, 10),),)]),
-            ("b", limit // 4, [(((0, limit // 4),),)]),
-            ("c", 5, [(((0, 5),),)]),
-        )
+        Leaf(name, View.tensor(name, (elements,), F4), (elements,), F4, [(((0, elements),),)])
+        for name, elements in sizes
     ]
-    places = Places([("a", 40), ("b", limit), ("c", 20)], per_file=3)
+    places = Places([(name, elements, F4) for name, elements in sizes], per_file=3)
     (cost,) = restore_plan(leaves, places.locate, ["f"], max_gap_bytes=0, threads=1, process_count=1).processes
     assert cost.num_requests == 2
-    expected, _ = planned(leaves, places, 0, 0)
+    expected = planned(leaves, places, 0, 0)
     assert [(extent.begin, extent.end) for extent in expected.extents] == [
         (100, 100 + limit),
         (100 + limit, 160 + limit),
@@ -98,21 +294,27 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
 def test_totals_and_uneven_shards():
     view = View.tensor("w", (5, 2), F4)
     held = [(((0, 3), (0, 2)),), (((3, 5), (0, 2)),)]
-    report = restore_plan(
-        [Leaf(view, (5, 2), F2, held)], lambda name: (0, 8), ["f"], max_gap_bytes=0, threads=2, process_count=2
+    counted = restore_plan(
+        [Leaf("w", view, (5, 2), F2, held)],
+        lambda name: Location(0, 8, F4),
+        ["f"],
+        max_gap_bytes=0,
+        threads=2,
+        process_count=2,
     )
-    assert (report.total_params, report.total_bytes, report.num_arrays) == (10, 20, 1)
-    assert (report.largest_shard.params, report.smallest_shard.params) == (6, 4)
-    assert (report.largest_shard.nbytes, report.smallest_shard.nbytes) == (12, 8)
-    decoded = json.loads(report.to_json())
+    assert (counted.total_params, counted.total_bytes, counted.num_arrays) == (10, 20, 1)
+    assert (counted.largest_shard.params, counted.smallest_shard.params) == (6, 4)
+    assert (counted.largest_shard.nbytes, counted.smallest_shard.nbytes) == (12, 8)
+    decoded = json.loads(counted.to_json())
     assert decoded["total_params"] == 10
     assert [process["needed_bytes"] for process in decoded["processes"]] == [24, 16]
     assert decoded["processes"][0]["over_read"] == 1.0
     assert decoded["processes"][0]["files"][0]["file"] == "f"
+    assert decoded["over_reads"] == []
 
 
 def test_nothing_to_restore():
-    report = restore_plan([], lambda name: (0, 0), [], max_gap_bytes=0, threads=2, process_count=1)
-    assert (report.total_params, report.largest_shard.params) == (0, 0)
-    (cost,) = report.processes
+    counted = restore_plan([], lambda name: Location(0, 0, F4), [], max_gap_bytes=0, threads=2, process_count=1)
+    assert (counted.total_params, counted.largest_shard.params) == (0, 0)
+    (cost,) = counted.processes
     assert (cost.read_bytes, cost.over_read) == (0, 1.0)

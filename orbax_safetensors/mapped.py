@@ -1,0 +1,169 @@
+"""Families at work: a checkpoint seen as the model's own tree, and a tree taken apart into stored tensors."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
+from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.plan.elementwise import Cast
+from orbax_safetensors.plan.view import UNKNOWN, View
+from orbax_safetensors.sources import Source
+
+CONFIG_NAME = "config.json"
+# Configs are a few kilobytes. What is much longer is something else.
+_MAX_CONFIG_BYTES = 16 * 2**20
+
+AskedFamily = Family | str | None
+
+
+def mapped(
+    checkpoint: Checkpoint, asked: AskedFamily, variant: Mapping[str, Any] | None, *, complete: bool
+) -> Checkpoint:
+    """`checkpoint` as the family that was asked for sees it, or one that is registered; as it is where there is none.
+
+    With `complete`, each stored tensor has to be used once; without it, leaves whose tensors are not all stored are
+    left out, and there may be other tensors. Raises `MappingError` where there is no such family, or where config,
+    variant and tensors disagree.
+    """
+    if asked is None and not registry.any_registered():
+        return checkpoint
+    config = read_config(checkpoint)
+    family = registry.find(asked, config)
+    if family is None:
+        return checkpoint
+    where = f"{checkpoint.path}: {family.name}"
+    described_as = {own: _renamed(family, own) for own in checkpoint.tensors}
+    stored = {name: own for own, name in described_as.items()}
+    if len(stored) < len(described_as):
+        twice = next(name for own, name in described_as.items() if stored[name] != own)
+        raise MappingError(f"{where}: several stored tensors are {twice!r} to the family")
+    shapes = {name: checkpoint.tensors[own].shape for name, own in stored.items()}
+    unbound: dict[str, tuple[int, ...]] = {}
+
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        if shapes.get(name) == shape:
+            return checkpoint.view(stored[name])
+        unbound[name] = shape
+        return View.tensor(name, shape, UNKNOWN)
+
+    tree = family.describe(config, variant or {}, bind)
+    tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
+    check_shapes(where, tree, unbound, shapes)
+    if complete:
+        check_use(where, tree, shapes, lambda name: described_as[checkpoint.whole(name)])
+    return replace(checkpoint, mapped=tree)
+
+
+Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+def taken_apart(
+    sources: Sequence[Source], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[list[Source], Tensors]:
+    """`sources` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
+
+    The family is the one that was asked for, or one that is registered for the config's architecture; without one,
+    each leaf is a tensor. A tensor has the dtype of its leaf, or the config's where the family casts. Raises
+    `MappingError` where there is no such family, or where config, variant and leaves disagree.
+    """
+    family = registry.find(asked, config)
+    if family is None:
+        return list(sources), {source.name: (source.dtype, source.shape) for source in sources}
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        if shapes.setdefault(name, shape) != shape:
+            raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
+        return View.tensor(name, shape, UNKNOWN)
+
+    tree = family.describe(config, variant or {}, bind)
+    tree = check_leaves(family.name, tree, {source.name: source.shape for source in sources})
+    viewed, tensors = [], Tensors()
+    for source in sources:
+        view = replace(tree[source.name], dtype=source.value.dtype)
+        for piece in view.pieces:
+            if piece.tensor is None:
+                continue
+            dtype = source.dtype if not any(isinstance(op, Cast) for op in piece.ops) else _dtype(config, source.dtype)
+            if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
+                raise MappingError(
+                    f"{family.name}: {source.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
+                    f"of one tensor, {piece.tensor!r}"
+                )
+        viewed.append(replace(source, view=view))
+    check_use(family.name, tree, {name: shape for name, (_, shape) in tensors.items()})
+    return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
+
+
+def _dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
+    """The dtype that a config says the model's tensors are stored with."""
+    name = config.get("dtype", config.get("torch_dtype"))
+    try:
+        return np.dtype(name) if name else otherwise
+    except TypeError:
+        raise MappingError(f"config.json: dtype {name!r} is not one that tensors can have") from None
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def as_config(config: Any) -> dict[str, Any] | None:
+    """A config that somebody passed, as the content of the `config.json` of what is saved.
+
+    Raises `MappingError` where it is neither a dict that JSON can hold nor something with a `to_dict` that gives one.
+    """
+    if config is None:
+        return None
+    given = config.to_dict() if hasattr(config, "to_dict") else config
+    try:
+        config = json.loads(json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MappingError(f"config: cannot be stored as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise MappingError(f"config: expected the content of a config.json, found {given!r:.80}")
+    # It says how tensors were stored that have been decoded since.
+    config.pop("quantization_config", None)
+    return config
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The `config.json` beside a checkpoint's files, {} where there is none.
+
+    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read.
+    """
+    directory = posixpath.dirname(checkpoint.files[0].path) or "."
+    if CONFIG_NAME not in (checkpoint.store.list(directory) or ()):
+        return {}
+    path = posixpath.join(directory, CONFIG_NAME)
+    file = checkpoint.store.open(path)
+    try:
+        text = bytearray(min(file.stamp.nbytes, _MAX_CONFIG_BYTES))
+        file.read(0, [memoryview(text)])
+    finally:
+        file.close()
+    try:
+        config = json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise MappingError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise MappingError(f"{path}: expected a JSON object, found {config!r:.80}")
+    return config
+
+
+def _renamed(family: Family, name: str) -> str:
+    for pattern, replacement in family.renames:
+        name = re.sub(pattern, replacement, name)
+    return name

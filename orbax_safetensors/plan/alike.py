@@ -1,0 +1,269 @@
+"""Which stored tensors a process reads alike, so that one of them is planned for all of them.
+
+A leaf may be a stack of ten thousand tensors, and there may be a thousand processes: nothing here is done in Python for
+each tensor and each process. What a box takes from a piece depends on the piece's *form* (its modes, first element and
+ops) and on how the box cuts it, relative to where the piece begins. Where in the box it goes makes no difference to
+what is read. So the pieces of all leaves come down to few cases, which arrays of small numbers tell apart:
+
+- a *layout* is how leaves of one kind are cut: leaves of one layout have the same boxes;
+- a *site* is a place in a layout where a piece of some form begins, in any number of leaves;
+- a *group* has the tensors that are used at the same sites; a *pattern* has the groups whose sites have the same forms;
+- the *signature* of a group for one process: its pattern, and how the process's boxes cut each of its sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orbax_safetensors.plan.plan import Location, same_bits
+from orbax_safetensors.plan.strided import Copy, extent
+from orbax_safetensors.plan.view import Box, Piece, View
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How leaves of one kind are cut.
+
+    Attributes:
+      stored_shape: of their views; what lies outside is zeros and is stored nowhere.
+      shape, dtype: of the leaves.
+      boxes: for every process those of its devices.
+      readers: the processes that read their boxes; others receive them from these. None where all read.
+    """
+
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    boxes: Sequence[tuple[Box, ...]]
+    readers: frozenset[int] | None
+
+    def held(self, process: int) -> tuple[Box, ...]:
+        """The distinct boxes that a process holds of each leaf."""
+        return tuple(dict.fromkeys(self.boxes[process]))
+
+    def read(self, process: int) -> tuple[Box, ...]:
+        """Those of them that it reads."""
+        return self.held(process) if self.readers is None or process in self.readers else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a process takes from each tensor of one signature.
+
+    `location` is that of one of the tensors. For each copy it is known whether it moves bits unchanged; where its
+    destination begins is left out.
+    """
+
+    location: Location
+    copies: tuple[tuple[Copy, bool], ...]
+
+
+class Tensors:
+    """The stored tensors of a tree's views, in the order of the files and of their offsets.
+
+    Attributes:
+      file, begin: the number of the file of every tensor, and its offset in it.
+      leaf: the number of the first leaf that uses it.
+      group: the number of its group; there are `groups` of them.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[View],
+        layout_of: Sequence[int],
+        layouts: Sequence[Layout],
+        locate: Callable[[str], Location],
+    ) -> None:
+        """`layout_of` has the position in `layouts` for each of `views`; `locate` knows their tensors."""
+        self._layouts = layouts
+        self._sites: list[tuple[int, Piece]] = []  # the layout of every site, and one of the pieces there
+        uses: dict[str, list[tuple[int, ...]]] = {}  # for every tensor, and each leaf that uses it, the sites
+        leaf_of: dict[str, int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
+        for leaf, (view, layout) in enumerate(zip(views, layout_of, strict=True)):
+            own: dict[str, list[int]] = {}
+            for piece in view.pieces:
+                if piece.tensor is not None:
+                    key = (layout, piece.start, piece.offset, piece.dims, piece.ops)
+                    site = numbers.setdefault(key, len(numbers))
+                    if site == len(self._sites):
+                        self._sites.append((layout, piece))
+                    own.setdefault(piece.tensor, []).append(site)
+            for name, sites in own.items():
+                uses.setdefault(name, []).append(tuple(sites))
+                leaf_of.setdefault(name, leaf)
+        located = sorted(((locate(name), name) for name in uses), key=lambda at: (at[0].file, at[0].begin, at[1]))
+        self.file = np.array([location.file for location, _ in located], np.int64)
+        self.begin = np.array([location.begin for location, _ in located], np.int64)
+        self.leaf = np.array([leaf_of[name] for _, name in located], np.int64)
+        groups: dict[tuple[np.dtype, tuple[tuple[int, ...], ...]], int] = {}
+        group = [groups.setdefault((at.dtype, tuple(uses[name])), len(groups)) for at, name in located]
+        # Groups with the most uses first, so that those that have a certain number of them are the leading ones.
+        order = sorted(groups, key=lambda key: -sum(map(len, key[1])))
+        rank = {groups[key]: number for number, key in enumerate(order)}
+        self.groups = len(order)
+        self.group = np.array([rank[number] for number in group], np.int64)
+        # For every group the location of one of its tensors, and the sites in each leaf that uses it.
+        examples = {rank[number]: location for number, (location, _) in zip(group, located, strict=True)}
+        self._group_uses = [(examples[number], key[1]) for number, key in enumerate(order)]
+        self._pattern, self._patterns = self._find_patterns()
+        flat = [[site for sites in used for site in sites] for _, used in self._group_uses]
+        self._nth_sites = []  # for n = 0, 1, ... the nth site of the leading groups, those that have so many
+        for n in range(len(flat[0]) if flat else 0):
+            self._nth_sites.append(np.array([sites[n] for sites in flat if len(sites) > n], np.int64))
+        self._cuts = _cuts_by_layout(self._sites, len(layouts))
+
+    def _find_patterns(self) -> tuple[np.ndarray, int]:
+        """A number for every group, the same for groups that differ in nothing but where their pieces begin."""
+        forms: dict[tuple[object, ...], int] = {}
+        form = [
+            forms.setdefault((layout, piece.offset, piece.dims, piece.ops), len(forms)) for layout, piece in self._sites
+        ]
+        patterns: dict[tuple[object, ...], int] = {}
+        numbers = [
+            patterns.setdefault(
+                (location.dtype, tuple(tuple(form[site] for site in sites) for sites in used)), len(patterns)
+            )
+            for location, used in self._group_uses
+        ]
+        return np.array(numbers, np.int64), len(patterns)
+
+    def signatures(self, boxes: Sequence[tuple[Box, ...]]) -> tuple[np.ndarray, list[Wanted]]:
+        """The signature of every group for a process that reads `boxes` of each layout, and what each one takes."""
+        cut, cuts = np.zeros(len(self._sites), np.int64), 1
+        for own, (sites, axes) in zip(boxes, self._cuts, strict=True):
+            numbers, count = _cut_by_all(axes, own) if sites.size else (None, 1)
+            if numbers is not None:
+                cut[sites] = numbers
+                cuts = max(cuts, count)
+        signature, count = self._pattern, self._patterns
+        if cuts > 1:
+            rest, rests = np.zeros(0, np.int64), 1  # how the sites from the nth on are cut
+            for nth in reversed(self._nth_sites):
+                both = cut[nth] * rests
+                both[: len(rest)] += rest
+                rest, rests = _renumbered(both, cuts * rests)
+            signature, count = _renumbered(signature * rests + rest, count * rests)
+        example = np.zeros(count, np.int64)
+        example[signature] = np.arange(self.groups)
+        return signature, [self._wanted(number, boxes) for number in example.tolist()]
+
+    def _wanted(self, group: int, boxes: Sequence[tuple[Box, ...]]) -> Wanted:
+        """What the boxes of each layout take from a tensor of a group, in the order of `plan.transfer_plan`."""
+        location, used = self._group_uses[group]
+        copies = []
+        for sites in used:
+            number = self._sites[sites[0]][0]
+            layout = self._layouts[number]
+            view = View(layout.stored_shape, layout.dtype, tuple(self._sites[site][1] for site in sites))
+            for box in boxes[number]:
+                for _, copy, ops in view.copies(view.clipped(box), [stop - start for start, stop in box]):
+                    copies.append((Copy(copy.source, 0, copy.modes), same_bits(ops, location.dtype, layout.dtype)))
+        return Wanted(location, tuple(copies))
+
+
+class _Axis:
+    """Where the pieces at the sites of one layout lie along one dimension."""
+
+    def __init__(self, begin: np.ndarray, size: np.ndarray) -> None:
+        distinct, self._which = _unique_pairs(begin, size)
+        self._begin, self._size = distinct
+        self._known: dict[tuple[int, int], np.ndarray | bool] = {}
+
+    def cut(self, low: int, high: int) -> np.ndarray | bool:
+        """A number for every site, equal where `[low, high)` cuts equal pieces alike; 0 where it misses them.
+
+        False where it misses all, True where it cuts all alike.
+        """
+        found = self._known.get((low, high))
+        if found is None:
+            found = self._known[low, high] = self._cut(low, high)
+        return found if isinstance(found, bool) else found[self._which]
+
+    def _cut(self, low: int, high: int) -> np.ndarray | bool:
+        if len(self._begin) == 1:  # spares the commonest case NumPy's work per call
+            begin = int(self._begin[0])
+            return max(low, begin) < min(high, begin + int(self._size[0]))
+        start = np.maximum(low - self._begin, 0)
+        stop = np.minimum(high - self._begin, self._size)
+        hit = start < stop
+        whole = hit & (stop - start == self._size)
+        numbers = whole.astype(np.int64)  # a whole piece is cut like any other whole one
+        partly = hit & ~whole
+        if partly.any():
+            numbers[partly] = 2 + _unique_pairs(start[partly], stop[partly])[1]
+        return bool(numbers[0]) if (numbers == numbers[0]).all() else numbers
+
+
+def _unique_pairs(a: np.ndarray, b: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """The distinct pairs of numbers of two arrays, none of them negative, and which of them is at each position."""
+    radix = int(b.max()) + 1
+    distinct, which = np.unique(a * radix + b, return_inverse=True)
+    return np.divmod(distinct, radix), which
+
+
+def _cuts_by_layout(sites: Sequence[tuple[int, Piece]], layouts: int) -> list[tuple[np.ndarray, list[_Axis]]]:
+    """For every layout the numbers of its sites, and its dimensions."""
+    own: list[list[int]] = [[] for _ in range(layouts)]
+    for number, (layout, _) in enumerate(sites):
+        own[layout].append(number)
+    out = []
+    for numbers in own:
+        pieces = [sites[number][1] for number in numbers]
+        starts = np.array([piece.start for piece in pieces], np.int64)
+        sizes: dict[object, tuple[int, ...]] = {}
+        for piece in pieces:
+            if piece.dims not in sizes:
+                sizes[piece.dims] = tuple(extent(modes) for modes in piece.dims)
+        extents = np.array([sizes[piece.dims] for piece in pieces], np.int64)
+        axes = [_Axis(*columns) for columns in zip(starts.T, extents.T, strict=True)] if pieces else []
+        out.append((np.array(numbers, np.int64), axes))
+    return out
+
+
+def _cut_by_all(axes: Sequence[_Axis], boxes: Sequence[Box]) -> tuple[np.ndarray | None, int]:
+    """A number for every site, equal where all of `boxes` cut equal pieces alike, and how many there are.
+
+    None where that is so at all sites.
+    """
+    numbers, count = None, 1
+    for box in boxes:
+        cut = _cut_by_one(axes, box)
+        if cut is not None:
+            cuts = int(cut.max()) + 1
+            both = cut if numbers is None else numbers * cuts + cut
+            numbers, count = _renumbered(both, count * cuts)
+    return numbers, count
+
+
+def _cut_by_one(axes: Sequence[_Axis], box: Box) -> np.ndarray | None:
+    """A number for every site, 0 where `box` misses the piece there; None where it cuts all alike or misses all."""
+    numbers = None
+    for axis, (low, high) in zip(axes, box, strict=True):
+        cut = axis.cut(low, high)
+        if cut is False:
+            return None
+        if cut is True:
+            continue
+        if numbers is None:
+            numbers = cut
+        else:
+            cuts = int(cut.max()) + 1
+            both = np.where((numbers > 0) & (cut > 0), numbers * cuts + cut, 0)
+            numbers, _ = _renumbered(both, (int(numbers.max()) + 1) * cuts)
+    return numbers
+
+
+def _renumbered(numbers: np.ndarray, bound: int) -> tuple[np.ndarray, int]:
+    """Numbers below `bound` as others that are equal where they are and without gaps, and how many; 0 stays 0."""
+    if bound > 4 * len(numbers) + 1024:  # too many for a table
+        distinct, out = np.unique(np.append(0, numbers), return_inverse=True)
+        return out[1:], len(distinct)
+    seen = np.zeros(bound, bool)
+    seen[0] = True
+    seen[numbers] = True
+    rank = np.cumsum(seen) - 1
+    return rank[numbers], int(rank[-1]) + 1
