@@ -87,12 +87,15 @@ class Encoded(Staged):
         begin, end, window = _elements(self.runs, high - low, self.encoding, low, high)
         first, last, _ = _scale_ranges(self.encoding, begin, end, window, self.max_gap_bytes)
         segments = self.encoding.segments(begin, end)
-        done = np.cumsum(last - first)
-        held = np.searchsorted(first, segments.scales, "right") - 1  # the range that has it
+        distance = last - np.cumsum(
+            last - first
+        )  # for every range, from where its scales are read to to where they lie
+        if distance.size > 1:
+            distance = distance[np.searchsorted(first, segments.scales, "right") - 1]
         size = self.encoding.scale_bytes
         return Scales(
             tuple(zip((first * size).tolist(), ((last - first) * size).tolist(), strict=True)),
-            Segments(segments.lengths, segments.scales - (last - done)[held]),
+            Segments(segments.lengths, segments.scales - distance),
         )
 
 

@@ -82,19 +82,21 @@ class Encoding:
 
     def segments(self, begin: np.ndarray, end: np.ndarray) -> Segments:
         """The elements of the ranges `[begin, end)`, one range after the other, none empty."""
-        columns, width = self.shape[-1], self.block[1]
-        across = self.grid[1]
-        # Every row is cut at its blocks: cut number n is the n % across'th of row n // across.
+        columns, (height, width), across = self.shape[-1], self.block, self.grid[1]
+        # Every row is cut at its blocks: segment number n is number n % across of row n // across.
         first, last = ((at // columns * across + at % columns // width) for at in (begin, end - 1))
         counts = last - first + 1
         done = np.cumsum(counts)
-        cut = np.arange(done[-1]) + np.repeat(last + 1 - done, counts)
-        row, block = np.divmod(cut, across)
-        starts = row * columns + block * width
-        stops = np.minimum(starts + width, (row + 1) * columns)
-        starts[done - counts] = begin
-        stops[done - 1] = end
-        return Segments(stops - starts, self._grid_row(row) * across + block)
+        segment = np.arange(done[-1]) + np.repeat(last + 1 - done, counts)
+        lengths = np.full(segment.shape, width)
+        if columns % width:
+            lengths[segment % across == across - 1] = columns % width
+        lengths[done - counts] -= begin - (first // across * columns + first % across * width)
+        lengths[done - 1] -= np.minimum(last % across * width + width, columns) + last // across * columns - end
+        if height == 1:
+            return Segments(lengths, segment)
+        row = segment // across  # many times faster than divmod
+        return Segments(lengths, self._grid_row(row) * across + (segment - row * across))
 
     def _scale_of(self, element: np.ndarray) -> np.ndarray:
         """The position in the scales tensor of each element's scale."""
@@ -104,6 +106,6 @@ class Encoding:
 
     def _grid_row(self, row: np.ndarray) -> np.ndarray:
         """The row of scales for each row of elements, both counted through all matrices."""
-        matrix, inside = np.divmod(row, self.shape[-2])
-        of_grid: np.ndarray = matrix * self.grid[0] + inside // self.block[0]
+        matrix = row // self.shape[-2]
+        of_grid: np.ndarray = matrix * self.grid[0] + (row - matrix * self.shape[-2]) // self.block[0]
         return of_grid
