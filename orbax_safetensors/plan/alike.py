@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orbax_safetensors.plan.encoding import Encoding
 from orbax_safetensors.plan.plan import Location, same_bits
 from orbax_safetensors.plan.strided import Copy, extent
 from orbax_safetensors.plan.view import Box, Piece, View
@@ -99,16 +100,16 @@ class Tensors:
         self.file = np.array([location.file for location, _ in located], np.int64)
         self.begin = np.array([location.begin for location, _ in located], np.int64)
         self.leaf = np.array([leaf_of[name] for _, name in located], np.int64)
-        groups: dict[tuple[np.dtype, tuple[tuple[int, ...], ...]], int] = {}
-        group = [groups.setdefault((at.dtype, tuple(uses[name])), len(groups)) for at, name in located]
+        groups: dict[tuple[np.dtype, Encoding | None, tuple[tuple[int, ...], ...]], int] = {}
+        group = [groups.setdefault((at.dtype, at.encoding, tuple(uses[name])), len(groups)) for at, name in located]
         # Groups with the most uses first, so that those that have a certain number of them are the leading ones.
-        order = sorted(groups, key=lambda key: -sum(map(len, key[1])))
+        order = sorted(groups, key=lambda key: -sum(map(len, key[2])))
         rank = {groups[key]: number for number, key in enumerate(order)}
         self.groups = len(order)
         self.group = np.array([rank[number] for number in group], np.int64)
         # For every group the location of one of its tensors, and the sites in each leaf that uses it.
         examples = {rank[number]: location for number, (location, _) in zip(group, located, strict=True)}
-        self._group_uses = [(examples[number], key[1]) for number, key in enumerate(order)]
+        self._group_uses = [(examples[number], key[2]) for number, key in enumerate(order)]
         self._pattern, self._patterns = self._find_patterns()
         flat = [[site for sites in used for site in sites] for _, used in self._group_uses]
         self._nth_sites = []  # for n = 0, 1, ... the nth site of the leading groups, those that have so many
@@ -125,7 +126,8 @@ class Tensors:
         patterns: dict[tuple[object, ...], int] = {}
         numbers = [
             patterns.setdefault(
-                (location.dtype, tuple(tuple(form[site] for site in sites) for sites in used)), len(patterns)
+                (location.dtype, location.encoding, *(tuple(form[site] for site in sites) for sites in used)),
+                len(patterns),
             )
             for location, used in self._group_uses
         ]

@@ -14,12 +14,15 @@ from math import prod
 import numpy as np
 
 from orbax_safetensors.plan.alike import Layout, Tensors
-from orbax_safetensors.plan.coalesce import MAX_REQUEST_BYTES, Direct, gather, touching
-from orbax_safetensors.plan.plan import Location
+from orbax_safetensors.plan.coalesce import MAX_REQUEST_BYTES, Direct, Gather, touching
+from orbax_safetensors.plan.plan import Location, gather_at
 from orbax_safetensors.plan.view import Box, View
 
 # From which ratio of bytes read to bytes needed on a leaf is reported; below it, another sharding would gain little.
 REPORTED_OVER_READ = 1.1
+
+Boxes = tuple[tuple[Box, ...], ...]  # of each layout
+_NOTHING = Gather((), (), needed_bytes=0, read_bytes=0, num_requests=0, window_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,9 @@ class RestorePlan:
     def to_json(self) -> str:
         """The plan as a JSON object with the names of the attributes."""
         plan = asdict(self)
-        for costs, described in ((self.processes, plan["processes"]), (self.over_reads, plan["over_reads"])):
-            for cost, one in zip(costs, described, strict=True):
-                one["over_read"] = cost.over_read
+        described = zip(self.processes + self.over_reads, plan["processes"] + plan["over_reads"], strict=True)
+        for cost, one in described:
+            one["over_read"] = cost.over_read
         return json.dumps(plan)
 
 
@@ -160,21 +163,21 @@ def restore_plan(
     leaf_counts = np.bincount(layout_of, minlength=len(layouts)).tolist()
     tensors = Tensors([leaf.view for leaf in leaves], layout_of, layouts, locate)
     counter = _Counter(tensors, files, max_gap_bytes, threads)
-    costs: dict[Hashable, tuple[ProcessCost, np.ndarray]] = {}
-    processes = []
-    needed_and_read = np.zeros((2, tensors.groups), np.int64)  # of one tensor of every group, by all processes
+    alike: dict[tuple[Boxes, Boxes], list[int]] = {}  # processes by what they hold and read of each layout
     for process in range(process_count):
         held = tuple(layout.held(process) for layout in layouts)
         read = tuple(layout.read(process) for layout in layouts)
-        if (held, read) not in costs:
-            destination_bytes = sum(
-                count * layout.dtype.itemsize * sum(map(_elements, own))
-                for layout, count, own in zip(layouts, leaf_counts, held, strict=True)
-            )
-            costs[held, read] = counter.count(read, destination_bytes)
-        cost, own_needed_and_read = costs[held, read]
-        processes.append(cost)
-        needed_and_read += own_needed_and_read
+        alike.setdefault((held, read), []).append(process)
+    costs: dict[int, ProcessCost] = {}
+    needed_and_read = np.zeros((2, tensors.groups), np.int64)  # of one tensor of every group, by all processes
+    for (held, read), processes in alike.items():
+        destination_bytes = sum(
+            count * layout.dtype.itemsize * sum(map(_elements, own))
+            for layout, count, own in zip(layouts, leaf_counts, held, strict=True)
+        )
+        cost, by_group = counter.count(read, destination_bytes)
+        costs |= dict.fromkeys(processes, cost)
+        needed_and_read += len(processes) * by_group
     largest, smallest = _shard_sizes(layouts, leaf_counts)
     return RestorePlan(
         total_params=sum(prod(leaf.shape) for leaf in leaves),
@@ -182,7 +185,7 @@ def restore_plan(
         num_arrays=len(leaves),
         largest_shard=largest,
         smallest_shard=smallest,
-        processes=tuple(processes),
+        processes=tuple(costs[process] for process in range(process_count)),
         over_reads=_over_reads(leaves, tensors, needed_and_read),
     )
 
@@ -199,10 +202,12 @@ class _Counter:
         pairs, self._pair_count = np.unique(tensors.group * len(files) + tensors.file, return_counts=True)
         self._pair_group, self._pair_file = np.divmod(pairs, max(len(files), 1))
 
-    def count(self, boxes: Sequence[tuple[Box, ...]], destination_bytes: int) -> tuple[ProcessCost, np.ndarray]:
+    def count(self, boxes: Boxes, destination_bytes: int) -> tuple[ProcessCost, np.ndarray]:
         """The cost for a process that reads `boxes` of each layout, and needed and read bytes by group of tensors."""
         signature, wanted = self._tensors.signatures(boxes)
-        gathers = [gather(one.copies, one.location.dtype.itemsize, self._max_gap_bytes) for one in wanted]
+        gathers = [
+            gather_at(one.location, one.copies, self._max_gap_bytes) if one.copies else _NOTHING for one in wanted
+        ]
         needed, read, requests = (
             np.array(figures, np.int64)
             for figures in (

@@ -11,25 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.plan import coalesce, plan, report
-from orbax_safetensors.plan.plan import Block, Location, transfer_plan
+from orbax_safetensors.plan.encoding import Encoding
+from orbax_safetensors.plan.plan import Block, Location, gather_at, transfer_plan
 from orbax_safetensors.plan.report import Leaf, LeafOverRead, restore_plan
 from orbax_safetensors.plan.view import View
 from tests.plan.views import boxes, compositions
 
 F4, F2 = np.dtype("f4"), np.dtype("f2")
+FLOAT8, FLOAT32 = DTYPES["F8_E4M3"], DTYPES["F32"]
 
 
 class Places:
-    """Tensors of `(name, number of elements, dtype)` one after the other in files that hold `per_file` each."""
+    """Tensors of `(name, number of elements, dtype or encoding)` one after the other in files of `per_file` each."""
 
     def __init__(self, tensors, per_file):
         self.places, end = {}, 0
-        for number, (name, elements, dtype) in enumerate(tensors):
+        for number, (name, elements, stored) in enumerate(tensors):
             if number % per_file == 0:
                 end = 100
-            self.places[name] = Location(number // per_file, end, dtype)
-            end += elements * dtype.itemsize
+            if isinstance(stored, Encoding):
+                self.places[name] = Location(number // per_file, end, F4, stored)
+                end += elements * stored.codes.bits // 8
+            else:
+                self.places[name] = Location(number // per_file, end, stored)
+                end += elements * stored.itemsize
         self.files = [f"f{number}" for number in range(-(-len(tensors) // per_file))]
 
     def locate(self, name):
@@ -95,7 +102,7 @@ def test_the_report_counts_what_is_planned(data, gap, per_file):
 
 @dataclass
 class Tree:
-    """Leaves as models have them, stacked from many stored tensors, and `(name, elements, dtype)` of these."""
+    """Leaves as models have them, stacked from many stored tensors, and these as `Places` takes them."""
 
     leaves: list = field(default_factory=list)
     tensors: list = field(default_factory=list)
@@ -112,7 +119,8 @@ def trees(draw, process_count, devices):
     for number in range(draw(st.integers(1, 2))):
         rows, columns = 2 * draw(SIZES), 2 * draw(SIZES)
         counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
-        stored = draw(st.lists(st.sampled_from([F4, F2]), min_size=1, max_size=2, unique=True))
+        blocks = Encoding((rows, columns), draw(st.sampled_from([(2, 2), (1, 4), (3, columns)])), FLOAT8, FLOAT32)
+        stored = draw(st.lists(st.sampled_from([F4, F2, blocks]), min_size=1, max_size=2, unique=True))
         names = [f"{number}.{'.'.join(map(str, index))}" for index in itertools.product(*map(range, counts))]
         own = [(name, rows * columns, draw(st.sampled_from(stored))) for name in names]
         tree.tensors += own if draw(st.booleans()) else own[::-1]
@@ -230,7 +238,7 @@ def split(shape, axis, count):
 
 def test_the_work_does_not_grow_with_the_number_of_tensors(monkeypatch):
     calls = []
-    monkeypatch.setattr(report, "gather", lambda copies, *rest: calls.append(copies) or coalesce.gather(copies, *rest))
+    monkeypatch.setattr(report, "gather_at", lambda *arguments: calls.append(arguments) or gather_at(*arguments))
     view, tensors = experts("e", 32, 10, 16, 8)
     for axis, at_most in ((0, 2), (1, 2), (2, 1), (3, 1)):
         calls.clear()
