@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import gcd, prod
+from types import EllipsisType
 
 import numpy as np
 
@@ -168,7 +169,7 @@ def _pieces(
         yield by_row.view(source.dtype), into
 
 
-def _boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[slice | type(...), ...]]:
+def _boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[slice | EllipsisType, ...]]:
     """Cuts `shape` into boxes of at most `limit` positions, whole along as many of the last axes as fit."""
     cuts = []
     for size in reversed(shape):
