@@ -6,30 +6,43 @@ The arithmetic is float32, as in the programs that models are published with, so
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from orbax_safetensors.format.dtypes import DType
 from orbax_safetensors.plan.encoding import Encoding, Segments
 
 # Elements decoded at a time: 512 KiB as float32, which stay in a core's cache from one step to the next. With fewer,
 # threads wait for one another between the steps.
 _CHUNK = 2**17
 
+
+class _Codes(NamedTuple):
+    """What codes decode to, two at a time.
+
+    `values` has two float32 as one item, at the position that the bytes of the two codes make as a number of type
+    `pair`. The first code is in the lower bits.
+    """
+
+    values: np.ndarray
+    pair: np.dtype
+
+
+def _codes(values: np.ndarray, pair: str) -> _Codes:
+    pairs = np.stack(np.broadcast_arrays(values, values[:, None]), axis=-1)
+    return _Codes(pairs.view(np.uint64).reshape(-1), np.dtype(pair))
+
+
 _BYTES = np.arange(256, dtype=np.uint8)
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-
-# What codes decode to, two at a time: at the position that their bytes make as an integer, two float32 as one item. The
-# lower code is first.
-_F8_E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_F4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_PAIRS = {
-    "F8_E4M3": np.stack(np.broadcast_arrays(_F8_E4M3, _F8_E4M3[:, None]), axis=-1).view(np.uint64).reshape(-1),
-    "F4": np.stack(np.broadcast_arrays(_F4, _F4[:, None]), axis=-1).view(np.uint64).reshape(-1),
+_CODES = {
+    "F8_E4M3": _codes(_BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32), "<u2"),
+    "F4": _codes(np.concatenate([_MAGNITUDES, -_MAGNITUDES]), "u1"),
 }
-_PAIR = {"F8_E4M3": np.dtype("<u2"), "F4": np.dtype("u1")}
-
-# 255 is NaN by the OCP specification and 2**128 in the decoders that are used, where it overflows to infinity.
+# Scales that are stored as U8 are exponents of 2, of which 127 is 0. By the OCP specification 255 is NaN; in the
+# decoders that are used it is 2**128, which overflows to infinity.
 with np.errstate(over="ignore"):
     _POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 127)
 
@@ -38,10 +51,9 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
     """Decodes elements into `out`, one-dimensional, as float32 or rounded from it to bfloat16.
 
     `codes` are the bytes of exactly these elements, and `scales` bytes of scales, in which `segments` says where each
-    element's is; both are one-dimensional uint8. The codes F8_E4M3 and F4, and the scales F32, BF16 and F8_E8M0 can be
-    decoded. The interpreter lock is free most of the time.
+    element's is; both are one-dimensional uint8. The interpreter lock is free most of the time.
     """
-    factors, lengths = _factors(encoding.scales.name, scales)[segments.scales], segments.lengths
+    factors, lengths = _factors(encoding.scales, scales)[segments.scales], segments.lengths
     ends = np.cumsum(lengths)
     cuts = np.searchsorted(ends, np.arange(_CHUNK, out.size, _CHUNK), "right")
     bounds = np.unique(np.concatenate(([0], cuts, [ends.size]))).tolist()
@@ -63,19 +75,16 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
 
 def _look_up(dtype: str, codes: np.ndarray, out: np.ndarray) -> None:
     """The values of codes without their scales, as float32."""
-    pairs, index = _PAIRS[dtype], _PAIR[dtype]
+    values, pair = _CODES[dtype]
     even = out.size & ~1
-    whole = codes[: codes.size // index.itemsize * index.itemsize]
-    np.take(pairs, whole.view(index), out=out[:even].view(pairs.dtype), mode="clip")
+    whole = codes[: codes.size // pair.itemsize * pair.itemsize]
+    np.take(values, whole.view(pair), out=out[:even].view(values.dtype), mode="clip")
     if out.size > even:
-        out[even:] = pairs[codes[-1:]].view(np.float32)[:1]
+        out[even:] = values[codes[-1:]].view(np.float32)[:1]
 
 
-def _factors(dtype: str, scales: np.ndarray) -> np.ndarray:
+def _factors(stored: DType, scales: np.ndarray) -> np.ndarray:
     """Scales as float32."""
-    if dtype == "F8_E8M0":
-        powers: np.ndarray = _POWERS[scales]
-        return powers
-    stored = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16)}[dtype]
-    factors: np.ndarray = scales.view(stored).astype(np.float32, copy=False)
+    assert stored.numpy is not None, stored
+    factors: np.ndarray = _POWERS[scales] if stored.name == "U8" else scales.view(stored.numpy).astype(np.float32)
     return factors

@@ -31,9 +31,9 @@ class Encoding:
       shape: of the decoded tensor, rank 2 or more. The last two dimensions are rows and columns.
       block: rows and columns that share a scale; the last block of a row or a column may be smaller. The scales are a
         row-major grid with an entry for each block, in every matrix of the leading dimensions.
-      codes: element type of the codes. Where it has fewer than 8 bits, the first element is in the lowest bits of a
-        byte, and blocks divide the columns evenly.
-      scales: element type of the scales.
+      codes: element type of the codes, F8_E4M3 or F4. Of those of 4 bits the first is in the low half of a byte, and
+        blocks divide the columns evenly.
+      scales: element type of the scales: a float, or U8 for exponents of 2 to which 127 is added.
     """
 
     shape: tuple[int, ...]

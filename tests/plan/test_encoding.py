@@ -17,7 +17,7 @@ from orbax_safetensors.plan.encoding import Encoding
 from orbax_safetensors.plan.view import Taken, View
 from tests.plan import views
 
-F8, F4, F32, BF16, E8M0 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "BF16", "F8_E8M0"))
+F8, F4, F32, BF16, U8 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "BF16", "U8"))
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -35,10 +35,9 @@ class Tensor:
             nibbles = np.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(-1)
             values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         grid = (*encoding.shape[:-2], *encoding.grid)
-        stored = np.dtype(np.uint8) if encoding.scales is E8M0 else encoding.scales.numpy
-        scales = rng.integers(1, 200, grid).astype(stored)
+        scales = rng.integers(1, 200, grid).astype(encoding.scales.numpy)
         self.scales = scales.reshape(-1).view(np.uint8)
-        factors = np.ldexp(np.float32(1), scales.astype(int) - 127) if encoding.scales is E8M0 else scales
+        factors = np.ldexp(np.float32(1), scales.astype(int) - 127) if encoding.scales is U8 else scales
         (rows, columns), (height, width) = encoding.shape[-2:], encoding.block
         each = factors.astype(np.float32).repeat(height, -2)[..., :rows, :].repeat(width, -1)[..., :columns]
         self.decoded = values.reshape(encoding.shape) * each
@@ -54,7 +53,7 @@ def encodings(draw):
     leading = tuple(draw(st.lists(st.integers(1, 3), max_size=1)))
     if draw(st.booleans()):
         columns = 32 * draw(st.integers(1, 3))
-        return Encoding((*leading, draw(st.integers(1, 6)), columns), (1, 32), F4, E8M0)
+        return Encoding((*leading, draw(st.integers(1, 6)), columns), (1, 32), F4, U8)
     rows, columns = draw(st.tuples(st.integers(1, 12), st.integers(1, 12)))
     block = draw(
         st.sampled_from([(rows, columns), (1, columns), (rows, 1)]) | st.tuples(st.integers(1, 5), st.integers(1, 5))
@@ -209,7 +208,7 @@ def test_the_scales_that_many_rows_share_are_read_once_for_a_window():
 
 def test_shards_that_cut_units_share_them():
     """Two shards of 48 columns of 32 to a unit: the unit in the middle is needed by both and read once."""
-    tensor = tensor_of((4, 96), (1, 32), F4, E8M0)
+    tensor = tensor_of((4, 96), (1, 32), F4, U8)
     gathered = gathered_of(tensor, ((0, 4), (0, 48)), ((0, 4), (48, 96)))
     (access,) = gathered.windowed
     assert len(access.uses) == 2
