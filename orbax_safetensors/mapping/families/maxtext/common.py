@@ -17,7 +17,7 @@ from orbax_safetensors.mapping import Tree, View, stack, tensor
 
 Config = Mapping[str, Any]
 Leaves = dict[str, View]
-TreeOf = Callable[..., Tree]
+Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 
 
 def completed(config: Config, **defaults: Any) -> Config:
@@ -188,8 +188,8 @@ def model(
     return Tree(under("params", leaves), unused=unused, optional=tuple(optional))
 
 
-def uniform(layer: Callable[[str, Config], Leaves], *, refused: Sequence[str] = (), **defaults: Any) -> TreeOf:
-    """The tree function of models whose layers are all alike: `layer(h, c)` are the parts of one.
+def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Callable[..., Tree]:
+    """The tree function of models whose layers are all alike.
 
     `refused` are keys of the config, `defaults` those of its class in `transformers`.
     """

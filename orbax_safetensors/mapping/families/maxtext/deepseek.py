@@ -10,6 +10,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
+    Layer,
     Leaves,
     alike,
     completed,
@@ -47,16 +48,64 @@ def _attention(a: str, c: Config) -> Leaves:
     }
 
 
-def _indexer(a: str, c: Config) -> Leaves:
-    """What chooses the tokens of sparse attention."""
-    width, heads, size = c["hidden_size"], c["index_n_heads"], c["index_head_dim"]
+def _dense(h: str, c: Config) -> Leaves:
     return {
-        "wq_b.kernel": kernel(a + "indexer.wq_b", (c["q_lora_rank"], heads, size)),
-        "wk.kernel": kernel(a + "indexer.wk", (width, size)),
-        "weights_proj.kernel": kernel(a + "indexer.weights_proj", (width, heads)),
-        "k_norm.scale": norm(a + "indexer.k_norm", size),
-        "k_norm.bias": tensor(a + "indexer.k_norm.bias", (size,)),
+        **layer_norms(h, c),
+        **under("self_attention", _attention(h + "self_attn.", c)),
+        **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
     }
+
+
+def _sparse(h: str, c: Config) -> Leaves:
+    width, inner = c["hidden_size"], c["moe_intermediate_size"]
+    block = {
+        **under("MoeBlock_0", experts(h + "mlp", c["n_routed_experts"], width, inner)),
+        **under("shared_experts", mlp(h + "mlp.shared_experts", width, c["n_shared_experts"] * inner)),
+    }
+    return {
+        **layer_norms(h, c),
+        **under("self_attention", _attention(h + "self_attn.", c)),
+        **under("DeepSeekMoeBlock_0", block),
+    }
+
+
+def _sparse_v3(h: str, c: Config) -> Leaves:
+    bias = tensor(h + "mlp.gate.e_score_correction_bias", (c["n_routed_experts"],))
+    return {**_sparse(h, c), "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias": bias}
+
+
+def _indexer(h: str, c: Config) -> Leaves:
+    """What chooses the tokens of sparse attention."""
+    i = h + "self_attn.indexer."
+    width, heads, size = c["hidden_size"], c["index_n_heads"], c["index_head_dim"]
+    parts = {
+        "wq_b.kernel": kernel(i + "wq_b", (c["q_lora_rank"], heads, size)),
+        "wk.kernel": kernel(i + "wk", (width, size)),
+        "weights_proj.kernel": kernel(i + "weights_proj", (width, heads)),
+        "k_norm.scale": norm(i + "k_norm", size),
+        "k_norm.bias": tensor(i + "k_norm.bias", (size,)),
+    }
+    return under("self_attention.indexer", parts)
+
+
+def _dense_v3_2(h: str, c: Config) -> Leaves:
+    return {**_dense(h, c), **_indexer(h, c)}
+
+
+def _sparse_v3_2(h: str, c: Config) -> Leaves:
+    return {**_sparse_v3(h, c), **_indexer(h, c)}
+
+
+def _predictor(k: int, h: str, c: Config, sparse: Layer) -> Leaves:
+    """Layer `k`, from 1, of multi-token prediction."""
+    width = c["hidden_size"]
+    parts = {
+        "embedding_norm.scale": norm(h + "enorm", width),
+        "hidden_state_norm.scale": norm(h + "hnorm", width),
+        "projection.kernel": kernel(h + "eh_proj", (2 * width, width)),
+        **under("transformer_layer", sparse(h, c)),
+    }
+    return {f"mtp_block.mtp_layer_{k}.mtp_{k}_{path}": view for path, view in parts.items()}
 
 
 def _tree(
@@ -65,62 +114,33 @@ def _tree(
     param_scan_axis: int,
     vocab_size: int | None,
     *,
+    dense: Layer,
+    sparse: Layer,
     mtp: bool | None,
-    gate_bias: bool,
-    indexed: bool,
 ) -> Tree:
     c = completed(config)
     refuse(c, "attention_bias", "mlp_bias")
-    count, width, inner = c["n_routed_experts"], c["hidden_size"], c["moe_intermediate_size"]
-
-    def attention(h: str) -> Leaves:
-        a = h + "self_attn."
-        return {
-            **layer_norms(h, c),
-            **under("self_attention", _attention(a, c)),
-            **(under("self_attention.indexer", _indexer(a, c)) if indexed else {}),
-        }
-
-    def dense(h: str) -> Leaves:
-        return {**attention(h), **under("mlp", mlp(h + "mlp", width, c["intermediate_size"]))}
-
-    def sparse(h: str) -> Leaves:
-        bias = {"gate.bias": tensor(h + "mlp.gate.e_score_correction_bias", (count,))} if gate_bias else {}
-        block = {
-            **under("MoeBlock_0", {**experts(h + "mlp", count, width, inner), **bias}),
-            **under("shared_experts", mlp(h + "mlp.shared_experts", width, c["n_shared_experts"] * inner)),
-        }
-        return {**attention(h), **under("DeepSeekMoeBlock_0", block)}
-
-    def predictor(k: int, h: str) -> Leaves:
-        parts = {
-            "embedding_norm.scale": norm(h + "enorm", width),
-            "hidden_state_norm.scale": norm(h + "hnorm", width),
-            "projection.kernel": kernel(h + "eh_proj", (2 * width, width)),
-            **under("transformer_layer", sparse(h)),
-        }
-        return {f"mtp_block.mtp_layer_{k}.mtp_{k}_{path}": view for path, view in parts.items()}
-
     first, last = c["first_k_dense_replace"], c["num_hidden_layers"]
-    predictors = range(last, last + (c.get("num_nextn_predict_layers") or 0))
-    if mtp and not predictors:
-        raise MappingError("mtp=True, and config.json has no num_nextn_predict_layers")
     names = [f"model.layers.{i}." for i in range(last)]
     decoder = {
-        **alike("dense_layers", [dense(h) for h in names[:first]], scan_layers, param_scan_axis),
-        **alike("moe_layers", [sparse(h) for h in names[first:]], scan_layers, param_scan_axis),
+        **alike("dense_layers", [dense(h, c) for h in names[:first]], scan_layers, param_scan_axis),
+        **alike("moe_layers", [sparse(h, c) for h in names[first:]], scan_layers, param_scan_axis),
     }
+    predictors = range(last, last + (c.get("num_nextn_predict_layers") or 0))
+    if mtp and not predictors:
+        raise MappingError("mtp is True, and config.json has no num_nextn_predict_layers")
     beside: Leaves = {}
-    for k, i in enumerate(predictors, 1):
-        beside |= predictor(k, f"model.layers.{i}.") if mtp is not False else {}
-    # What a layer of multi-token prediction shares with the model is stored twice.
-    left_out = ".+" if mtp is False else r"(embed_tokens|shared_head)\..+"
+    if mtp is not False:
+        for k, i in enumerate(predictors, 1):
+            beside |= _predictor(k, f"model.layers.{i}.", c, sparse)
+    # What these layers share with the model is stored twice.
+    unused = ".+" if mtp is False else r"(embed_tokens|shared_head)\..+"
     return model(
         c,
         decoder,
         vocab_size,
         beside=beside,
-        unused=[rf"model\.layers\.{i}\.{left_out}" for i in predictors],
+        unused=[rf"model\.layers\.{i}\.{unused}" for i in predictors],
         optional=[r"params\.mtp_block\..+"] if mtp is None else [],
     )
 
@@ -128,8 +148,8 @@ def _tree(
 def deepseek2(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """Queries are of low rank or, in the small one, not."""
-    return _tree(config, scan_layers, param_scan_axis, vocab_size, mtp=False, gate_bias=False, indexed=False)
+    """V2, and V2-Lite, whose queries are not of low rank."""
+    return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense, sparse=_sparse, mtp=False)
 
 
 def deepseek3(
@@ -140,8 +160,8 @@ def deepseek3(
     vocab_size: int | None = None,
     mtp: bool | None = None,
 ) -> Tree:
-    """`mtp`: whether layers of multi-token prediction are in the tree; None where they are stored."""
-    return _tree(config, scan_layers, param_scan_axis, vocab_size, mtp=mtp, gate_bias=True, indexed=False)
+    """`mtp`: whether the layers of multi-token prediction are in the tree; where it is None, if they are stored."""
+    return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense, sparse=_sparse_v3, mtp=mtp)
 
 
 def deepseek3_2(
@@ -152,8 +172,8 @@ def deepseek3_2(
     vocab_size: int | None = None,
     mtp: bool | None = None,
 ) -> Tree:
-    """V3 with an indexer in its attention."""
-    return _tree(config, scan_layers, param_scan_axis, vocab_size, mtp=mtp, gate_bias=True, indexed=True)
+    """V3 with an indexer in its attention; `mtp` as there."""
+    return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense_v3_2, sparse=_sparse_v3_2, mtp=mtp)
 
 
 DEEPSEEK2 = Family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2)

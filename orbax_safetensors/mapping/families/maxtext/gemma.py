@@ -97,11 +97,11 @@ def _gemma3_layer(h: str, c: Config) -> Leaves:
 def gemma3(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """The language model, alone or in one that sees, whose other parts are left out."""
-    sees = "text_config" in config
-    c = completed(config["text_config"] if sees else config, **_GEMMA3_TEXT)
+    """The language model, alone or in one for images too, whose other parts are left out."""
+    nested = "text_config" in config
+    c = completed(config["text_config"] if nested else config, **_GEMMA3_TEXT)
     refuse(c, "attention_bias")
-    prefix = "model.language_model." if sees else "model."
+    prefix = "model.language_model." if nested else "model."
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     factor = float(ml_dtypes.bfloat16(sqrt(c["hidden_size"])))
     decoder = in_cycles(6, layers, scan_layers, param_scan_axis)

@@ -1,0 +1,290 @@
+"""What MaxText makes of stored tensors, in plain NumPy: its converter's tables, one row for each parameter of a layer.
+
+It is the model that the families are compared with, and itself compared with what MaxText's converter made. A row is
+`target stored operation sizes...`, with MaxText's spelling of targets. Operations: I, the tensor as it is; R, its
+transpose reshaped to the sizes, which is T where there are two; B, reshaped; `+1`, `query` and `rope` are what happens
+to its values or the order of its heads; `even` and `odd` are columns; EXPERTS stacks the tensors of all experts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+Group = tuple[str, list[int], str, bool]  # a prefix in the tree, stored layers, their rows, whether they are stacked
+
+NORMS = """
+pre_self_attention_layer_norm-scale    input_layernorm.weight           I
+post_self_attention_layer_norm-scale   post_attention_layernorm.weight  I
+"""
+ATTENTION = """
+self_attention-query-kernel   self_attn.q_proj.weight   R D H hd
+self_attention-key-kernel     self_attn.k_proj.weight   R D K hd
+self_attention-value-kernel   self_attn.v_proj.weight   R D K hd
+self_attention-out-kernel     self_attn.o_proj.weight   R H hd D
+"""
+SCALED = ATTENTION.replace("R D H hd", "R,query D H hd")
+ROPE = SCALED.replace("R,query D H hd", "R,rope,query D H hd").replace(
+    "k_proj.weight   R D K hd", "k_proj.weight   R,rope D K hd"
+)
+QK_NORMS = """
+self_attention-query_norm-scale   self_attn.q_norm.weight   I
+self_attention-key_norm-scale     self_attn.k_norm.weight   I
+"""
+BIASES = """
+self_attention-query-bias   self_attn.q_proj.bias   B H hd
+self_attention-key-bias     self_attn.k_proj.bias   B K hd
+self_attention-value-bias   self_attn.v_proj.bias   B K hd
+"""
+MLP = """
+mlp-wi_0-kernel   mlp.gate_proj.weight   R D F
+mlp-wi_1-kernel   mlp.up_proj.weight     R D F
+mlp-wo-kernel     mlp.down_proj.weight   R F D
+"""
+QWEN_EXPERTS = """
+moe_block-gate-kernel   mlp.gate.weight                   R D E
+moe_block-wi_0          mlp.experts.{E}.gate_proj.weight  EXPERTS D M
+moe_block-wi_1          mlp.experts.{E}.up_proj.weight    EXPERTS D M
+moe_block-wo            mlp.experts.{E}.down_proj.weight  EXPERTS M D
+"""
+MIXTRAL_EXPERTS = """
+MoeBlock_0-gate-kernel   block_sparse_moe.gate.weight            R D E
+MoeBlock_0-wi_0          block_sparse_moe.experts.{E}.w1.weight  EXPERTS D F
+MoeBlock_0-wi_1          block_sparse_moe.experts.{E}.w3.weight  EXPERTS D F
+MoeBlock_0-wo            block_sparse_moe.experts.{E}.w2.weight  EXPERTS F D
+"""
+LATENT = """
+self_attention-wkv_a-kernel    self_attn.kv_a_proj_with_mqa.weight   R D kvr+rope
+self_attention-kv_norm-scale   self_attn.kv_a_layernorm.weight       I
+self_attention-wkv_b-kernel    self_attn.kv_b_proj.weight            R kvr H nope+v
+self_attention-out-kernel      self_attn.o_proj.weight               R H v D
+"""
+FULL_QUERIES = """
+self_attention-query-kernel   self_attn.q_proj.weight   R D H nope+rope
+"""
+LOW_RANK_QUERIES = """
+self_attention-wq_a-kernel    self_attn.q_a_proj.weight       R D qr
+self_attention-q_norm-scale   self_attn.q_a_layernorm.weight  I
+self_attention-wq_b-kernel    self_attn.q_b_proj.weight       R qr H nope+rope
+"""
+INDEXER = """
+self_attention-indexer-wq_b-kernel           self_attn.indexer.wq_b.weight          R qr ih ihd
+self_attention-indexer-wk-kernel             self_attn.indexer.wk.weight            R D ihd
+self_attention-indexer-weights_proj-kernel   self_attn.indexer.weights_proj.weight  R D ih
+self_attention-indexer-k_norm-scale          self_attn.indexer.k_norm.weight        I
+self_attention-indexer-k_norm-bias           self_attn.indexer.k_norm.bias          I
+"""
+DEEPSEEK_EXPERTS = """
+DeepSeekMoeBlock_0-shared_experts-wi_0-kernel  mlp.shared_experts.gate_proj.weight  R D S
+DeepSeekMoeBlock_0-shared_experts-wi_1-kernel  mlp.shared_experts.up_proj.weight    R D S
+DeepSeekMoeBlock_0-shared_experts-wo-kernel    mlp.shared_experts.down_proj.weight  R S D
+DeepSeekMoeBlock_0-MoeBlock_0-gate-kernel      mlp.gate.weight                      R D E
+DeepSeekMoeBlock_0-MoeBlock_0-wi_0             mlp.experts.{E}.gate_proj.weight     EXPERTS D M
+DeepSeekMoeBlock_0-MoeBlock_0-wi_1             mlp.experts.{E}.up_proj.weight       EXPERTS D M
+DeepSeekMoeBlock_0-MoeBlock_0-wo               mlp.experts.{E}.down_proj.weight     EXPERTS M D
+"""
+GATE_BIAS = """
+DeepSeekMoeBlock_0-MoeBlock_0-gate-bias   mlp.gate.e_score_correction_bias   I
+"""
+PREDICTOR = """
+mtp_1_embedding_norm-scale      enorm.weight    I
+mtp_1_hidden_state_norm-scale   hnorm.weight    I
+mtp_1_projection-kernel         eh_proj.weight  R 2D D
+"""
+GPT_OSS = """
+GptOssAttention-query-kernel   self_attn.q_proj.weight        R D H hd
+GptOssAttention-query-bias     self_attn.q_proj.bias          B H hd
+GptOssAttention-key-kernel     self_attn.k_proj.weight        R D K hd
+GptOssAttention-key-bias       self_attn.k_proj.bias          B K hd
+GptOssAttention-value-kernel   self_attn.v_proj.weight        R D K hd
+GptOssAttention-value-bias     self_attn.v_proj.bias          B K hd
+GptOssAttention-out-kernel     self_attn.o_proj.weight        R H hd D
+GptOssAttention-out-bias       self_attn.o_proj.bias          I
+GptOssAttention-sinks          self_attn.sinks                I
+GptOssMlp-gate-kernel          mlp.router.weight              R D E
+GptOssMlp-gate-bias            mlp.router.bias                I
+GptOssMlp-wi_0                 mlp.experts.gate_up_proj       even
+GptOssMlp-wi_1                 mlp.experts.gate_up_proj       odd
+GptOssMlp-wo                   mlp.experts.down_proj          I
+GptOssMlp-wi_0_bias            mlp.experts.gate_up_proj_bias  even
+GptOssMlp-wi_1_bias            mlp.experts.gate_up_proj_bias  odd
+GptOssMlp-wo_bias              mlp.experts.down_proj_bias     I
+"""
+GEMMA_NORMS = """
+pre_self_attention_norm-scale    input_layernorm.weight             +1
+post_self_attention_norm-scale   post_attention_layernorm.weight    +1
+pre_ffw_norm-scale               pre_feedforward_layernorm.weight   +1
+post_ffw_norm-scale              post_feedforward_layernorm.weight  +1
+"""
+GEMMA2 = GEMMA_NORMS + SCALED + MLP
+GEMMA3 = GEMMA_NORMS + ATTENTION + QK_NORMS.replace(" I", " +1") + MLP
+UNIFORM = {
+    "qwen3": NORMS + ATTENTION + QK_NORMS + MLP,
+    "qwen3_moe": NORMS + ATTENTION + QK_NORMS + QWEN_EXPERTS,
+    "qwen2_5": NORMS + ATTENTION + BIASES + MLP,
+    "llama3": NORMS + ROPE + MLP,
+    "mistral": NORMS + SCALED + MLP,
+    "mixtral": NORMS + SCALED + MIXTRAL_EXPERTS,
+}
+
+
+def converted(
+    model: str,
+    config: Mapping[str, Any],
+    stored: Mapping[str, np.ndarray],
+    *,
+    scan_layers: bool = True,
+    param_scan_axis: int = 1,
+    vocab_size: int | None = None,
+    mtp: bool = False,
+) -> Arrays:
+    """MaxText's parameters, `params-decoder-...`, of the stored tensors of `model`, which is the family's last name.
+
+    The config has everything that its class in `transformers` has.
+    """
+    prefix = "model.language_model." if "text_config" in config else "model."
+    c = config.get("text_config", config)
+    sizes = _sizes(c)
+    out: Arrays = {}
+    for path, layers, rows, stacked in _groups(model, c, scan_layers):
+        for target, arrays in _layers(stored, prefix, layers, rows, sizes):
+            out[f"params-{path}-{target}"] = np.stack(arrays, param_scan_axis) if stacked else arrays[0]
+    if mtp:
+        layer = [c["num_hidden_layers"]]
+        top = "params-mtp_block-mtp_layer_1-"
+        inner = NORMS + LATENT + LOW_RANK_QUERIES + DEEPSEEK_EXPERTS + GATE_BIAS
+        inner += INDEXER if model == "deepseek3_2" else ""
+        out |= {top + target: arrays[0] for target, arrays in _layers(stored, prefix, layer, PREDICTOR, sizes)}
+        for target, arrays in _layers(stored, prefix, layer, inner, sizes):
+            out[f"{top}mtp_1_transformer_layer-{target}"] = arrays[0]
+    return out | _ends(model, c, stored, prefix, vocab_size)
+
+
+def _ends(
+    model: str, c: Mapping[str, Any], stored: Mapping[str, np.ndarray], prefix: str, vocab_size: int | None
+) -> Arrays:
+    """The embedding, the last norm and the kernel of the logits."""
+    embedding = stored[prefix + "embed_tokens.weight"]
+    more = (vocab_size or c["vocab_size"]) - c["vocab_size"]
+    embedding = np.concatenate([embedding, np.zeros((more, embedding.shape[1]), embedding.dtype)])
+    if model == "gemma2":
+        embedding = (embedding * np.float32(c["hidden_size"] ** 0.5)).astype(embedding.dtype)
+    if model == "gemma3":
+        embedding = (embedding * ml_dtypes.bfloat16(c["hidden_size"] ** 0.5)).astype(embedding.dtype)
+    last = stored[prefix + "norm.weight"]
+    out = {
+        "params-token_embedder-embedding": embedding,
+        "params-decoder-decoder_norm-scale": (last + 1.0).astype(last.dtype) if model.startswith("gemma") else last,
+    }
+    if not c["tie_word_embeddings"]:
+        logits = stored["lm_head.weight"].T
+        columns = np.zeros((logits.shape[0], more), logits.dtype)
+        out["params-decoder-logits_dense-kernel"] = np.concatenate([logits, columns], 1)
+    return out
+
+
+def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
+    every = list(range(c["num_hidden_layers"]))
+    if model in UNIFORM:
+        rows = UNIFORM[model]
+        if scan_layers:
+            return [("decoder-layers", every, rows, True)]
+        return [(f"decoder-layers_{i}", [i], rows, False) for i in every]
+    if model == "gpt_oss":
+        if scan_layers:
+            return [(f"decoder-layers-layers_{b}", every[b::2], NORMS + GPT_OSS, True) for b in range(2)]
+        return [(f"decoder-layers_{i}", [i], NORMS + GPT_OSS, False) for i in every]
+    if model == "gemma3":
+        scanned = len(every) // 6 * 6
+        if not scan_layers:
+            return [(f"decoder-layers_{i}", [i], GEMMA3, False) for i in every]
+        cycles = [(f"decoder-layers-layers_{b}", every[b:scanned:6], GEMMA3, True) for b in range(6) if scanned]
+        rest = every[scanned:]
+        return cycles + [(f"decoder-layers_remainder-layers_{r}", [i], GEMMA3, False) for r, i in enumerate(rest)]
+    if model == "gemma2":
+        halves = [(half, _suffixed(GEMMA2, half)) for half in ("local", "global")]
+        if scan_layers:
+            return [("decoder-layers", every[b::2], rows, True) for b, (_, rows) in enumerate(halves)]
+        return [(f"decoder-layers_{i // 2}", [i], halves[i % 2][1], False) for i in every]
+    assert model.startswith("deepseek")
+    attention = NORMS + LATENT + (FULL_QUERIES if c["q_lora_rank"] is None else LOW_RANK_QUERIES)
+    attention += INDEXER if model == "deepseek3_2" else ""
+    dense, sparse = attention + MLP, attention + DEEPSEEK_EXPERTS + ("" if model == "deepseek2" else GATE_BIAS)
+    first = c["first_k_dense_replace"]
+    groups = []
+    for name, layers, rows in (("dense_layers", every[:first], dense), ("moe_layers", every[first:], sparse)):
+        if scan_layers and layers:
+            groups.append((f"decoder-{name}", layers, rows, True))
+        elif layers:
+            groups += [(f"decoder-{name}_{at}", [i], rows, False) for at, i in enumerate(layers)]
+    return groups
+
+
+def _suffixed(rows: str, half: str) -> str:
+    """Rows of Gemma 2, whose blocks are called `self_attention_local` and so on."""
+    lines = []
+    for line in rows.split("\n"):
+        if line:
+            block, rest = line.split("-", 1)
+            lines.append(f"{block}_{half}-{rest}")
+    return "\n".join(lines)
+
+
+def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
+    names = {
+        "D": "hidden_size", "F": "intermediate_size", "M": "moe_intermediate_size", "H": "num_attention_heads",
+        "K": "num_key_value_heads", "hd": "head_dim", "kvr": "kv_lora_rank", "qr": "q_lora_rank",
+        "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v": "v_head_dim", "ih": "index_n_heads",
+        "ihd": "index_head_dim",
+    }  # fmt: skip
+    sizes = {short: c[name] for short, name in names.items() if c.get(name) is not None}
+    sizes.setdefault("hd", sizes["D"] // sizes["H"])
+    sizes["2D"] = 2 * sizes["D"]
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if c.get(name) is not None:
+            sizes["E"] = c[name]
+    if c.get("n_shared_experts") is not None:
+        sizes["S"] = c["n_shared_experts"] * c["moe_intermediate_size"]
+    return sizes
+
+
+def _layers(
+    stored: Mapping[str, np.ndarray], prefix: str, layers: list[int], rows: str, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, list[np.ndarray]]]:
+    for row in rows.split("\n"):
+        if row:
+            target, name, operation, *shape = row.split()
+            dims = [sum(sizes[size] for size in part.split("+")) for part in shape]
+            names = [f"{prefix}layers.{layer}.{name}" for layer in layers]
+            yield target, [_one(stored, name, operation.split(","), dims, sizes) for name in names]
+
+
+def _one(
+    stored: Mapping[str, np.ndarray], name: str, operations: list[str], dims: list[int], sizes: Mapping[str, int]
+) -> np.ndarray:
+    if operations == ["EXPERTS"]:
+        experts = [stored[name.replace("{E}", str(e))].T for e in range(sizes["E"])]
+        assert all(expert.shape == tuple(dims) for expert in experts)
+        return np.stack(experts)
+    x = stored[name]
+    for operation in operations:
+        if operation == "R":
+            x = x.T.reshape(dims)
+        elif operation == "B":
+            x = x.reshape(dims)
+        elif operation == "+1":
+            x = (x + 1.0).astype(x.dtype)
+        elif operation == "query":
+            x = (x * np.float32(1 / math.sqrt(sizes["hd"]))).astype(x.dtype)
+        elif operation == "rope":
+            out = np.empty_like(x)
+            out[..., 0::2], out[..., 1::2] = np.split(x, 2, axis=-1)
+            x = out
+        elif operation in ("even", "odd"):
+            x = x[..., operation == "odd" :: 2]
+        else:
+            assert operation == "I", operation
+    return x

@@ -1,0 +1,84 @@
+"""The families against the model of MaxText's converter, on configs of any small sizes."""
+
+import numpy as np
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from orbax_safetensors.mapping import View
+from orbax_safetensors.mapping.families import FAMILIES
+from tests.mapping.evaluate import binder, evaluate, given_back, uses
+from tests.mapping.reference import converted
+
+NAMES = sorted(family.name.removeprefix("maxtext.") for family in FAMILIES)
+FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
+sizes = st.integers(1, 5)
+
+
+@st.composite
+def configs(draw, name):
+    """Configs with everything that the architecture has."""
+    pairs = name in ("gpt_oss", "gemma2")
+    layers = draw(st.sampled_from([2, 4])) if pairs else draw(st.integers(1, 9 if name == "gemma3" else 4))
+    config = {
+        "num_hidden_layers": layers,
+        "hidden_size": draw(sizes),
+        "intermediate_size": draw(sizes),
+        "num_attention_heads": draw(sizes),
+        "num_key_value_heads": draw(sizes),
+        "head_dim": 2 * draw(st.integers(1, 3)),
+        "vocab_size": draw(st.integers(1, 9)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if name in ("qwen3_moe", "mixtral", "gpt_oss") or name.startswith("deepseek"):
+        count = "n_routed_experts" if name.startswith("deepseek") else "num_local_experts"
+        config |= {count: draw(sizes), "moe_intermediate_size": draw(sizes)}
+    if name.startswith("deepseek"):
+        keys = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_shared_experts")
+        config |= {key: draw(sizes) for key in (*keys, "index_n_heads", "index_head_dim")}
+        config["first_k_dense_replace"] = draw(st.integers(0, layers))
+        if name == "deepseek2" and draw(st.booleans()):
+            config["q_lora_rank"] = None
+        if name != "deepseek2":
+            config["num_nextn_predict_layers"] = draw(st.integers(0, 1))
+    if name == "gemma3" and draw(st.booleans()):
+        config = {"text_config": config}
+    return config
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_model_is_what_maxtext_makes_of_it(data):
+    name = data.draw(st.sampled_from(NAMES))
+    event(name)
+    config = data.draw(configs(name))
+    text = config.get("text_config", config)
+    variant = {"scan_layers": data.draw(st.booleans()), "param_scan_axis": data.draw(st.integers(0, 1))}
+    if data.draw(st.booleans()):
+        variant["vocab_size"] = text["vocab_size"] + data.draw(st.integers(0, 3))
+    mtp = bool(config.get("num_nextn_predict_layers"))
+    family = FAMILY[name]
+
+    shapes = {}
+
+    def bind(tensor, shape):
+        shapes[tensor] = shape
+        return View.tensor(tensor, shape, np.dtype("f4"))
+
+    family.describe(config, variant, bind)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    stored = {tensor: rng.standard_normal(shape, np.float32) for tensor, shape in shapes.items()}
+    tree = family.describe(config, variant, binder(stored))
+
+    arrays = {path: evaluate(view, stored) for path, view in tree.items()}
+    expected = converted(name, config, stored, mtp=mtp, **variant)
+    assert sorted(arrays) == sorted(target.replace("-", ".") for target in expected)
+    for target, array in expected.items():
+        found = arrays[target.replace("-", ".")]
+        assert found.shape == array.shape, target
+        assert found.tobytes() == array.tobytes(), target
+
+    counts = uses(tree, shapes)
+    assert counts.keys() == shapes.keys()
+    assert all((count == 1).all() for count in counts.values())
+    for tensor, array in given_back(tree, arrays, stored).items():
+        np.testing.assert_allclose(array, stored[tensor], rtol=1e-6, atol=1e-6)

@@ -1,0 +1,337 @@
+"""The families of MaxText's trees against what MaxText's own converter made of small models (`testdata/maxtext`)."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.mapping import View
+from orbax_safetensors.mapping.families import FAMILIES
+from tests.mapping.evaluate import binder, evaluate, given_back, uses
+from tests.mapping.reference import converted
+
+DATA = Path(__file__).parents[2] / "testdata" / "maxtext"
+FAMILY = {family.name: family for family in FAMILIES}
+SAMPLES = {
+    "deepseek2": "deepseek2",
+    "deepseek3": "deepseek3",
+    "deepseek3.2": "deepseek3_2",
+    "deepseek3_mtp": "deepseek3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gpt-oss": "gpt_oss",
+    "llama3.1": "llama3",
+    "mixtral": "mixtral",
+    "qwen2.5": "qwen2_5",
+    "qwen3": "qwen3",
+    "qwen3-moe": "qwen3_moe",
+}
+SCANNED = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+# These samples' parameters are what is stored, moved but not computed with.
+MOVED = ["deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "gpt-oss", "qwen2.5", "qwen3", "qwen3-moe"]
+
+
+class Sample:
+    """A small model as `transformers` saved it, and as MaxText's converter did."""
+
+    def __init__(self, name):
+        self.model = SAMPLES[name]
+        self.family = FAMILY[f"maxtext.{self.model}"]
+        self.directory = DATA / name
+        self.config = json.loads((self.directory / "hf" / "config.json").read_text())
+        self.stored = {}
+        for file in sorted((self.directory / "hf").glob("*.safetensors")):
+            self.stored |= load_file(file)
+        # Each has the config of multi-token prediction, and one the tensors.
+        self.mtp = name == "deepseek3_mtp"
+
+    def describe(self, **variant):
+        if self.model.startswith("deepseek3"):
+            variant = {"mtp": self.mtp, **variant}
+        return self.family.describe(self.config, variant, binder(self.stored))
+
+    def made_by_maxtext(self, scan_layers):
+        with np.load(self.directory / ("mt_scanned.npz" if scan_layers else "mt_unscanned.npz")) as arrays:
+            return {name.replace("-", "."): arrays[name] for name in arrays}
+
+
+@pytest.fixture(params=SAMPLES, scope="module")
+def sample(request):
+    return Sample(request.param)
+
+
+def same(found, expected):
+    """The same names, shapes, dtypes and bits."""
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@SCANNED
+def test_trees_are_bit_for_bit_those_of_maxtexts_converter(sample, scan_layers):
+    tree = sample.describe(scan_layers=scan_layers)
+    same({path: evaluate(view, sample.stored) for path, view in tree.items()}, sample.made_by_maxtext(scan_layers))
+
+
+@SCANNED
+def test_the_model_of_the_other_tests_is_maxtexts_converter_too(sample, scan_layers):
+    found = converted(sample.model, sample.config, sample.stored, scan_layers=scan_layers, mtp=sample.mtp)
+    same({name.replace("-", "."): array for name, array in found.items()}, sample.made_by_maxtext(scan_layers))
+
+
+@SCANNED
+def test_the_way_back_gives_the_stored_tensors(sample, scan_layers):
+    tree = sample.describe(scan_layers=scan_layers)
+    back = given_back(tree, sample.made_by_maxtext(scan_layers), sample.stored)
+    for name, array in back.items():
+        np.testing.assert_allclose(array, sample.stored[name], rtol=1e-6, atol=1e-7)
+    exact = {name for path, view in tree.items() if not any(p.ops for p in view.pieces) for name in view.tensors}
+    same({name: back[name] for name in exact}, {name: sample.stored[name] for name in exact})
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_nothing_of_these_models_is_rounded(name):
+    assert not any(piece.ops for view in Sample(name).describe().values() for piece in view.pieces)
+
+
+@SCANNED
+def test_every_stored_element_is_used_once(sample, scan_layers):
+    tree = sample.describe(scan_layers=scan_layers)
+    counts = uses(tree, {name: array.shape for name, array in sample.stored.items()})
+    assert all((count == 1).all() for count in counts.values())
+    left = {name for name in sample.stored.keys() - counts.keys() if not unused(tree, name)}
+    assert left == set()
+
+
+def unused(tree, name):
+    return any(re.fullmatch(pattern, name) for pattern in tree.unused)
+
+
+def test_no_tensor_is_both_used_and_unused(sample):
+    tree = sample.describe()
+    assert not [name for view in tree.values() for name in view.tensors if unused(tree, name)]
+
+
+def test_layers_go_where_param_scan_axis_says(sample):
+    tree = sample.describe(param_scan_axis=0)
+    expected = converted(sample.model, sample.config, sample.stored, param_scan_axis=0, mtp=sample.mtp)
+    same(
+        {path: evaluate(view, sample.stored) for path, view in tree.items()},
+        {name.replace("-", "."): array for name, array in expected.items()},
+    )
+
+
+def test_the_vocabulary_is_padded(sample):
+    tree = sample.describe(vocab_size=72)
+    expected = converted(sample.model, sample.config, sample.stored, vocab_size=72, mtp=sample.mtp)
+    same(
+        {path: evaluate(view, sample.stored) for path, view in tree.items()},
+        {name.replace("-", "."): array for name, array in expected.items()},
+    )
+    assert tree["params.token_embedder.embedding"].shape[0] == 72
+    # The way back leaves out what lies there.
+    arrays = {path: evaluate(view, sample.stored) for path, view in tree.items()}
+    arrays["params.token_embedder.embedding"][64:] = 7
+    back = given_back(tree, arrays, sample.stored)
+    for name, array in back.items():
+        np.testing.assert_allclose(array, sample.stored[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_vocabulary_is_never_cut(sample):
+    with pytest.raises(MappingError, match="vocab_size 63 would cut off the vocabulary, .* has 64 entries"):
+        sample.describe(vocab_size=63)
+
+
+class TestMultiTokenPrediction:
+    PATHS = re.compile(r"params\.mtp_block\..+")
+
+    def paths(self, tree):
+        return {path for path in tree if self.PATHS.fullmatch(path)}
+
+    def test_none_has_it_where_it_is_stored(self):
+        tree = Sample("deepseek3_mtp").describe(mtp=None)
+        assert len(self.paths(tree)) == 20
+        assert self.paths(tree) == {path for path in tree for pattern in tree.optional if re.match(pattern, path)}
+
+    def test_none_is_for_a_checkpoint_without_it_too(self):
+        # `transformers` drops the layer and leaves the config as it is.
+        sample = Sample("deepseek3")
+        asked = {}
+
+        def bind(name, shape):
+            asked[name] = shape
+            return View.tensor(name, shape, np.dtype("f4"))
+
+        tree = sample.family.describe(sample.config, {}, bind)
+        absent = asked.keys() - sample.stored.keys()
+        assert absent == {name for path in self.paths(tree) for name in tree[path].tensors}
+
+    def test_true_wants_it(self):
+        tree = Sample("deepseek3_mtp").describe(mtp=True)
+        assert len(self.paths(tree)) == 20
+        assert tree.optional == ()
+        sample = Sample("deepseek3")
+        sample.config["num_nextn_predict_layers"] = 0
+        with pytest.raises(MappingError, match="mtp is True, and config.json has no num_nextn_predict_layers"):
+            sample.describe(mtp=True)
+
+    def test_false_leaves_the_whole_layer_out(self):
+        sample = Sample("deepseek3_mtp")
+        tree = sample.describe(mtp=False)
+        assert not self.paths(tree)
+        assert tree.optional == ()
+        left = {name for name in sample.stored if name.startswith("model.layers.4.")}
+        assert all(unused(tree, name) for name in left)
+        assert not any(unused(tree, name) for name in sample.stored.keys() - left)
+
+    def test_what_it_shares_with_the_model_is_left_out(self):
+        sample = Sample("deepseek3_mtp")
+        for mtp in (None, True):
+            tree = sample.describe(mtp=mtp)
+            assert {name for name in sample.stored if unused(tree, name)} == {
+                "model.layers.4.embed_tokens.weight",
+                "model.layers.4.shared_head.head.weight",
+                "model.layers.4.shared_head.norm.weight",
+            }
+
+    def test_several_layers_follow_each_other(self):
+        sample = Sample("deepseek3_mtp")
+        config = {**sample.config, "num_nextn_predict_layers": 2}
+        tree = sample.family.describe(config, {}, lambda name, shape: View.tensor(name, shape, np.dtype("f4")))
+        view = tree["params.mtp_block.mtp_layer_2.mtp_2_transformer_layer.self_attention.wkv_a.kernel"]
+        assert view.tensors == ("model.layers.5.self_attn.kv_a_proj_with_mqa.weight",)
+
+
+class TestLlama:
+    def test_ropes_of_halves_leave_heads_in_order(self):
+        sample = Sample("llama3.1")
+        tree = sample.describe(rope_type="default")
+        assert {path: view.shape for path, view in tree.items()} == {
+            path: view.shape for path, view in sample.describe().items()
+        }
+        expected = converted("mistral", {**sample.config}, sample.stored)
+        same(
+            {path: evaluate(view, sample.stored) for path, view in tree.items()},
+            {name.replace("-", "."): array for name, array in expected.items()},
+        )
+
+    def test_other_ropes_are_refused(self):
+        with pytest.raises(MappingError, match="expected rope_type 'llama3.1' or 'default', found 'yarn'"):
+            Sample("llama3.1").describe(rope_type="yarn")
+
+
+class TestGemma3:
+    def test_published_names_are_renamed(self):
+        sample = Sample("gemma3")
+        ((pattern, replacement),) = sample.family.renames
+        published = {name.replace("model.language_model.", "language_model.model."): name for name in sample.stored}
+        for name, ours in published.items():
+            assert re.sub(pattern, replacement, name) == ours
+            assert re.sub(pattern, replacement, ours) == ours
+
+    def test_images_are_left_out(self):
+        tree = Sample("gemma3").describe()
+        for prefix in ("", "model."):
+            assert unused(tree, f"{prefix}vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight")
+            assert unused(tree, f"{prefix}multi_modal_projector.mm_soft_emb_norm.weight")
+        assert not unused(tree, "model.language_model.layers.8.mlp.up_proj.weight")
+
+    def test_a_language_model_alone(self):
+        sample = Sample("gemma3")
+        stored = {name.replace("model.language_model.", "model."): array for name, array in sample.stored.items()}
+        tree = sample.family.describe(sample.config["text_config"], {}, binder(stored))
+        same({path: evaluate(view, stored) for path, view in tree.items()}, sample.made_by_maxtext(True))
+
+    def test_fewer_layers_than_a_cycle(self):
+        sample = Sample("gemma3")
+        config = {**sample.config, "text_config": {**sample.config["text_config"], "num_hidden_layers": 2}}
+        tree = sample.family.describe(config, {}, binder(sample.stored))
+        assert {".".join(path.split(".")[2:4]) for path in tree if ".layers" in path} == {
+            "layers_remainder.layers_0",
+            "layers_remainder.layers_1",
+        }
+
+    def test_the_published_config_of_4b(self):
+        """What it leaves out is what the class in `transformers` has as defaults."""
+        config = {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        }
+        shapes = {}
+
+        def bind(name, shape):
+            shapes[name] = shape
+            return View.tensor(name, shape, np.dtype("f4"))
+
+        FAMILY["maxtext.gemma3"].describe(config, {}, bind)
+        layer = "model.language_model.layers.33."
+        assert shapes["model.language_model.embed_tokens.weight"] == (262208, 2560)
+        assert shapes[layer + "self_attn.q_proj.weight"] == (2048, 2560)
+        assert shapes[layer + "self_attn.k_proj.weight"] == (1024, 2560)
+        assert shapes[layer + "mlp.down_proj.weight"] == (2560, 10240)
+        assert len(shapes) == 34 * 13 + 2
+
+
+class TestTiedEmbeddings:
+    def test_there_are_no_logits_and_the_other_name_is_left_out(self):
+        tree = Sample("qwen3").describe()
+        assert "params.decoder.logits_dense.kernel" not in tree
+        assert unused(tree, "lm_head.weight")
+
+    def test_otherwise_it_is_used(self):
+        tree = Sample("llama3.1").describe()
+        assert tree["params.decoder.logits_dense.kernel"].tensors == ("lm_head.weight",)
+        assert not unused(tree, "lm_head.weight")
+
+
+def test_old_tables_of_rope_are_left_out(sample):
+    assert unused(sample.describe(), "model.layers.0.self_attn.rotary_emb.inv_freq")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama3.1", "attention_bias"),
+        ("llama3.1", "mlp_bias"),
+        ("qwen3", "attention_bias"),
+        ("deepseek3", "attention_bias"),
+        ("deepseek3.2", "mlp_bias"),
+    ],
+)
+def test_biases_that_maxtext_has_no_place_for_are_refused(name, key):
+    sample = Sample(name)
+    sample.config[key] = True
+    with pytest.raises(MappingError, match=f"{key} = True, and MaxText's tree has no place"):
+        sample.describe()
+
+
+def test_layers_that_do_not_pair_are_refused():
+    sample = Sample("gpt-oss")
+    sample.config["num_hidden_layers"] = 3
+    with pytest.raises(MappingError, match="pairs, and config.json has 3 layers"):
+        sample.describe()
+
+
+def test_a_config_without_what_is_needed_is_refused():
+    sample = Sample("qwen3")
+    del sample.config["intermediate_size"]
+    with pytest.raises((KeyError, MappingError), match="intermediate_size"):
+        sample.describe()
+
+
+def test_names_are_said_once():
+    assert len(FAMILY) == len(FAMILIES) == 12
+    architectures = [name for family in FAMILIES for name in family.architectures]
+    assert len(set(architectures)) == len(architectures)

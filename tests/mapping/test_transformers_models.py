@@ -1,0 +1,167 @@
+"""The families against what `transformers` saves of tiny random models, and against its defaults. No download."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from orbax_safetensors.mapping import View
+from orbax_safetensors.mapping.families import FAMILIES
+from tests.mapping.evaluate import binder, evaluate, given_back, uses
+from tests.mapping.reference import converted
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+FAMILY = {architecture: family for family in FAMILIES for architecture in family.architectures}
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+CONFIGS = {
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=4, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8
+    ),
+    "qwen2_5": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen2_5, tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "llama3": lambda: transformers.LlamaConfig(**SIZES, head_dim=4),
+    "llama3, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**SIZES),
+    "mistral, wide heads": lambda: transformers.MistralConfig(**SIZES, head_dim=4),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS),
+    "deepseek2": lambda: transformers.DeepseekV2Config(**LATENT, q_lora_rank=14),
+    "deepseek2, lite": lambda: transformers.DeepseekV2Config(**LATENT, q_lora_rank=None),
+    "deepseek3": lambda: transformers.DeepseekV3Config(**LATENT, q_lora_rank=14),
+    "deepseek3_2": lambda: transformers.DeepseekV32Config(**LATENT, q_lora_rank=14, index_head_dim=6, index_n_heads=3),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, **EXPERTS, head_dim=4, rope_parameters=ROPE),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=4),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 7}, head_dim=4),
+}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def checkpoint(request, tmp_path_factory):
+    """The family's last name, and what `save_pretrained` wrote: the config, and the tensors in two dtypes."""
+    directory = tmp_path_factory.mktemp("model")
+    generator = torch.Generator().manual_seed(0)
+    stored = {}
+    for dtype in DTYPES:
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param](), dtype=DTYPES[dtype])
+        with torch.no_grad():
+            for values in model.state_dict().values():
+                values.copy_(torch.randn(values.shape, generator=generator))
+        model.save_pretrained(directory / dtype)
+        stored[dtype] = load_file(directory / dtype / "model.safetensors")
+    config = json.loads((directory / "bf16" / "config.json").read_text())
+    return request.param.split(",")[0], config, stored
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_a_saved_model_is_what_maxtext_makes_of_it(checkpoint, dtype, scan_layers):
+    name, config, every = checkpoint
+    stored = every[dtype]
+    family = FAMILY[config["architectures"][0]]
+    assert family.name == f"maxtext.{name}"
+    variant = {"mtp": False} if name in ("deepseek3", "deepseek3_2") else {}
+    tree = family.describe(config, {"scan_layers": scan_layers, **variant}, binder(stored))
+    arrays = {path: evaluate(view, stored) for path, view in tree.items()}
+
+    expected = converted(name, config, stored, scan_layers=scan_layers)
+    assert sorted(arrays) == sorted(target.replace("-", ".") for target in expected)
+    for target, array in expected.items():
+        found = arrays[target.replace("-", ".")]
+        assert (found.shape, found.dtype) == (array.shape, array.dtype), target
+        assert found.tobytes() == array.tobytes(), target
+
+    counts = uses(tree, {tensor: array.shape for tensor, array in stored.items()})
+    assert counts.keys() == stored.keys()
+    assert all((count == 1).all() for count in counts.values())
+
+    back = given_back(tree, arrays, stored)
+    computed = {tensor for view in tree.values() if any(p.ops for p in view.pieces) for tensor in view.tensors}
+    for tensor, array in stored.items():
+        if tensor in computed:
+            rounding = ml_dtypes.finfo(array.dtype).eps
+            np.testing.assert_allclose(
+                back[tensor].astype("f4"), array.astype("f4"), rtol=2 * rounding, atol=4 * rounding, err_msg=tensor
+            )
+        else:
+            assert back[tensor].tobytes() == array.tobytes(), tensor
+
+
+# What configs in circulation leave out. Sizes are those that the classes' other defaults go with.
+LEFT_OUT = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "mlp_only_layers")
+CLASSES = {
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "MixtralForCausalLM": "MixtralConfig",
+    "DeepseekV2ForCausalLM": "DeepseekV2Config",
+    "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "DeepseekV32ForCausalLM": "DeepseekV32Config",
+    "GptOssForCausalLM": "GptOssConfig",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+}
+
+
+def described(architecture, config):
+    shapes = {}
+
+    def bind(name, shape):
+        shapes[name] = shape
+        return View.tensor(name, shape, np.dtype("f4"))
+
+    return list(FAMILY[architecture].describe(config, {}, bind)), shapes
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
+    config = getattr(transformers, CLASSES[architecture])(num_hidden_layers=2, first_k_dense_replace=1)
+    full = json.loads(config.to_json_string(use_diff=False))
+    short = {key: value for key, value in full.items() if key not in LEFT_OUT}
+    assert described(architecture, short) == described(architecture, full)
+
+
+def test_gemma_3_may_leave_out_everything():
+    full = json.loads(transformers.Gemma3TextConfig().to_json_string(use_diff=False))
+    assert described("Gemma3ForCausalLM", {}) == described("Gemma3ForCausalLM", full)
+    nested = described("Gemma3ForConditionalGeneration", {"text_config": {}})
+    assert nested == described("Gemma3ForConditionalGeneration", {"text_config": full})
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"])
+def test_null_follows_from_the_heads(architecture):
+    full = json.loads(getattr(transformers, CLASSES[architecture])(num_hidden_layers=1).to_json_string(use_diff=False))
+    paths, shapes = described(architecture, {**full, "head_dim": None, "num_key_value_heads": None})
+    assert shapes["model.layers.0.self_attn.k_proj.weight"] == (4096, 4096)
+    assert (paths, shapes) == described(architecture, {**full, "head_dim": 128, "num_key_value_heads": 32})
