@@ -26,13 +26,18 @@ PathLike = str | os.PathLike[str]
 
 
 def open_checkpoint(
-    path: PathLike, *, family: AskedFamily = None, variant: Mapping[str, Any] | None = None
+    path: PathLike,
+    *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> Checkpoint:
     """Reads the index and all headers of a checkpoint, and validates them.
 
     `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
     that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for the
-    architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`.
+    architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
+    `options`, `dequantize` counts.
 
     Raises:
       StorageError: something is missing or cannot be read.
@@ -40,7 +45,8 @@ def open_checkpoint(
       IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
       MappingError: there is no such family, or it does not fit the checkpoint.
     """
-    return mapped(read_checkpoint(path), family, variant, complete=True)
+    dequantize = (options or SafetensorsOptions()).dequantize
+    return mapped(read_checkpoint(path), family, variant, complete=True, dequantize=dequantize)
 
 
 def restore(
@@ -60,7 +66,9 @@ def restore(
       MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
-    checkpoint = mapped(read_checkpoint(path), family, variant, complete=not partial_restore)
+    checkpoint = mapped(
+        read_checkpoint(path), family, variant, complete=not partial_restore, dequantize=options.dequantize
+    )
     if item is None and restore_args is None:
         if jax.process_count() > 1:
             raise TensorMismatchError(
@@ -147,7 +155,7 @@ def plan_restore(
     if process_count is not None and process_count < 1:
         raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
     with _no_collection():
-        checkpoint = mapped(read_checkpoint(path), family, variant, complete=False)
+        checkpoint = mapped(read_checkpoint(path), family, variant, complete=False, dequantize=options.dequantize)
         return _plan_restore(checkpoint, target, process_count, options)
 
 

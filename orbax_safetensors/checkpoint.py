@@ -9,11 +9,12 @@ import logging
 import os
 import posixpath
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError, TensorMismatchError
@@ -24,6 +25,7 @@ from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.store import File, Stamp, Store
+from orbax_safetensors.mapping.quantization import Quantized
 from orbax_safetensors.plan.plan import Location
 from orbax_safetensors.plan.view import View
 
@@ -33,6 +35,8 @@ SUFFIX = ".safetensors"
 # Between a tensor's name and the number of its piece, where a view has several. No header can hold it, so that no
 # tensor is called like a piece.
 _PIECE = "\ud800"
+
+_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     store: Store
     mapped: Mapping[str, View] | None = None  # what a family makes of the tensors, by path in the model's tree
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)  # tensors that are decoded, by name
+    decoded_dtype: np.dtype = _BFLOAT16  # that they have where no other is asked for
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:
@@ -130,8 +136,21 @@ class Checkpoint:
         except KeyError:
             raise TensorMismatchError(f"{self.path}: there is no tensor {name!r}") from None
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that there is a view of; those that encode others are not among them."""
+        encoding = {name for tensor in self.quantized.values() for name in (tensor.codes, tensor.scales)}
+        plain = {name: tensor.shape for name, tensor in self.tensors.items() if name not in encoding}
+        decoded = {
+            name: tuple(tensor.encoding.shape[axis] for axis in tensor.axes) for name, tensor in self.quantized.items()
+        }
+        return plain | decoded
+
     def view(self, name: str) -> View:
         """The tensor `name` as it is held. `location` knows the tensors of the view."""
+        if name in self.quantized:
+            quantized = self.quantized[name]
+            return View.tensor(name, quantized.encoding.shape, self.decoded_dtype).transpose(quantized.axes)
         tensor = self[name]
         if len(tensor.pieces) == 1:
             return View.tensor(name, tensor.shape, tensor.dtype)
@@ -143,17 +162,23 @@ class Checkpoint:
 
     def whole(self, name: str) -> str:
         """The name of the tensor that a view's tensor is, or is a piece of."""
-        return name if name in self.tensors else name.rpartition(_PIECE)[0]
+        return name if name in self.quantized or name in self.tensors else name.rpartition(_PIECE)[0]
 
     def location(self, name: str) -> Location:
         """Where a tensor lies, or a piece of one as a view names it."""
+        if name in self.quantized:
+            quantized = self.quantized[name]
+            codes, scales = self._location(quantized.codes, 0), self._location(quantized.scales, 0)
+            return Location(codes.file, codes.begin, _FLOAT32, quantized.encoding, (scales.file, scales.begin))
         if name in self.tensors:
-            tensor, number = self.tensors[name], 0
-        else:
-            tensor, number = self[self.whole(name)], int(name.rpartition(_PIECE)[2])
+            return self._location(name, 0)
+        return self._location(self.whole(name), int(name.rpartition(_PIECE)[2]))
+
+    def _location(self, name: str, number: int) -> Location:
+        """Where a piece of a stored tensor lies."""
+        tensor = self[name]
         piece = tensor.pieces[number]
-        begin = self.files[piece.file].header.data_start + piece.entry.begin
-        return Location(piece.file, begin, tensor.dtype)
+        return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
 
     def open_file(self, index: int) -> File:
         """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""

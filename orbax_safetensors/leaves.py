@@ -74,7 +74,7 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
     if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
         raise TensorMismatchError(f"{where}: an array of shape {view.shape} cannot be held")
     kind = _kind(leaf, args, where)
-    stored = {checkpoint[checkpoint.whole(tensor)].stored_dtype for tensor in tensors}
+    stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
     dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)
     shape = _shape(view, kind, leaf, args, where)
     return Target(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
 from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.mapping.quantization import quantization
 from orbax_safetensors.plan.elementwise import Cast
 from orbax_safetensors.plan.view import UNKNOWN, View
 from orbax_safetensors.sources import Source
@@ -28,13 +29,18 @@ AskedFamily = Family | str | None
 
 
 def mapped(
-    checkpoint: Checkpoint, asked: AskedFamily, variant: Mapping[str, Any] | None, *, complete: bool
+    checkpoint: Checkpoint,
+    asked: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    *,
+    complete: bool,
+    dequantize: bool,
 ) -> Checkpoint:
     """`checkpoint` as the family that was asked for sees it, or one that is registered; as it is where there is none.
 
-    With `complete`, each stored tensor has to be used once; without it, leaves whose tensors are not all stored are
-    left out, and there may be other tensors. Raises `MappingError` where there is no such family, or where config,
-    variant and tensors disagree.
+    With `dequantize`, quantised tensors are decoded to what the family expects. With `complete`, each stored tensor has
+    to be used once; without it, leaves whose tensors are not all stored are left out, and there may be other tensors.
+    Raises `MappingError` where there is no such family, or where config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
         return checkpoint
@@ -43,12 +49,15 @@ def mapped(
     if family is None:
         return checkpoint
     where = f"{checkpoint.path}: {family.name}"
-    described_as = {own: _renamed(family, own) for own in checkpoint.tensors}
+    unused: Set[str] = frozenset()
+    if dequantize:
+        checkpoint, unused = _dequantized(checkpoint, config)
+    described_as = {own: _renamed(family, own) for own in checkpoint.shapes if own not in unused}
     stored = {name: own for own, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for own, name in described_as.items() if stored[name] != own)
         raise MappingError(f"{where}: several stored tensors are {twice!r} to the family")
-    shapes = {name: checkpoint.tensors[own].shape for name, own in stored.items()}
+    shapes = {name: checkpoint.shapes[own] for name, own in stored.items()}
     unbound: dict[str, tuple[int, ...]] = {}
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
@@ -63,6 +72,23 @@ def mapped(
     if complete:
         check_use(where, tree, shapes, lambda name: described_as[checkpoint.whole(name)])
     return replace(checkpoint, mapped=tree)
+
+
+def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
+    """The checkpoint with its quantised tensors decoded, and the names of tensors that it needs for nothing then."""
+    facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
+    try:
+        found = quantization(config.get("quantization_config"), facts)
+    except MappingError as error:
+        raise MappingError(f"{checkpoint.path}: {error}") from error
+    for quantized in found.tensors.values():
+        for name in (quantized.codes, quantized.scales):
+            if len(checkpoint[name].pieces) > 1:
+                raise MappingError(f"{checkpoint.path}: {name!r} is quantised and in pieces, which cannot be decoded")
+    dtype = _dtype(config, checkpoint.decoded_dtype)
+    if not found.tensors or dtype != np.float32:
+        dtype = checkpoint.decoded_dtype
+    return replace(checkpoint, quantized=found.tensors, decoded_dtype=dtype), found.unused
 
 
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]

@@ -29,6 +29,8 @@ class SafetensorsOptions:
       alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
         file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
+      dequantize: with a family, tensors that are quantised as `quantization_config` of `config.json` says are decoded
+        while they are read. Without, the family has to know their codes and scales.
       max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what a
         disk reads in the time that a request takes.
 
@@ -42,6 +44,7 @@ class SafetensorsOptions:
     max_gap_bytes: int = 16 * 2**10
     alignment: int = 64
     fsync: bool = False
+    dequantize: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0), ("alignment", 8)):

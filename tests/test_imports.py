@@ -43,10 +43,10 @@ def test_rooms(module):
         "plan": ("errors", "format", "plan"),
         "mapping": ("errors", "format", "plan", "mapping"),
         "io": ("errors", "io"),
-        "checkpoint.py": ("errors", "format", "plan", "io"),
+        "checkpoint.py": ("errors", "format", "plan", "mapping.quantization", "io"),
         "arrays.py": ("errors", "plan"),
         "strided_copy.py": ("errors", "plan"),
-        "decoding.py": ("errors", "plan"),
+        "decoding.py": ("errors", "format", "plan"),
         "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
     }
     if room in below:

@@ -64,7 +64,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
         """
-        checkpoint = api.open_checkpoint(directory, family=self._family, variant=self._variant)
+        checkpoint = api.open_checkpoint(directory, family=self._family, variant=self._variant, options=self._options)
         leaves = checkpoint.tree(
             lambda name, view: ocp.metadata.ArrayMetadata(
                 name=name, directory=epath.Path(directory), shape=view.shape, sharding=None, dtype=view.dtype
