@@ -36,15 +36,14 @@ def _codes(values: np.ndarray, pair: str) -> _Codes:
 
 
 _BYTES = np.arange(256, dtype=np.uint8)
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
 _CODES = {
     "F8_E4M3": _codes(_BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32), "<u2"),
-    "F4": _codes(np.concatenate([_MAGNITUDES, -_MAGNITUDES]), "u1"),
+    "F4": _codes(np.concatenate([_HALVES, -_HALVES]), "u1"),
 }
-# Scales that are stored as U8 are exponents of 2, of which 127 is 0. By the OCP specification 255 is NaN; in the
-# decoders that are used it is 2**128, which overflows to infinity.
-with np.errstate(over="ignore"):
-    _POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 127)
+# What U8 scales multiply halves by. It is a number for all of them, also for 255, which is NaN by the OCP specification
+# and 2**128 to the decoders that are used.
+_POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
 
 
 def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:

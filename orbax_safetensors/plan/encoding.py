@@ -33,7 +33,7 @@ class Encoding:
         row-major grid with an entry for each block, in every matrix of the leading dimensions.
       codes: element type of the codes, F8_E4M3 or F4. Of those of 4 bits the first is in the low half of a byte, and
         blocks divide the columns evenly.
-      scales: element type of the scales: a float, or U8 for exponents of 2 to which 127 is added.
+      scales: element type of the scales: floats for F8_E4M3, and for F4 U8, which are exponents of 2 plus 127.
     """
 
     shape: tuple[int, ...]

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_safetensors.decoding import decode
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.plan import coalesce
-from orbax_safetensors.plan.coalesce import Encoded, gather_encoded
+from orbax_safetensors.plan.coalesce import gather_encoded
 from orbax_safetensors.plan.encoding import Encoding
-from orbax_safetensors.plan.view import Taken, View
-from tests.plan import views
+from orbax_safetensors.plan.view import View
+from tests.plan import quantized, views
 
 F8, F4, F32, BF16, U8 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "BF16", "U8"))
 FLOAT32 = np.dtype(np.float32)
@@ -84,34 +83,6 @@ def seen(draw, tensor):
     return view, array
 
 
-def execute(gathered, tensor, destinations):
-    """Reads and decodes as a restore does; returns what was read of both tensors and the memory of the windows."""
-    read, memory = ([], []), []
-    for access in gathered.windowed:
-        assert isinstance(access, Encoded)
-        per_byte = access.encoding.elements_per_byte
-        for low in range(0, access.runs.nbytes, access.pitch):
-            high = min(low + access.pitch, access.runs.nbytes)
-            scales = access.scales(low, high)
-            packed = []
-            for pieces, source, asked in (
-                (access.runs.pieces(low, high), tensor.codes, read[0]),
-                (scales.ranges, tensor.scales, read[1]),
-            ):
-                pieces = list(pieces)
-                assert all(0 <= begin < begin + length <= source.size for begin, length in pieces)
-                packed.append(np.concatenate([source[begin : begin + length] for begin, length in pieces]))
-                asked += pieces
-            decoded = np.empty((high - low) * per_byte, np.float32)
-            decode(access.encoding, scales.segments, *packed, decoded)
-            memory.append(decoded.nbytes + packed[0].nbytes + packed[1].nbytes)
-            first = low * per_byte
-            for use in access.uses:
-                for copy in use.copy.within(first, high * per_byte):
-                    views.run([Taken("t", copy.shifted(-first), ())], {"t": decoded}, destinations[use.buffer])
-    return read, memory
-
-
 @settings(max_examples=600, deadline=None)
 @given(st.data(), st.sampled_from([0, 1, 4, 16, 1000]), st.sampled_from([256, 1024, 2**20]))
 def test_boxes_of_views_are_those_of_the_decoded_array(data, max_gap_bytes, staged_bytes):
@@ -132,15 +103,15 @@ def test_boxes_of_views_are_those_of_the_decoded_array(data, max_gap_bytes, stag
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(coalesce, "MAX_STAGED_BYTES", staged_bytes)
         gathered = gather_encoded.__wrapped__(tuple((copy, False) for copy in copies), tensor.encoding, max_gap_bytes)
-    read, memory = execute(gathered, tensor, destinations)
+    asked = quantized.execute(gathered, tensor.codes, tensor.scales, destinations)
     for destination, array in expected:
         np.testing.assert_array_equal(destination, array)
     assert not gathered.ranges
-    assert gathered.read_bytes == sum(length for asked in read for _, length in asked)
-    assert gathered.num_requests == sum(len(asked) for asked in read)
-    assert gathered.window_bytes == max(memory)
+    assert gathered.read_bytes == sum(length for _, length in (*asked.codes, *asked.scales))
+    assert gathered.num_requests == len(asked.codes) + len(asked.scales)
+    assert gathered.window_bytes == max(asked.memory)
     assert all(access.pitch * 4 * access.encoding.elements_per_byte <= staged_bytes for access in gathered.windowed)
-    codes = [begin + at for begin, length in read[0] for at in range(length)]
+    codes = [begin + at for begin, length in asked.codes for at in range(length)]
     assert len(codes) == len(set(codes))
     assert gathered.needed_bytes <= gathered.read_bytes
     assert needed(tensor, copies) <= gathered.needed_bytes
