@@ -54,12 +54,16 @@ class Layout:
 class Wanted:
     """What a process takes from each tensor of one signature.
 
-    `location` is that of one of the tensors. For each copy it is known whether it moves bits unchanged; where its
-    destination begins is left out.
+    Attributes:
+      location: of one of the tensors.
+      copies: for each also whether it moves bits unchanged. So that equal copies are found equal, they count from
+        `begin`, and where their destinations begin is left out.
+      begin: offset in the tensor, in bytes.
     """
 
     location: Location
     copies: tuple[tuple[Copy, bool], ...]
+    begin: int
 
 
 class Tensors:
@@ -163,8 +167,14 @@ class Tensors:
             view = View(layout.stored_shape, layout.dtype, tuple(self._sites[site][1] for site in sites))
             for box in boxes[number]:
                 for _, copy, ops in view.copies(view.clipped(box), [stop - start for start, stop in box]):
-                    copies.append((Copy(copy.source, 0, copy.modes), same_bits(ops, location.dtype, layout.dtype)))
-        return Wanted(location, tuple(copies))
+                    copies.append((copy, same_bits(ops, location.dtype, layout.dtype)))
+        # What is read of an encoded tensor depends on where in a block it begins.
+        first = 0 if location.encoding is not None else min((copy.source for copy, _ in copies), default=0)
+        return Wanted(
+            location,
+            tuple((Copy(copy.source - first, 0, copy.modes), same) for copy, same in copies),
+            first * location.dtype.itemsize,
+        )
 
 
 class _Axis:

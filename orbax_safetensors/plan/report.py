@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from orbax_safetensors.plan.view import Box, View
 REPORTED_OVER_READ = 1.1
 
 Boxes = tuple[tuple[Box, ...], ...]  # of each layout
+_Number = TypeVar("_Number", int, np.ndarray)
 _NOTHING = Gather((), (), needed_bytes=0, read_bytes=0, num_requests=0, window_bytes=0)
 
 
@@ -208,36 +210,34 @@ class _Counter:
         gathers = [
             gather_at(one.location, one.copies, self._max_gap_bytes) if one.copies else _NOTHING for one in wanted
         ]
-        needed, read, requests = (
-            np.array(figures, np.int64)
-            for figures in (
-                [gathered.needed_bytes for gathered in gathers],
-                [gathered.read_bytes for gathered in gathers],
-                [gathered.num_requests for gathered in gathers],
-            )
-        )
+        ranges = [_joined(gathered.ranges, one.begin) for gathered, one in zip(gathers, wanted, strict=True)]
+        needed = np.array([gathered.needed_bytes for gathered in gathers], np.int64)
+        read = np.array([gathered.read_bytes for gathered in gathers], np.int64)
+        requests = np.array([gathered.num_requests for gathered in gathers], np.int64)
+        # Only a range that begins where its tensor does can follow one of another tensor.
+        apart = all(begin > 0 for own in ranges for begin, _ in own)
+        if apart:
+            requests += np.array([sum(_requests(end - begin) for begin, end in own) for own in ranges], np.int64)
         in_pair = signature[self._pair_group]
         by_file = [
             _summed(self._pair_file, figures[in_pair] * self._pair_count, len(self._files))
             for figures in (needed, read, requests)
         ]
-        by_file[2] += self._range_requests(signature, [gathered.ranges for gathered in gathers])
-        costs = (
-            FileCost(file, *figures)
-            for file, *figures in zip(self._files, *(figures.tolist() for figures in by_file), strict=True)
-        )
+        if not apart:
+            by_file[2] += self._range_requests(signature, ranges)
+        costs = zip(self._files, *(figures.tolist() for figures in by_file), strict=True)
         cost = ProcessCost(
             needed_bytes=int(by_file[0].sum()),
             read_bytes=int(by_file[1].sum()),
             num_requests=int(by_file[2].sum()),
             staging_bytes=self._threads * max((gathered.window_bytes for gathered in gathers), default=0),
             destination_bytes=destination_bytes,
-            files=tuple(cost for cost in costs if cost.num_requests),
+            files=tuple(FileCost(*cost) for cost in costs if cost[-1]),
         )
         return cost, np.stack([needed[signature], read[signature]])
 
-    def _range_requests(self, signature: np.ndarray, ranges: Sequence[tuple[Direct, ...]]) -> np.ndarray:
-        """For each file the requests that plain ranges, given by signature, take once those that touch are joined."""
+    def _range_requests(self, signature: np.ndarray, ranges: Sequence[list[tuple[int, int]]]) -> np.ndarray:
+        """For each file the requests that ranges, given by signature, take once those that touch are joined."""
         counts = np.array([len(own) for own in ranges], np.int64)
         signature_of = signature[self._tensors.group]
         reading = np.flatnonzero(counts[signature_of])  # tensors that have ranges
@@ -247,14 +247,28 @@ class _Counter:
         tensor = np.repeat(reading, per_tensor)
         first_here, first = np.cumsum(per_tensor) - per_tensor, np.cumsum(counts) - counts
         which = np.arange(len(tensor)) + np.repeat(first[signature_of] - first_here, per_tensor)
-        origin = self._tensors.begin[tensor]
-        begin = origin + np.array([reads.runs.begin for own in ranges for reads in own], np.int64)[which]
-        end = origin + np.array([reads.runs.end for own in ranges for reads in own], np.int64)[which]
+        begin, end = np.array([one for own in ranges for one in own], np.int64).reshape(-1, 2).T
+        begin, end = self._tensors.begin[tensor] + begin[which], self._tensors.begin[tensor] + end[which]
         file = self._tensors.file[tensor]
         start = touching(file, begin, end)
         last = np.append(start[1:], len(begin))[: len(start)] - 1
-        requests = -(-(end[last] - begin[start]) // MAX_REQUEST_BYTES)
-        return _summed(file[start], requests, len(self._files))
+        return _summed(file[start], _requests(end[last] - begin[start]), len(self._files))
+
+
+def _joined(ranges: Sequence[Direct], origin: int) -> list[tuple[int, int]]:
+    """Ranges of a tensor, which count from `origin`, as `(begin, end)`; those that touch are one."""
+    out: list[tuple[int, int]] = []
+    for reads in ranges:
+        begin, end = origin + reads.runs.begin, origin + reads.runs.end
+        if out and out[-1][1] == begin:
+            begin, _ = out.pop()
+        out.append((begin, end))
+    return out
+
+
+def _requests(nbytes: _Number) -> _Number:
+    """How many requests it takes to read ranges of `nbytes`."""
+    return -(-nbytes // MAX_REQUEST_BYTES)
 
 
 def _summed(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
