@@ -1,7 +1,7 @@
-"""MaxText's parameter trees, scanned and unscanned, for the models that its converter knows.
+"""MaxText's parameter trees, scanned and unscanned, for checkpoints of twelve kinds of model.
 
-The facts are those of MaxText 0.2.4: its own converter was run on small models, and what it made is compared bit for
-bit with these descriptions (`testdata/maxtext`). Where it has no such model, they were read off the converter's tables.
+The facts are those of MaxText 0.2.4 and 0.2.5: its own converter and that converter's tables were run on small models,
+and what they made is compared bit for bit with these descriptions (`testdata/maxtext`).
 
 All families have these switches: `scan_layers`, whether layers are stacked in one array; `param_scan_axis`, where that
 dimension is inserted; `vocab_size`, MaxText's own, to which the vocabulary is padded with zeros.

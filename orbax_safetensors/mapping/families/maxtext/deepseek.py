@@ -133,7 +133,7 @@ def _tree(
     if mtp is not False:
         for k, i in enumerate(predictors, 1):
             beside |= _predictor(k, f"model.layers.{i}.", c, sparse)
-    # What these layers share with the model is stored twice.
+    # Embedding and head are the model's, stored again. The norm of the head is one that MaxText 0.2.4 does not have.
     unused = ".+" if mtp is False else r"(embed_tokens|shared_head)\..+"
     return model(
         c,

@@ -24,8 +24,8 @@ from orbax_safetensors.mapping.families.maxtext.common import (
 
 def _interleaved(view: View) -> View:
     """The two halves of every head, element by element in turn."""
-    *outer, head = view.shape
-    return view.reshape((*outer, 2, head // 2)).transpose((0, 1, 3, 2)).reshape(view.shape)
+    width, heads, size = view.shape
+    return view.reshape((width, heads, 2, size // 2)).transpose((0, 1, 3, 2)).reshape(view.shape)
 
 
 def _layer(h: str, c: Config, *, interleave: bool) -> Leaves:

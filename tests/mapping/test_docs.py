@@ -1,0 +1,78 @@
+"""The page on families: its examples run as they stand, on a small checkpoint in the place that they name."""
+
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import orbax_safetensors as ost
+from orbax_safetensors.mapping.families import FAMILIES
+from tests.files import write
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+WIDTH, HIDDEN, VOCABULARY, HEADS, GROUPS, HEAD = 64, 96, 128, 8, 4, 8
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def checkpoint(directory):
+    """A random Llama, as `transformers` stores it."""
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,)}
+    shapes["lm_head.weight"] = (VOCABULARY, WIDTH)
+    for i in range(2):
+        h = f"model.layers.{i}."
+        shapes |= {h + f"self_attn.{part}_proj.weight": (GROUPS * HEAD, WIDTH) for part in "kv"}
+        shapes |= {h + f"mlp.{part}_proj.weight": (HIDDEN, WIDTH) for part in ("gate", "up")}
+        shapes |= {
+            h + "self_attn.q_proj.weight": (HEADS * HEAD, WIDTH),
+            h + "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD),
+            h + "self_attn.rotary_emb.inv_freq": (HEAD // 2,),
+            h + "mlp.down_proj.weight": (WIDTH, HIDDEN),
+            h + "input_layernorm.weight": (WIDTH,),
+            h + "post_attention_layernorm.weight": (WIDTH,),
+        }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "vocab_size": VOCABULARY,
+    }
+    rng = np.random.default_rng(0)
+    stored = {name: rng.standard_normal(shape).astype(BF16) for name, shape in shapes.items()}
+    directory.mkdir()
+    write(directory / "model.safetensors", stored)
+    (directory / "config.json").write_text(json.dumps(config))
+    return stored
+
+
+def test_the_examples(tmp_path):
+    stored = checkpoint(tmp_path / "llama")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 8
+    names, found = {}, []
+    try:
+        for block in blocks:
+            exec(block.replace("/models/", f"{tmp_path}/"), names)
+            found.append(names.get("params"))
+    finally:
+        ost.unregister()
+
+    both = np.stack([stored[f"model.layers.1.mlp.{part}_proj.weight"].T for part in ("gate", "up")])
+    for params in found[1:3]:
+        assert params["layers"]["mlp"]["in"].shape == (2, 2, WIDTH, HIDDEN)
+        assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
+    assert found[4]["layers"]["1"]["mlp"]["in"].tobytes() == both.tobytes()
+    assert "layers" in found[2]
+    for directory in ("tuned", "again"):
+        saved = ost.open_checkpoint(tmp_path / directory)
+        assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}
+
+
+def test_every_family_is_listed():
+    rows = re.findall(r"^\| `(maxtext\.\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    listed = {name: tuple(re.findall(r"`(\w+)`", architectures)) for name, architectures in rows}
+    assert listed == {family.name: family.architectures for family in FAMILIES}
