@@ -1,0 +1,305 @@
+"""Models of `transformers` through MaxText's trees: restored with a family, saved with it, loaded again.
+
+The models are tiny and random, every parameter of them, norms and biases too. Nothing is downloaded. MaxText scales the
+queries of some models by 1 / sqrt(head_dim), Gemma's embeddings by sqrt(hidden_size), and adds 1 to Gemma's norms. What
+that rounds a save cannot give back, so these models come with sizes of which the factors are powers of two, and with
+others.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+
+import orbax_safetensors as ost
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.interop.torch_bits import to_numpy  # noqa: E402 - needs PyTorch
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+UNEVEN = SIZES | {"hidden_size": 48, "head_dim": 8}  # neither has a square root that is a power of two
+CYCLE_AND_MORE = {"num_hidden_layers": 8}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+DEEPSEEK = {
+    **{key: size for key, size in SIZES.items() if key != "head_dim"},
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 2, "topk_group": 1}
+IMAGES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+    "boi_token_index": 90,
+    "eoi_token_index": 91,
+    "image_token_index": 92,
+}
+_NORMS = r".*(norm|layernorm)\.weight"
+_QUERIES = r".*\.q_proj\.weight"
+_EMBEDDING = r".*\.embed_tokens\.weight"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to make.
+
+    Attributes:
+      model: the name of its class.
+      config: the name of its config's class.
+      sizes: what the config is made of.
+      rounded: the tensors that do not come back bit for bit, because of arithmetic on them.
+      left_out: tensors that MaxText has no place for.
+      same_logits: whether logits are the same bit for bit nevertheless.
+    """
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    rounded: str = ""
+    left_out: str = ""
+    same_logits: bool = True
+
+    def make(self, dtype: "torch.dtype") -> Any:
+        if not hasattr(transformers, self.model):
+            pytest.skip(f"transformers {transformers.__version__} has no {self.model}")
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.sizes)
+        model = getattr(transformers, self.model)._from_config(config, dtype=dtype).eval()
+        for tensor in model.parameters():
+            torch.nn.init.normal_(tensor, std=0.1)
+        for name, tensor in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # which is learnt, too, and float32 beside any dtype
+                tensor.data = torch.nn.init.normal_(tensor, std=0.1).float()
+        return model
+
+
+EXACT = {
+    "qwen2": Case("Qwen2ForCausalLM", "Qwen2Config", {k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "qwen3": Case("Qwen3ForCausalLM", "Qwen3Config", SIZES),
+    "qwen3, tied": Case("Qwen3ForCausalLM", "Qwen3Config", SIZES | {"tie_word_embeddings": True}),
+    "qwen3_moe": Case("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SIZES | EXPERTS | {"num_experts": 4}),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "llama, tied": Case("LlamaForCausalLM", "LlamaConfig", SIZES | {"tie_word_embeddings": True}),
+    "mistral": Case("MistralForCausalLM", "MistralConfig", SIZES),
+    "mixtral": Case("MixtralForCausalLM", "MixtralConfig", SIZES | {"num_local_experts": 4}),
+    "deepseek2": Case("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK),
+    "deepseek2, lite": Case("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek3": Case("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK | GROUPS),
+    "deepseek3.2": Case(
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        DEEPSEEK | GROUPS | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8},
+    ),
+    "gpt_oss": Case(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": ROPE},
+    ),
+}
+# `transformers` adds the 1 as well, in float32, and so makes the same of a norm's scale that came back rounded.
+ROUNDED = {
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", UNEVEN, _QUERIES, same_logits=False),
+    "mistral": Case("MistralForCausalLM", "MistralConfig", UNEVEN, _QUERIES, same_logits=False),
+    "mixtral": Case(
+        "MixtralForCausalLM", "MixtralConfig", UNEVEN | {"num_local_experts": 4}, _QUERIES, same_logits=False
+    ),
+    "gemma2, exact factors": Case("Gemma2ForCausalLM", "Gemma2Config", SIZES, _NORMS),
+    "gemma2": Case("Gemma2ForCausalLM", "Gemma2Config", UNEVEN, f"{_NORMS}|{_QUERIES}|{_EMBEDDING}", same_logits=False),
+    "gemma2, untied": Case(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        UNEVEN | {"tie_word_embeddings": False},
+        f"{_NORMS}|{_QUERIES}|{_EMBEDDING}",
+        same_logits=False,
+    ),
+    "gemma3 text, exact factors": Case("Gemma3ForCausalLM", "Gemma3TextConfig", SIZES | CYCLE_AND_MORE, _NORMS),
+    "gemma3 text": Case(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", UNEVEN | CYCLE_AND_MORE, f"{_NORMS}|{_EMBEDDING}", same_logits=False
+    ),
+    "gemma3 with images, exact factors": Case(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        IMAGES | {"text_config": SIZES | CYCLE_AND_MORE},
+        _NORMS,
+        left_out=r"(model\.)?(vision_tower|multi_modal_projector)\..+",
+    ),
+    "gemma3 with images": Case(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        IMAGES | {"text_config": UNEVEN | CYCLE_AND_MORE},
+        f"{_NORMS}|{_EMBEDDING}",
+        left_out=r"(model\.)?(vision_tower|multi_modal_projector)\..+",
+        same_logits=False,
+    ),
+}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+TOKENS = torch.arange(24).reshape(2, 12)
+SCANNED = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+# The name that files had before, which `transformers` writes for this one model, is not that which saves write.
+OTHER_SPELLING = r"^language_model\.model\."
+
+
+def stored(directory):
+    """The tensors of a directory by name, as PyTorch has them."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                tensors[re.sub(OTHER_SPELLING, "model.language_model.", name)] = file.get_tensor(name)
+    return tensors
+
+
+def through_maxtext(first, second, config, **variant):
+    """Restores `first` as MaxText's tree over eight devices, and saves that as `second`."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def target(leaf):
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % 8 == 0]
+        axis = axes[sum(leaf.shape) % len(axes)] if axes else None
+        spec = P() if axis is None else P(*[None] * axis, "x")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    with ocp.Checkpointer(ost.SafetensorsHandler(family="maxtext", variant=variant)) as checkpointer:
+        item = jax.tree.map(target, checkpointer.metadata(first).item_metadata.tree)
+        tree = checkpointer.restore(first, args=ost.SafetensorsRestore(item=item))
+        assert jax.tree.map(lambda leaf: leaf.sharding, tree) == jax.tree.map(lambda leaf: leaf.sharding, item)
+        checkpointer.save(second, args=ost.SafetensorsSave(tree, config=config, max_file_bytes=60_000))
+    return tree
+
+
+def load(directory, like, left_out=""):
+    """The model in a directory, of the class of another; all of its tensors have to be there, and no others."""
+    found, info = type(like).from_pretrained(directory, local_files_only=True, dtype="auto", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert {name for name in info["missing_keys"] if not re.fullmatch(left_out, name)} == set()
+    return found.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def same_bits(found, expected):
+    return found.dtype == expected.dtype and to_numpy(found).tobytes() == to_numpy(expected).tobytes()
+
+
+def different(found, expected):
+    """Names of the tensors that are not the same bit for bit; both have the same names."""
+    assert found.keys() == expected.keys()
+    return {name for name, tensor in found.items() if not same_bits(tensor, expected[name])}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scan_layers"),
+    [("f32", True), ("f32", False), ("bf16", True)],
+    ids=["f32, scanned", "f32, unscanned", "bf16, scanned"],
+)
+@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
+def test_what_is_only_moved_comes_back_bit_for_bit(tmp_path, case, dtype, scan_layers):
+    model = case.make(DTYPES[dtype])
+    model.save_pretrained(tmp_path / "first", max_shard_size="60KB")
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config, scan_layers=scan_layers)
+    assert (tmp_path / "second" / "model.safetensors.index.json").exists()
+    assert not different(stored(tmp_path / "second"), stored(tmp_path / "first"))
+    found = load(tmp_path / "second", model)
+    assert not different(found.state_dict(), model.state_dict())
+    assert same_bits(logits(found), logits(model))
+
+
+@SCANNED
+@pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
+def test_what_is_computed_with_comes_back_within_a_rounding(tmp_path, case, scan_layers):
+    model = case.make(torch.float32)
+    model.save_pretrained(tmp_path / "first", max_shard_size="60KB")
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config, scan_layers=scan_layers)
+    first, saved = stored(tmp_path / "first"), stored(tmp_path / "second")
+    expected = {name: tensor for name, tensor in first.items() if not re.fullmatch(case.left_out, name)}
+    rounded = different(saved, expected)
+    assert rounded
+    assert all(re.fullmatch(case.rounded, name) for name in rounded)
+    for name in rounded:
+        if re.fullmatch(_NORMS, name):  # x + 1 was rounded
+            np.testing.assert_allclose(saved[name], expected[name], rtol=0, atol=2**-23)
+            assert same_bits(saved[name] + 1, expected[name] + 1), name
+        else:  # a product and a quotient were
+            np.testing.assert_allclose(saved[name], expected[name], rtol=2**-22, atol=0)
+    found = load(tmp_path / "second", model, case.left_out)
+    if case.same_logits:
+        assert same_bits(logits(found), logits(model))
+    torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["llama3.1", "default"])
+def test_llamas_heads_come_back_in_the_order_they_had(tmp_path, rope_type):
+    model = EXACT["llama"].make(torch.float32)
+    model.save_pretrained(tmp_path / "first")
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config, rope_type=rope_type)
+    assert not different(load(tmp_path / "second", model).state_dict(), model.state_dict())
+
+
+def test_a_padded_vocabulary_is_cut_again(tmp_path):
+    model = EXACT["qwen3"].make(torch.float32)
+    model.save_pretrained(tmp_path / "first")
+    tree = through_maxtext(tmp_path / "first", tmp_path / "second", model.config, vocab_size=128)
+    assert tree["params"]["token_embedder"]["embedding"].shape == (128, 64)
+    assert tree["params"]["decoder"]["logits_dense"]["kernel"].shape == (64, 128)
+    assert same_bits(logits(load(tmp_path / "second", model)), logits(model))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek3.2", "gpt_oss", "gemma2", "gemma3 text"])
+def test_a_config_names_its_model_before_it_is_saved(tmp_path, name):
+    """Only `save_pretrained` writes architectures into it."""
+    case = (EXACT | ROUNDED)[name]
+    model = case.make(torch.float32)
+    model.save_pretrained(tmp_path / "first")
+    config = getattr(transformers, case.config)(**case.sizes)
+    assert not config.architectures
+    through_maxtext(tmp_path / "first", tmp_path / "second", config)
+    rounded = different(stored(tmp_path / "second"), stored(tmp_path / "first"))
+    assert all(re.fullmatch(case.rounded, name) for name in rounded)
+
+
+def test_a_model_with_images_is_saved_by_its_configs_name_too(tmp_path):
+    case = ROUNDED["gemma3 with images"]
+    case.make(torch.float32).save_pretrained(tmp_path / "first")
+    config = transformers.Gemma3Config(**case.sizes)
+    assert not config.architectures
+    through_maxtext(tmp_path / "first", tmp_path / "second", config)
+    left = stored(tmp_path / "first").keys() - stored(tmp_path / "second").keys()
+    assert left
+    assert all(re.fullmatch(case.left_out, name) for name in left)
