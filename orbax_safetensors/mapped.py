@@ -15,7 +15,7 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.mapping.family import Family, Tree
 from orbax_safetensors.mapping.quantization import quantization
 from orbax_safetensors.plan.elementwise import Cast
 from orbax_safetensors.plan.view import UNKNOWN, View
@@ -128,7 +128,8 @@ def taken_apart(
                     f"of one tensor, {piece.tensor!r}"
                 )
         viewed.append(replace(source, view=view))
-    check_use(family.name, tree, {name: shape for name, (_, shape) in tensors.items()})
+    # What is saved has to be whole.
+    check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
     return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
 
 

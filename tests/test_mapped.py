@@ -221,6 +221,19 @@ class TestRestore:
         between = (stored.T.astype(np.float32) * np.float32(1.1)).astype(BF16).astype(np.float32)
         np.testing.assert_array_equal(restored["w"], between + np.float32(1))
 
+    def test_what_the_family_leaves_unused_may_be_used_in_part(self, tmp_path):
+        stored = np.arange(8, dtype=np.float32)
+        write(tmp_path / "model.safetensors", {"w": stored, "other": stored})
+
+        def tree(config):
+            return Tree({"w": tensor("w", (8,)).slice(slice(6))}, unused=["w", "other"])
+
+        ckptr = checkpointer(family=Family("f", (), tree))
+        restored = ckptr.restore(tmp_path)
+        np.testing.assert_array_equal(restored["w"], stored[:6])
+        with pytest.raises(ost.MappingError, match=r"6 of the 8 elements of 'w', by w"):
+            ckptr.save(tmp_path / "saved", restored)
+
     def test_metadata_is_that_of_the_tree(self, model, tensors):
         tree = checkpointer(family=TOY).metadata(model).item_metadata.tree
         found = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)

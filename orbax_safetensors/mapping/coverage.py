@@ -29,7 +29,7 @@ def present(tree: Tree, absent: Set[str], *, complete: bool) -> Tree:
     def is_present(path: str, view: View) -> bool:
         if not complete:
             return absent.isdisjoint(view.tensors)
-        left_out = view.tensors and absent >= set(view.tensors) and any(p.match(path) for p in patterns)
+        left_out = view.tensors and absent >= set(view.tensors) and any(p.fullmatch(path) for p in patterns)
         return not left_out
 
     kept = {path: view for path, view in tree.items() if is_present(path, view)}
@@ -58,7 +58,7 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
     Raises `MappingError` where others are missing or unknown, or have another shape.
     """
     optional = [re.compile(pattern) for pattern in tree.optional]
-    kept = {path: view for path, view in tree.items() if path in leaves or not any(p.match(path) for p in optional)}
+    kept = {path: view for path, view in tree.items() if path in leaves or not any(p.fullmatch(path) for p in optional)}
     problems = [
         *(f"{path} is missing" for path in kept if path not in leaves),
         *(f"{path} is not in the family's tree{_nearest(path, kept)}" for path in leaves if path not in kept),
@@ -75,7 +75,7 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
 
 
 def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> None:
-    """Every element of the tensors of `shapes` is used once, apart from those that the tree leaves unused.
+    """Every element of the tensors of `shapes` is used once, apart from those that the tree leaves unused, or in part.
 
     `whole` gives the name of the tensor that a view's tensor is a part of. Raises `MappingError` that lists what is
     not used, or not once.
@@ -91,8 +91,10 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
     patterns = [re.compile(pattern) for pattern in tree.unused]
     unused, wrong = [], []
     for name, shape in shapes.items():
+        if used[name] < prod(shape) and any(pattern.fullmatch(name) for pattern in patterns):
+            continue
         if name not in used:
-            if prod(shape) and not any(pattern.fullmatch(name) for pattern in patterns):
+            if prod(shape):
                 unused.append(shown(name))
         elif used[name] != prod(shape):
             wrong.append(f"{used[name]} of the {prod(shape)} elements of {shown(name)}, by {paths[name]} and others")

@@ -29,8 +29,9 @@ class Tree(dict[str, View]):
     """What `Family.tree` returns where a plain dict does not say enough: views by tree path.
 
     Attributes:
-      unused: regular expressions of stored names that no view uses and that are left out.
-      optional: regular expressions of tree paths which are left out where none of their tensors is stored.
+      unused: regular expressions of stored names, matched whole, that no view uses, or not all of; they are left out.
+      optional: regular expressions of tree paths, matched whole, which are left out where none of their tensors is
+        stored.
     """
 
     def __init__(self, leaves: Mapping[str, View], *, unused: Sequence[str] = (), optional: Sequence[str] = ()) -> None:

@@ -19,7 +19,7 @@ from orbax_safetensors.plan.encoding import Encoding
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype as spelled in a header
 
 # What quantised activations and caches are scaled by. It is nothing that a model has when it is not quantised.
-_UNUSED = re.compile(r"(?:^|\.)(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))_scale(?:_ub)?$")
+_UNUSED = re.compile(r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))_scale(?:_ub)?")  # the name's last part
 _FP8_SCALES = ("_scale_inv", "_scale")  # both are what a code is multiplied by
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _MXFP4_BYTES = 16  # of the codes that share a scale
@@ -74,7 +74,7 @@ def quantization(config: Mapping[str, Any] | None, stored: Stored) -> Quantizati
                 f"quantization_config: expected quant_method fp8, fbgemm_fp8, compressed-tensors or mxfp4, "
                 f"found {method!r}"
             )
-    unused = frozenset(name for name in stored if _UNUSED.search(name))
+    unused = frozenset(name for name in stored if _UNUSED.fullmatch(name.rpartition(".")[2]))
     return Quantization(_fp8(stored, _checked_block(block)), unused)
 
 

@@ -143,6 +143,10 @@ def test_the_vocabulary_is_padded(sample):
 
 
 def test_a_vocabulary_is_never_cut(sample):
+    if sample.model == "gemma3":  # apart from the tokens for images
+        (embedding,) = (view for path, view in sample.describe(vocab_size=63).items() if "embedding" in path)
+        assert embedding.shape == (63, 32)
+        return
     with pytest.raises(MappingError, match="vocab_size 63 would cut off the vocabulary, .* has 64 entries"):
         sample.describe(vocab_size=63)
 

@@ -6,6 +6,7 @@ Parts are dicts of views by dotted path. `h` is what the stored names of a layer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod, sqrt
 from typing import Any
@@ -159,20 +160,22 @@ def model(
     factor: float = 1,
     norm: Callable[[str, int], View] = norm,
     beside: Leaves | None = None,
+    cut: bool = False,
     unused: Iterable[str] = (),
     optional: Iterable[str] = (),
 ) -> Tree:
     """The whole tree, of the layers in `decoder` and what is `beside` the decoder.
 
-    `factor` is that of the embedding. Raises `MappingError` where `vocab_size` would cut off a part of the vocabulary.
+    `factor` is that of the embedding. Raises `MappingError` where `vocab_size` would cut off a part of the vocabulary,
+    unless `cut` says that the model has no use for what comes last in it.
     """
     width, stored = c["hidden_size"], c["vocab_size"]
     size = stored if vocab_size is None else vocab_size
-    if size < stored:
+    if size < stored and not cut:
         raise MappingError(
             f"vocab_size {size} would cut off the vocabulary, which config.json says has {stored} entries"
         )
-    embedding = tensor(f"{prefix}embed_tokens.weight", (stored, width))
+    embedding = tensor(f"{prefix}embed_tokens.weight", (stored, width)).slice(slice(size))
     leaves = {
         "token_embedder.embedding": (embedding if factor == 1 else embedding.scale(factor)).pad((size, width)),
         "decoder.decoder_norm.scale": norm(f"{prefix}norm", width),
@@ -181,6 +184,8 @@ def model(
     }
     # Some checkpoints store what the model does not read: the other name of a tied embedding, old tables of RoPE.
     unused = [r".+\.rotary_emb\.inv_freq", *unused]
+    if size < stored:
+        unused.append(re.escape(f"{prefix}embed_tokens.weight"))
     if c["tie_word_embeddings"]:
         unused.append(r"(.+\.)?lm_head\.weight")
     else:

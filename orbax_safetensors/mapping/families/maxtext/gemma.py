@@ -97,7 +97,11 @@ def _gemma3_layer(h: str, c: Config) -> Leaves:
 def gemma3(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """The language model, alone or in one for images too, whose other parts are left out."""
+    """The language model, alone or in one for images too, whose other parts are left out.
+
+    The tokens for images are the last of the vocabulary: with MaxText's own `vocab_size` of 262144 they are cut off,
+    and the tree can no longer be saved.
+    """
     nested = "text_config" in config
     c = completed(config["text_config"] if nested else config, **_GEMMA3_TEXT)
     refuse(c, "attention_bias")
@@ -105,7 +109,7 @@ def gemma3(
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     factor = float(ml_dtypes.bfloat16(sqrt(c["hidden_size"])))
     decoder = in_cycles(6, layers, scan_layers, param_scan_axis)
-    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, unused=[_VISION])
+    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[_VISION])
 
 
 GEMMA2 = Family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
