@@ -6,7 +6,7 @@ however many rows it has. What is asked here is asked again for every tensor of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -227,13 +227,15 @@ def _elements(
     They are cut into windows of `pitch` bytes; the third array has the number of each one's window.
     """
     high = runs.nbytes if high is None else high
-    cuts = np.union1d(np.arange(low, high, pitch), np.arange(low // runs.length * runs.length, high, runs.length))
-    cuts = cuts[cuts >= low]
-    index, inside = np.divmod(cuts, runs.length)
-    begin = runs.begin + inside
+    windows = np.arange(low, high, pitch)
+    runs_within = np.arange(-(-low // runs.length) * runs.length, high, runs.length)
+    cuts = np.sort(np.concatenate((windows[windows % runs.length != 0], runs_within)), kind="stable")
+    index = cuts // runs.length
+    begin = runs.begin + cuts - index * runs.length
     for size, stride in reversed(runs.modes):
-        index, digit = np.divmod(index, size)
-        begin += digit * stride
+        outer = index // size
+        begin += (index - outer * size) * stride
+        index = outer
     per_byte = encoding.elements_per_byte
     lengths = np.diff(cuts, append=high)
     return begin * per_byte, (begin + lengths) * per_byte, (cuts - low) // pitch
@@ -263,9 +265,23 @@ def _needed_scales(exact: Sequence[Runs], encoding: Encoding) -> int:
     if encoding.block == (1, encoding.unit):  # one for each unit
         units = sum(runs.nbytes for runs in exact) * encoding.elements_per_byte // encoding.unit
         return units * encoding.scale_bytes
-    begin, end = np.concatenate([_elements(runs, runs.nbytes, encoding)[:2] for runs in exact], axis=1)
+    thinned = [part for runs in exact for part in _thinned(runs, encoding)]
+    begin, end = np.concatenate([_elements(runs, runs.nbytes, encoding)[:2] for runs in thinned], axis=1)
     first, last, _ = _scale_ranges(encoding, begin, end, np.zeros_like(begin), 0)
     return int((last - first).sum()) * encoding.scale_bytes
+
+
+def _thinned(runs: Runs, encoding: Encoding) -> Iterator[Runs]:
+    """Runs that need all the scales that `runs` need: of those in the rows of a matrix, one for each row of blocks."""
+    if len(encoding.shape) == 2 and len(runs.modes) == 1:
+        row_bytes = encoding.shape[-1] // encoding.elements_per_byte
+        ((size, stride),) = runs.modes
+        step = encoding.block[0] * row_bytes // stride  # no row of blocks lies between runs that are so far apart
+        if step > 1 and stride % row_bytes == 0 and runs.begin % row_bytes + runs.length <= row_bytes:
+            yield Runs(runs.begin, runs.length, ((-(-size // step), step * stride),))
+            yield Runs(runs.begin + (size - 1) * stride, runs.length, ())
+            return
+    yield runs
 
 
 def _requests(runs: Runs, pitch: int) -> int:

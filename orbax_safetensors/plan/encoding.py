@@ -95,17 +95,19 @@ class Encoding:
         lengths[done - 1] -= np.minimum(last % across * width + width, columns) + last // across * columns - end
         if height == 1:
             return Segments(lengths, segment)
-        row = segment // across  # many times faster than divmod
+        row = segment // across  # and not divmod, which is many times slower
         return Segments(lengths, self._grid_row(row) * across + (segment - row * across))
 
     def _scale_of(self, element: np.ndarray) -> np.ndarray:
         """The position in the scales tensor of each element's scale."""
-        row, column = np.divmod(element, self.shape[-1])
-        scale: np.ndarray = self._grid_row(row) * self.grid[1] + column // self.block[1]
+        row = element // self.shape[-1]
+        scale: np.ndarray = self._grid_row(row) * self.grid[1] + (element - row * self.shape[-1]) // self.block[1]
         return scale
 
     def _grid_row(self, row: np.ndarray) -> np.ndarray:
         """The row of scales for each row of elements, both counted through all matrices."""
+        if len(self.shape) == 2:
+            return row // self.block[0]
         matrix = row // self.shape[-2]
         of_grid: np.ndarray = matrix * self.grid[0] + (row - matrix * self.shape[-2]) // self.block[0]
         return of_grid
