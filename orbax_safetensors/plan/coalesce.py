@@ -6,7 +6,7 @@ however many rows it has. What is asked here is asked again for every tensor of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -84,8 +84,8 @@ class Encoded(Staged):
 
     def scales(self, low: int, high: int) -> Scales:
         """What decodes the window of packed codes `[low, high)`, bytes."""
-        begin, end, window = _elements(self.runs, high - low, self.encoding, low, high)
-        first, last, _ = _scale_ranges(self.encoding, begin, end, window, self.max_gap_bytes)
+        begin, end, window = self.encoding.elements(self.runs, high - low, low, high)
+        first, last, _ = self.encoding.scale_ranges(begin, end, window, self.max_gap_bytes)
         segments = self.encoding.segments(begin, end)
         distance = last - np.cumsum(
             last - first
@@ -168,7 +168,7 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
     """
     per_byte = encoding.elements_per_byte
     # Copies that share no element can share a unit.
-    exact = _disjoint(_union([(_units(copy, encoding), (index,)) for index, (copy, _) in enumerate(copies)], 0))
+    exact = _disjoint(_union([(encoding.units(copy), (index,)) for index, (copy, _) in enumerate(copies)], 0))
     widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
     windowed: list[Encoded] = []
     read_bytes = num_requests = window_bytes = 0
@@ -182,8 +182,8 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
         rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
         pitch = _pitch(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
         windowed.append(Encoded(runs, pitch, uses, encoding, max_gap_bytes))
-        begin, end, window = _elements(runs, pitch, encoding)
-        first, last, at = _scale_ranges(encoding, begin, end, window, max_gap_bytes)
+        begin, end, window = encoding.elements(runs, pitch)
+        first, last, at = encoding.scale_ranges(begin, end, window, max_gap_bytes)
         scale_bytes = np.bincount(at, weights=last - first).astype(np.int64) * encoding.scale_bytes
         code_bytes = np.bincount(window, weights=end - begin).astype(np.int64) // per_byte
         read_bytes += runs.nbytes + int(scale_bytes.sum())
@@ -192,96 +192,11 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
     return Gather(
         (),
         tuple(windowed),
-        needed_bytes=sum(runs.nbytes for runs, _ in exact) + _needed_scales([runs for runs, _ in exact], encoding),
+        needed_bytes=sum(runs.nbytes for runs, _ in exact) + encoding.scales_needed([runs for runs, _ in exact]),
         read_bytes=read_bytes,
         num_requests=num_requests,
         window_bytes=window_bytes,
     )
-
-
-def _units(copy: Copy, encoding: Encoding) -> Runs:
-    """The codes of the units that `copy` reads from, in bytes."""
-    unit, unit_bytes = encoding.unit, encoding.unit // encoding.elements_per_byte
-    first, last = copy.source // unit, copy.source // unit  # the units of a run
-    modes: list[tuple[int, int]] = []  # in units
-    reach = inside = 0  # from the first to the last element of all modes so far, and to the last unit of those kept
-    for size, stride, _ in sorted(copy.modes, key=lambda mode: mode[1]):
-        reach += (size - 1) * stride
-        if stride % unit == 0 and stride // unit > last - first + inside:
-            modes.append((size, stride // unit))
-            inside += (size - 1) * (stride // unit)
-        else:  # units would be cut or read twice: all that lies within becomes one run
-            last, modes, inside = (copy.source + reach) // unit, [], 0
-    runs = runs_of(
-        first * unit_bytes, (last - first + 1) * unit_bytes, [(size, stride * unit_bytes) for size, stride in modes]
-    )
-    assert runs is not None, copy
-    return runs
-
-
-def _elements(
-    runs: Runs, pitch: int, encoding: Encoding, low: int = 0, high: int | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed codes `[low, high)`, all without them, as `[begin, end)` in elements for each run or part of one.
-
-    They are cut into windows of `pitch` bytes; the third array has the number of each one's window.
-    """
-    high = runs.nbytes if high is None else high
-    windows = np.arange(low, high, pitch)
-    runs_within = np.arange(-(-low // runs.length) * runs.length, high, runs.length)
-    cuts = np.sort(np.concatenate((windows[windows % runs.length != 0], runs_within)), kind="stable")
-    index = cuts // runs.length
-    begin = runs.begin + cuts - index * runs.length
-    for size, stride in reversed(runs.modes):
-        outer = index // size
-        begin += (index - outer * size) * stride
-        index = outer
-    per_byte = encoding.elements_per_byte
-    lengths = np.diff(cuts, append=high)
-    return begin * per_byte, (begin + lengths) * per_byte, (cuts - low) // pitch
-
-
-def _scale_ranges(
-    encoding: Encoding, begin: np.ndarray, end: np.ndarray, window: np.ndarray, max_gap_bytes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The scales to read for ranges of elements in windows: `[first, last)` in scales, ascending, and the window.
-
-    Within a window ranges are joined across gaps of `max_gap_bytes`.
-    """
-    low, high = encoding.scale_ranges(begin, end)
-    gap = min(max_gap_bytes // encoding.scale_bytes, encoding.num_scales)
-    apart = encoding.num_scales + gap + 1  # between the scales of two windows, more than any gap
-    order = np.argsort(low + window * apart, kind="stable")
-    low, high, window = low[order], high[order], window[order]
-    reach = np.maximum.accumulate(high + window * apart)
-    starts = np.flatnonzero(np.concatenate(([True], low[1:] + window[1:] * apart > reach[:-1] + gap)))
-    last = np.append(starts[1:], len(order)) - 1
-    window = window[starts]
-    return low[starts], reach[last] - window * apart, window
-
-
-def _needed_scales(exact: Sequence[Runs], encoding: Encoding) -> int:
-    """Bytes of the scales for the codes `exact`."""
-    if encoding.block == (1, encoding.unit):  # one for each unit
-        units = sum(runs.nbytes for runs in exact) * encoding.elements_per_byte // encoding.unit
-        return units * encoding.scale_bytes
-    thinned = [part for runs in exact for part in _thinned(runs, encoding)]
-    begin, end = np.concatenate([_elements(runs, runs.nbytes, encoding)[:2] for runs in thinned], axis=1)
-    first, last, _ = _scale_ranges(encoding, begin, end, np.zeros_like(begin), 0)
-    return int((last - first).sum()) * encoding.scale_bytes
-
-
-def _thinned(runs: Runs, encoding: Encoding) -> Iterator[Runs]:
-    """Runs that need all the scales that `runs` need: of those in the rows of a matrix, one for each row of blocks."""
-    if len(encoding.shape) == 2 and len(runs.modes) == 1:
-        row_bytes = encoding.shape[-1] // encoding.elements_per_byte
-        ((size, stride),) = runs.modes
-        step = encoding.block[0] * row_bytes // stride  # no row of blocks lies between runs that are so far apart
-        if step > 1 and stride % row_bytes == 0 and runs.begin % row_bytes + runs.length <= row_bytes:
-            yield Runs(runs.begin, runs.length, ((-(-size // step), step * stride),))
-            yield Runs(runs.begin + (size - 1) * stride, runs.length, ())
-            return
-    yield runs
 
 
 def _requests(runs: Runs, pitch: int) -> int:
