@@ -79,7 +79,7 @@ def plan_save(
     cannot be stored or the processes do not have the same.
     """
     key = new_key(f"save/{hashlib.sha256(os.fsencode(directory)).hexdigest()}")
-    failure, facts = None, ""
+    failure, facts, text = None, "", None
     try:
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
@@ -93,11 +93,11 @@ def plan_save(
             max_file_bytes=max_file_bytes,
             alignment=options.alignment,
         )
-        facts = _digest(sources, layout)
+        text = None if config is None else json.dumps(config, indent=2) + "\n"
+        facts = _digest(sources, layout, text)
     except Exception as error:
         failure = error
     agree(f"{key}/plan", failure, facts)
-    text = None if config is None else json.dumps(config, indent=2) + "\n"
     return Save(layout, text, tuple(_owned(_groups(sources))), key, options)
 
 
@@ -118,16 +118,16 @@ def _groups(sources: Sequence[Source]) -> Iterator[list[Source]]:
     yield from groups.values()
 
 
-def _digest(sources: Sequence[Source], layout: Layout) -> str:
-    """Equal in processes that save the same: the same files, made of arrays that are sharded and ordered alike."""
-    digest = hashlib.sha256()
+def _digest(sources: Sequence[Source], layout: Layout, config: str | None) -> str:
+    """Equal in processes that save the same: the same files, made alike of arrays sharded and ordered alike."""
+    digest = hashlib.sha256(f"{config}\0".encode())
     for _, header in layout.files:
         digest.update(header.encode())
     for source in sources:
         if isinstance(source.value, jax.Array):
             digest.update(arrays.placement(source.value.sharding, source.shape).encode())
         # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
-        digest.update(f"{source.name}\0".encode())
+        digest.update(f"{source.name}\0{source.view!r}\0".encode())
     return digest.hexdigest()
 
 
