@@ -10,11 +10,14 @@ from math import prod
 from typing import Any
 
 from orbax_safetensors.checkpoint import Checkpoint, StoredFile, read_checkpoint
+from orbax_safetensors.cli import inspect_tree
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prints the tensors of `args.path`, and totals."""
+    """Prints the tensors of `args.path`, or the leaves that a family makes of them, and totals."""
+    if args.family is not None or args.variant:
+        return inspect_tree.run(args, output)
     checkpoint = read_checkpoint(args.path)
     if args.json:
         output.json(_document(checkpoint))

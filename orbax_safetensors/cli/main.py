@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from orbax_safetensors.cli.family import parse_switch
 from orbax_safetensors.cli.partition import UsageError, parse_mesh, parse_rule
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.errors import SafetensorsError
@@ -29,6 +30,16 @@ index. On a terminal tables are made for reading; elsewhere they are lines of
 tab-separated fields with exact numbers, under a line of headings.
 """
 
+_FAMILY = """\
+families:
+  --family says how the tree of a model is made of the stored tensors: the name
+  of a family, as maxtext.qwen3, or the part before the dot, which leaves the
+  rest to the architecture in the config.json beside the files. --variant sets
+  a switch of the family, as in scan_layers=false or vocab_size=152064: true,
+  false, null, a number, or text. Leaves are named by their paths in the tree,
+  joined by dots. A family that does not fit the checkpoint is an error.
+"""
+
 _EXIT = """\
 exit status:
   0  all is well
@@ -37,10 +48,22 @@ exit status:
 """
 
 _INSPECT = """\
-Prints name, dtype, shape, bytes and file of every tensor, and totals. Reads
-headers only."""
+Prints name, dtype, shape, bytes and file of every tensor, and totals. With
+--family instead the leaves of a model's own tree, and which stored tensors
+each is made of. Reads headers only."""
 
-_INSPECT_JSON = """\
+_INSPECT_MORE = (
+    _FAMILY
+    + """
+columns with --family:
+  dtype    of the array that is restored where no other is asked for
+  bytes    of that array in memory
+  tensors  how many stored tensors it is made of; those that are quantised are
+           two, codes and scales
+  made of  their names; layers.{0..35} stands for layers.0 to layers.35, and
+           {1..35..2} for every second number; or the first name and how many
+           more there are. On a terminal they are below the leaf.
+
 with --json, one object:
   path      as given
   tensors   a list of {name, dtype, shape, parameters, bytes, file, offset} in
@@ -49,7 +72,18 @@ with --json, one object:
   metadata  the free text of the files, {key: text}
   dtypes    {dtype: {tensors, parameters, bytes}}
   totals    {tensors, parameters, bytes, files}
+
+with --family and --json, one object:
+  path      as given
+  family    its whole name
+  variant   the switches that were given, {name: value}
+  leaves    a list of {path, dtype, shape, parameters, bytes, tensors}; tensors
+            is a list of stored names
+  dtypes    {dtype: {leaves, parameters, bytes}}
+  unused    names of stored tensors that no leaf uses
+  totals    {leaves, parameters, bytes, tensors, unused_tensors}
 """
+)
 
 _VERIFY = """\
 Checks every header, the size of every file, and the index against the files.
@@ -58,23 +92,31 @@ exits with 0. Data is not read: the format has no checksums."""
 
 _PLAN = """\
 Prints what restoring all of PATH on a mesh of devices costs every process:
-bytes, requests, memory. Reads headers only, and needs no devices."""
+bytes, requests, memory. With --family all leaves of a model's own tree are
+restored, else the stored tensors. Reads headers only, and needs no devices."""
 
-_PLAN_MORE = """\
+_PLAN_MORE = (
+    _FAMILY
+    + """
 partitions:
-  --spec REGEX=AXES gives a partition to the tensors in whose names REGEX is
-  found (as by re.search); the first --spec that matches counts. AXES has an
-  entry for each dimension, separated by commas: a mesh axis, several joined by
-  +, or - (or nothing) where the dimension is not sharded. Dimensions at the
-  end may be left out. Tensors that no --spec matches are replicated. A --spec
-  that is used for no tensor is an error.
+  --spec REGEX=AXES gives a partition to the arrays in whose names REGEX is
+  found (as by re.search); the first --spec that matches counts. Names are
+  those of the stored tensors, with --family the paths of the leaves. AXES has
+  an entry for each dimension, separated by commas: a mesh axis, several joined
+  by +, or - (or nothing) where the dimension is not sharded. Dimensions at the
+  end may be left out. Arrays that no --spec matches are replicated. A --spec
+  that is used for no array is an error.
 
   Without any --spec, every mesh axis in turn shards the first dimension whose
-  shards so far it divides, or none. So all shards are even.
+  shards so far it divides, or none. So all shards are even. With --family that
+  is often the last dimension of the stored tensors, where it costs over-read.
 
-example:
+examples:
   orbax-safetensors plan model/ --mesh data=2,model=4 --processes 2 \\
       --spec 'embed_tokens=data+model,-' --spec 'proj\\.weight$=model,data'
+  orbax-safetensors plan model/ --mesh fsdp=8,tensor=4 --processes 4 \\
+      --family maxtext --variant scan_layers=false \\
+      --spec 'embedding=tensor,fsdp' --spec 'kernel$=fsdp,tensor'
 
 columns:
   needed       bytes of the files that the process's shards hold, each once
@@ -83,6 +125,11 @@ columns:
   requests     storage operations
   staging      memory that it copies through
   destination  memory of its distinct shards
+
+  A last table has the leaves for which all processes together read more than
+  1.1 times the bytes that they need, because their shards are short runs in
+  the files, those first that waste most. On a terminal it has ten rows, and
+  leaves that differ in their numbers alone are one: layers_{0..35}.
 
 with --json, one object:
   path               as given
@@ -99,7 +146,12 @@ with --json, one object:
                      num_requests, staging_bytes, destination_bytes, files};
                      files is a list of {file, needed_bytes, read_bytes,
                      num_requests}
+  over_reads         a list of {name, needed_bytes, read_bytes, over_read}: all
+                     of the last table
+  family             with --family only: its whole name
+  variant            the switches that were given, {name: value}
 """
+)
 
 _DEMO = """\
 Restores PATH in two processes with four simulated CPU devices each, every
@@ -159,8 +211,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         )
         return commands[name]
 
-    inspect = command("inspect", "list the tensors of a checkpoint", _INSPECT, _INSPECT_JSON)
+    def add_family(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--family", metavar="NAME", help="a model's own tree, as maxtext; see below")
+        parser.add_argument(
+            "--variant",
+            type=parse_switch,
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="a switch of the family, as scan_layers=false; may be repeated",
+        )
+
+    inspect = command("inspect", "list the tensors of a checkpoint, or a tree's leaves", _INSPECT, _INSPECT_MORE)
     inspect.add_argument("path", metavar="PATH")
+    add_family(inspect)
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
     verify = command("verify", "check a checkpoint", _VERIFY)
@@ -182,8 +246,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         action="append",
         default=[],
         metavar="REGEX=AXES",
-        help="how tensors of these names are sharded; see below; may be repeated",
+        help="how arrays of these names are sharded; see below; may be repeated",
     )
+    add_family(plan)
     plan.add_argument("--files", action="store_true", help="also print what each process reads of each file")
     plan.add_argument("--json", action="store_true", help="print JSON")
 

@@ -21,7 +21,7 @@ class UsageError(argparse.ArgumentTypeError):
 
 @dataclass(frozen=True)
 class Rule:
-    """One `--spec`: tensors whose name `pattern` is found in are sharded by `axes`. `text` is as it was written."""
+    """One `--spec`: arrays in whose names `pattern` is found are sharded by `axes`. `text` is as it was written."""
 
     text: str
     pattern: re.Pattern[str]
@@ -61,10 +61,10 @@ def parse_rule(text: str) -> Rule:
 
 
 def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
-    """The axes of every tensor: those of the first rule whose regex is found in its name, none where there is none.
+    """The axes of every array: those of the first rule whose regex is found in its name, none where there is none.
 
-    Raises `UsageError` where a rule names an axis that the mesh does not have, has more dimensions than a tensor that
-    it is for, or is for no tensor.
+    Raises `UsageError` where a rule names an axis that the mesh does not have, has more dimensions than an array that
+    it is for, or is for none.
     """
     for rule in rules:
         for axis in (axis for entry in rule.axes for axis in entry):
@@ -81,13 +81,13 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
         out[name] = rules[number].axes
         if len(out[name]) > len(shape):
             raise UsageError(
-                f"--spec {rules[number].text!r}: is for {len(out[name])} dimensions, the tensor {name!r} has "
+                f"--spec {rules[number].text!r}: is for {len(out[name])} dimensions, the array {name!r} has "
                 f"{len(shape)}: {shape}"
             )
     for number, rule in enumerate(rules):
         if number not in used:
             taken = sum(1 for name in shapes if rule.pattern.search(name))
-            why = f"an earlier one is for all {taken} tensors that it matches" if taken else "it matches no tensor"
+            why = f"an earlier one is for all {taken} arrays that it matches" if taken else "it matches no array"
             raise UsageError(f"--spec {rule.text!r} is not used: {why}")
     return out
 

@@ -14,12 +14,16 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import api
+from orbax_safetensors.cli.braces import in_braces
+from orbax_safetensors.cli.family import full_name, switches_text, variant
 from orbax_safetensors.cli.partition import Axes, UsageError, assign, axes_text, shards, spread
 from orbax_safetensors.cli.tables import Output, Size, clean
 from orbax_safetensors.plan.report import RestorePlan
 
-# Tensors that a warning lists before it says how many more there are.
+# Arrays that a warning lists before it says how many more there are.
 _LISTED = 3
+# Leaves that a terminal shows of those whose sharding makes processes read more.
+_WORST = 10
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -28,22 +32,30 @@ def run(args: argparse.Namespace, output: Output) -> int:
     devices = prod(mesh.values())
     if devices % args.processes:
         raise UsageError(f"{devices} devices cannot be dealt to {args.processes} processes evenly")
-    arrays = api.stored_arrays(api.open_checkpoint(args.path))
+    switches = variant(args)
+    checkpoint = api.open_checkpoint(args.path, family=args.family, variant=switches)
+    arrays = api.stored_arrays(checkpoint)
     shapes = {name: array.shape for name, array in arrays.items()}
     if args.spec:
         axes = assign(shapes, args.spec, mesh)
     else:
         axes = {name: spread(shape, mesh) for name, shape in shapes.items()}
-    plan = api.plan_restore(args.path, _target(arrays, axes, mesh), process_count=args.processes)
+    target = _target(arrays, axes, mesh)
+    plan = api.plan_restore(args.path, target, family=args.family, variant=switches, process_count=args.processes)
+    family = None if args.family is None else full_name(checkpoint, args.family)
     replicated = sum(prod(shards(own, mesh)) == 1 for own in axes.values())
     uneven = [name for name, shape in shapes.items() if not _even(shape, axes[name], mesh)]
     if args.json:
         document = {"path": args.path, "mesh": mesh, "replicated_arrays": replicated, "uneven_arrays": uneven}
+        if family is not None:
+            document |= {"family": family, "variant": switches}
         output.json(document | json.loads(plan.to_json()))
         return 0
-    _print(plan, mesh, replicated, uneven, output)
+    _print(plan, family, switches, mesh, replicated, uneven, output)
     if args.files:
         _print_files(plan, output)
+    if plan.over_reads:
+        _print_over_reads(plan, output)
     if uneven:
         output.flush()
         print(f"warning: {_refusal(uneven, shapes, axes)}", file=sys.stderr)
@@ -75,10 +87,19 @@ def _refusal(uneven: list[str], shapes: Mapping[str, tuple[int, ...]], axes: Map
     return clean(f"JAX has no arrays with shards of unequal size, so a restore is refused: {', '.join(named)}{more}")
 
 
-def _print(plan: RestorePlan, mesh: Mapping[str, int], replicated: int, uneven: list[str], output: Output) -> None:
+def _print(
+    plan: RestorePlan,
+    family: str | None,
+    switches: dict[str, Any],
+    mesh: Mapping[str, int],
+    replicated: int,
+    uneven: list[str],
+    output: Output,
+) -> None:
     devices = prod(mesh.values())
     largest, smallest = plan.largest_shard, plan.smallest_shard
     facts: list[tuple[str, Any]] = [
+        *([] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]),
         ("mesh", ",".join(f"{axis}={size}" for axis, size in mesh.items())),
         ("devices", devices),
         ("processes", len(plan.processes)),
@@ -129,3 +150,29 @@ def _print_files(plan: RestorePlan, output: Output) -> None:
             for cost in process.files
         ),
     )
+
+
+def _print_over_reads(plan: RestorePlan, output: Output) -> None:
+    """Leaves for which more is read than needed, those first that waste most.
+
+    On a terminal those that differ in their numbers alone are one, and the worst are shown.
+    """
+    rows = [(leaf.name, leaf.needed_bytes, leaf.read_bytes) for leaf in plan.over_reads]
+    more = 0
+    if output.for_people:
+        leaves = {leaf.name: leaf for leaf in plan.over_reads}
+        rows = [
+            (text, sum(leaves[name].needed_bytes for name in names), sum(leaves[name].read_bytes for name in names))
+            for text, names in in_braces(leaves)
+        ]
+        rows.sort(key=lambda row: row[1] - row[2])
+        more = len(rows) - _WORST
+    output.table(
+        ("leaf", "needed", "read", "over-read"),
+        (
+            (name, Size(needed), Size(read), read / needed)
+            for name, needed, read in rows[: _WORST if more > 0 else None]
+        ),
+    )
+    if more > 0:
+        output.line(f" and {more:,} more; --json has all")

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+# Spaces between the columns of a listing.
+_GAP = 2
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -102,6 +104,37 @@ class Output:
         else:
             self._draw(columns, list(rows))
 
+    def listing(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]]) -> None:
+        """A table of rows with a long name, and with lines of text that belong to each, the `notes`.
+
+        A terminal has the notes below their row, and a name that leaves no room for the row on a line of its own; lines
+        that are too long for it wrap. Elsewhere the notes are the last of the `columns`.
+        """
+        if self._console is None:
+            self.table(columns, ((*row, ", ".join(own)) for row, own in zip(rows, notes, strict=True)))
+            return
+        self._space()
+        texts = [columns[:-1], *([_for_people(cell) for cell in row] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        right = [not isinstance(cell, str) for cell in rows[0]] if rows else [False] * len(widths)
+        # What the other columns and a margin on both sides leave for names.
+        room = min(widths[0], self._console.width - 2 - sum(_GAP + width for width in widths[1:]))
+        for number, (row, own) in enumerate(zip(texts, [columns[-1:], *notes], strict=True)):
+            style, note_style = ("", "dim") if number else ("bold", "bold")
+            name = row[0]
+            if len(name) > room:
+                self._line(f" {name}", style)
+                name = ""
+            cells = [
+                cell.rjust(width) if to_right else cell.ljust(width)
+                for cell, width, to_right in zip(row[1:], widths[1:], right[1:], strict=True)
+            ]
+            self._line(f" {(' ' * _GAP).join((name.ljust(room), *cells))}", style)
+            for line in own:
+                self._line(f"   {clean(line)}", note_style)
+            if not number:
+                self._line(" " + "─" * (self._console.width - 2), "")
+
     def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
         """Names with a value each, one to a line."""
         self._space()
@@ -114,6 +147,11 @@ class Output:
 
                 self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
 
+    def _line(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style), soft_wrap=True)
+
     def _space(self) -> None:
         if self._blocks:
             print(file=self._stream)
@@ -124,7 +162,7 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold")
+        table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold", collapse_padding=True)
         for number, name in enumerate(columns):
             right = bool(rows) and not isinstance(rows[0][number], str)
             # Names fold where the terminal is narrow; nothing is cut off.

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
 COMMAND = [sys.executable, "-m", "orbax_safetensors.cli.main"]
 
 
@@ -15,16 +17,26 @@ def test_a_process_prints_and_succeeds(single):
     assert json.loads(done.stdout)["totals"]["tensors"] == 5
 
 
-def test_a_reader_that_has_enough_is_no_error(single):
-    process = subprocess.Popen([*COMMAND, "inspect", single], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("family", [[], ["--family", "maxtext"]])
+def test_a_reader_that_has_enough_is_no_error(family):
+    process = subprocess.Popen([*COMMAND, "inspect", QWEN3, *family], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()  # before anything is printed
     assert process.stderr.read() == b""
     assert process.wait() == 141
     process.stderr.close()
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["plan", "--mesh", "x=1000"]])
-def test_no_jax_backend_is_started(single, command):
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect"],
+        ["inspect", "--family", "maxtext"],
+        ["verify"],
+        ["plan", "--mesh", "x=1000"],
+        ["plan", "--mesh", "x=1000", "--family", "maxtext"],
+    ],
+)
+def test_no_jax_backend_is_started(command):
     code = """
 import sys
 from orbax_safetensors.cli.main import main
@@ -33,7 +45,7 @@ from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 sys.exit(status)
 """
-    done = subprocess.run([sys.executable, "-c", code, *command, single], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *command, QWEN3], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -63,9 +63,9 @@ def test_the_first_rule_that_is_found_counts():
     ("rules", "message"),
     [
         (["kernel=expert"], "no axis 'expert', it has data, model"),
-        (["kernel=data,-,-"], "is for 3 dimensions, the tensor 'kernel' has 2: (8, 8)"),
-        (["nothing=data"], "'nothing=data' is not used: it matches no tensor"),
-        (["k=data", "kernel=model"], "'kernel=model' is not used: an earlier one is for all 1 tensors"),
+        (["kernel=data,-,-"], "is for 3 dimensions, the array 'kernel' has 2: (8, 8)"),
+        (["nothing=data"], "'nothing=data' is not used: it matches no array"),
+        (["k=data", "kernel=model"], "'kernel=model' is not used: an earlier one is for all 1 arrays"),
     ],
 )
 def test_rules_that_do_not_fit(rules, message):

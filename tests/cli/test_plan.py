@@ -1,9 +1,21 @@
 """`plan`: costs on meshes of devices that do not exist."""
 
+import io
 import json
+import re
+import sys
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
+import orbax_safetensors as ost
+from orbax_safetensors.cli.main import main
+
+QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 # What half of the devices hold by default on a mesh of 2 x 4: half of all but the scalar and the vector of 13 bytes.
 NEEDED = 64 * 48 * 4 // 2 + 48 * 4 // 2 + 8 + 2 * 3 * 16 * 2 // 2 + 13
@@ -51,7 +63,7 @@ def test_specs(cli, single):
 
 def test_a_pipe_gets_lines_of_fields(cli, directory):
     result = cli("plan", directory, "--mesh", "data=2,model=4", "--processes", "4", "--files")
-    facts, processes, files = result.blocks
+    facts, processes, files, over_reads = result.blocks
     assert dict(facts)["mesh"] == "data=2,model=4"
     assert dict(facts)["devices"] == "8"
     assert dict(facts)["shards"] == "even"
@@ -59,6 +71,7 @@ def test_a_pipe_gets_lines_of_fields(cli, directory):
     assert [row[0] for row in processes[1:]] == ["0", "1", "2", "3"]
     assert files[0] == ["process", "file", "needed", "read", "over-read", "requests"]
     assert [row[:2] for row in files[1:]] == [[str(process), file] for process in range(4) for file in FILES]
+    assert over_reads[0] == ["leaf", "needed", "read", "over-read"]
     assert result.out.isascii()
     for row in processes[1:]:
         assert int(row[1]) == sum(int(own[2]) for own in files[1:] if own[0] == row[0])
@@ -84,11 +97,96 @@ def test_shards_that_do_not_divide(cli, single):
         (["--mesh", "x=2", "--spec", "x"], "argument --spec: expected REGEX=AXES"),
         (["--mesh", "x=2", "--spec", "(=x"], "argument --spec: '(' is not a regular expression"),
         (["--mesh", "x=2", "--spec", "kernel=y"], "the mesh has no axis 'y', it has x"),
-        (["--mesh", "x=2", "--spec", "nothing=x"], "is not used: it matches no tensor"),
-        (["--mesh", "x=2", "--spec", "0.bias=-,x"], "is for 2 dimensions, the tensor 'layer.0.bias' has 1: (48,)"),
+        (["--mesh", "x=2", "--spec", "nothing=x"], "is not used: it matches no array"),
+        (["--mesh", "x=2", "--spec", "0.bias=-,x"], "is for 2 dimensions, the array 'layer.0.bias' has 1: (48,)"),
     ],
 )
 def test_mistakes_are_status_2(cli, single, options, message):
     result = cli("plan", single, *options)
     assert (result.status, result.out) == (2, "")
     assert message in result.err
+
+
+def test_a_family_is_planned_as_the_api_plans_it(cli):
+    variant = {"scan_layers": False, "vocab_size": 128}
+    switches = ["--variant", "scan_layers=false", "--variant", "vocab_size=128"]
+    specs = ["--spec", r"layers_\d\.mlp=-,x", "--spec", "embedder=x"]
+    found = plan(cli, QWEN3, "--family", "maxtext", *switches, "--mesh", "x=4", "--processes", "2", *specs)
+    mesh = AbstractMesh((4,), ("x",))
+    leaves = ost.open_checkpoint(QWEN3, family="maxtext.qwen3", variant=variant).leaves
+    assert "params.decoder.layers_2.mlp.wo.kernel" in leaves
+    target = {}
+    for path, view in leaves.items():
+        spec = (None, "x") if ".mlp." in path else ("x",) if "embedder" in path else ()
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        target[path] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=sharding)
+    wanted = ost.plan_restore(QWEN3, target, family="maxtext", variant=variant, process_count=2)
+    assert found.items() >= json.loads(wanted.to_json()).items()
+    assert (found["family"], found["variant"]) == ("maxtext.qwen3", variant)
+    assert found["num_arrays"] == len(leaves)
+    assert found["replicated_arrays"] == len(leaves) - 10
+    assert found["total_params"] == 34_624 + 64 * 32
+
+
+def test_a_family_in_a_pipe(cli):
+    result = cli("plan", QWEN3, "--family", "maxtext", "--variant", "scan_layers=true", "--mesh", "x=2")
+    assert (result.status, result.err) == (0, "")
+    assert result.blocks[0][0] == ["family", "maxtext.qwen3 scan_layers=true"]
+    assert result.facts["arrays"] == "13"
+    assert "family" not in cli("plan", QWEN3, "--mesh", "x=2").facts
+    assert "family" not in plan(cli, QWEN3, "--mesh", "x=2")
+
+
+def test_a_spec_that_fits_no_leaf(cli):
+    result = cli("plan", QWEN3, "--family", "maxtext", "--mesh", "x=2", "--spec", "self_attn=x")
+    assert (result.status, result.out) == (2, "")
+    assert "--spec 'self_attn=x' is not used: it matches no array" in result.err
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """Twelve kinds of matrices in two layers each, with rows so short that half of them cannot be read alone."""
+    kernels = {f"layer.{n}.{kind}.kernel": np.zeros((64, 16), np.float32) for n in range(2) for kind in "abcdefghijkl"}
+    save_file(kernels | {"layer.0.a.big": np.zeros((256, 16), np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+OVER_READ = ["--mesh", "x=2", "--processes", "2", "--spec", "kernel=-,x", "--spec", "big=-,x"]
+
+
+def test_what_is_read_for_nothing(cli, wide):
+    leaves = plan(cli, wide, *OVER_READ)["over_reads"]
+    assert len(leaves) == 25
+    assert leaves[0] == {
+        "name": "layer.0.a.big",
+        "needed_bytes": 256 * 16 * 4,
+        "read_bytes": 2 * (256 * 16 * 4 - 32),  # both read all but the other's end of the first or last row
+        "over_read": pytest.approx(2, rel=0.01),
+    }
+    processes, worst = cli("plan", wide, *OVER_READ).blocks[1:]
+    assert len(processes) == 3
+    assert worst[0] == ["leaf", "needed", "read", "over-read"]
+    assert [row[0] for row in worst[1:]] == [leaf["name"] for leaf in leaves]
+    assert worst[1][:3] == ["layer.0.a.big", "16384", "32704"]
+    assert len(cli("plan", wide, "--mesh", "x=2", "--processes", "2").blocks) == 2
+    assert plan(cli, wide, "--mesh", "x=2", "--processes", "2")["over_reads"] == []
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_has_the_worst_with_layers_as_one(monkeypatch, wide, columns):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(["plan", str(wide), *OVER_READ]) == 0
+    lines = re.sub(r"\x1b\[\d*m", "", sys.stdout.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    heading = next(number for number, line in enumerate(lines) if line.startswith(" leaf"))
+    rows = [line.split() for line in lines[heading + 2 :]]
+    assert rows[0] == ["layer.0.a.big", "16.0", "KiB", "31.9", "KiB", "2.00"]
+    assert rows[1] == ["layer.{0..1}.a.kernel", "8.0", "KiB", "15.9", "KiB", "1.98"]
+    assert len(rows) == 11
+    assert rows[-1] == ["and", "3", "more;", "--json", "has", "all"]

@@ -59,6 +59,68 @@ def test_a_terminal_gets_a_table_that_fits_and_holds_everything(monkeypatch, col
         assert number in text
 
 
+LISTED = (
+    ("leaf", "shape", "bytes", "made of"),
+    [("params.decoder.layers.mlp.wi_0.kernel[bold]", "[2,3]", Size(2048)), ("b\n", "[]", Size(4))],
+    [["layers.{0..2}.gate.weight", "x\x1b"], []],
+)
+
+
+def test_a_listing_for_programs():
+    stream = io.StringIO()
+    Output(stream).listing(*LISTED)
+    assert stream.getvalue() == (
+        "leaf\tshape\tbytes\tmade of\n"
+        "params.decoder.layers.mlp.wi_0.kernel[bold]\t[2,3]\t2048\tlayers.{0..2}.gate.weight, x\\x1b\n"
+        "b\\n\t[]\t4\t\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        (
+            "40",
+            [
+                " leaf                    shape    bytes",
+                "   made of",
+                " " + 38 * "─",
+                " params.decoder.layers.mlp.wi_0.kernel[bold]",
+                "                         [2,3]  2.0 KiB",
+                "   layers.{0..2}.gate.weight",
+                "   x\\x1b",
+                " b\\n                     []         4 B",
+            ],
+        ),
+        (
+            "80",
+            [
+                " leaf                                         shape    bytes",
+                "   made of",
+                " " + 78 * "─",
+                " params.decoder.layers.mlp.wi_0.kernel[bold]  [2,3]  2.0 KiB",
+                "   layers.{0..2}.gate.weight",
+                "   x\\x1b",
+                " b\\n                                          []         4 B",
+            ],
+        ),
+    ],
+)
+def test_a_listing_on_a_terminal(monkeypatch, columns, lines):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    Output(stream).listing(*LISTED)
+    assert re.sub(r"\x1b\[\d*m", "", stream.getvalue()).splitlines() == lines
+
+
+def test_a_listing_of_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    Output(stream).listing(("leaf", "made of"), [], [])
+    assert "leaf" in stream.getvalue()
+
+
 def test_a_terminal_is_what_the_stream_says():
     code = "import sys; from orbax_safetensors.cli.tables import Output; print(Output(sys.stdout).for_people)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"FORCE_COLOR": "1"})

@@ -1,0 +1,54 @@
+"""Families and their switches as they are written on a command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+from orbax_safetensors import mapped
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.mapping import registry
+
+_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+# As text these would count as true, all of them.
+_MISSPELT = {"true", "false", "null", "none", "yes", "no", "on", "off"}
+
+
+def parse_switch(text: str) -> tuple[str, Any]:
+    """`scan_layers=false` as name and value. A value that is no JSON literal is text."""
+    name, _, value = text.partition("=")
+    if not name.isidentifier() or not value:
+        raise UsageError(f"expected KEY=VALUE as in scan_layers=false, found {text!r}")
+    if _LITERAL.fullmatch(value):
+        return name, json.loads(value)
+    if value.lower() in _MISSPELT:
+        raise UsageError(f"expected true, false or null in {text!r}, found {value!r}")
+    return name, value
+
+
+def variant(args: argparse.Namespace) -> dict[str, Any]:
+    """All switches of a command line, which are those of its family."""
+    switches: dict[str, Any] = {}
+    for name, value in args.variant:
+        if name in switches:
+            raise UsageError(f"--variant {name} is there twice")
+        switches[name] = value
+    if switches and args.family is None:
+        raise UsageError("--variant is for a --family, and there is none")
+    return switches
+
+
+def full_name(checkpoint: Checkpoint, asked: str) -> str:
+    """The name of the family that `checkpoint` was opened with."""
+    family = registry.find(asked, mapped.read_config(checkpoint))
+    return asked if family is None else family.name
+
+
+def switches_text(switches: dict[str, Any]) -> str:
+    """Switches as `--variant` takes them."""
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in switches.items()
+    )
