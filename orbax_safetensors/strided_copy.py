@@ -27,14 +27,13 @@ _SMALL = 4096
 # Shorter axes are no innermost loop: NumPy takes about as long to begin a loop as to copy ten elements.
 _SHORT = 16
 # Elements of a slab that are neighbours in the source: one or more cache lines whatever their size.
-_LINE = 64
+_LINE = 128
 # A slab is read with a stride, line after line and then again for the next element of each line: it has to stay in the
 # first-level cache, which has 32 KiB or more. Twice that is a third slower.
 _SLAB_BYTES = 32 * 2**10
-# Elements that are moved, or converted, by one NumPy call. Two buffers of their size have to stay in the second-level
-# cache; with fewer, threads would wait for one another's Python.
-_PIECE = 2**18
-_CONVERTED_PIECE = 2**16
+# What one NumPy call moves or converts. The buffers of a piece should stay in the cache that a core has for itself, or
+# nearly so; with smaller pieces threads wait for one another's Python.
+_PIECE_BYTES = 2**20
 
 
 def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,51 +68,55 @@ def elements(
 
 def assign(destination: np.ndarray, source: np.ndarray) -> None:
     """`destination[...] = source` for arrays of one shape and dtype that have no memory in common."""
-    for piece, into in _pieces(source, destination, source.size, _PIECE):
+    for piece, into in _pieces(source, destination):
         into[...] = piece
 
 
 def convert(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
-    """Assigns what `ops` make of `source`, cast to the destination's dtype; `cast` says what `lossless` does."""
+    """Assigns what `ops` make of `source`, cast to the destination's dtype as NumPy does.
+
+    With `lossless`, numbers that do not fit an integer and finite numbers that become infinite, or NaN where a dtype
+    has no infinity, raise `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded,
+    without a word.
+    """
     with np.errstate(all="ignore"):
-        for piece, into in _pieces(source, destination, _CONVERTED_PIECE, _CONVERTED_PIECE):
-            cast(apply(ops, piece) if ops else piece, into, lossless=lossless)
+        for piece, into in _pieces(source, destination):
+            values = apply(ops, piece) if ops else piece
+            np.copyto(into, values, casting="unsafe")
+            if lossless:
+                _check(values, into)
 
 
 def revert(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
     """Assigns what `ops` made `source` of, cast to the destination's dtype."""
     with np.errstate(all="ignore"):
-        for piece, into in _pieces(source, destination, _CONVERTED_PIECE, _CONVERTED_PIECE):
-            cast(undo(ops, piece) if ops else piece, into, lossless=False)
+        for piece, into in _pieces(source, destination):
+            np.copyto(into, undo(ops, piece) if ops else piece, casting="unsafe")
 
 
-def cast(source: np.ndarray, destination: np.ndarray, *, lossless: bool) -> None:
-    """Assigns with a cast that rounds as NumPy does.
-
-    With `lossless`, numbers that do not fit an integer and finite numbers that become infinite raise
-    `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded, without a word.
-    """
-    with np.errstate(all="ignore"):
-        np.copyto(destination, source, casting="unsafe")
-        if lossless:
-            if np.issubdtype(destination.dtype, np.integer):
-                whole = source if np.issubdtype(source.dtype, np.integer) else np.trunc(source.astype(np.float64))
-                lost = destination != whole
-            else:
-                lost = np.isinf(destination) & ~np.isinf(source)
-            if np.any(lost):
-                raise TensorMismatchError(
-                    f"{source[lost].flat[0]!r} of {source.dtype} does not fit {destination.dtype}"
-                )
+def _check(values: np.ndarray, cast: np.ndarray) -> None:
+    """Raises `TensorMismatchError` as `convert` says for numbers and what a cast made of them."""
+    if np.can_cast(values.dtype, cast.dtype):
+        return
+    if np.issubdtype(cast.dtype, np.integer):
+        whole = values if np.issubdtype(values.dtype, np.integer) else np.trunc(values.astype(np.float64))
+        lost = cast != whole
+    else:
+        # A type that NumPy knows itself is looked through several times faster.
+        wide = np.promote_types(cast.dtype, np.float32)
+        finite = np.isfinite(cast, signature=f"{wide.char}->?")
+        if finite.all():
+            return
+        lost = ~finite & np.isfinite(values)
+    if np.any(lost):
+        raise TensorMismatchError(f"{values[lost].flat[0]!r} of {values.dtype} does not fit {cast.dtype}")
 
 
-def _pieces(
-    source: np.ndarray, destination: np.ndarray, limit: int, reordered: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pieces(source: np.ndarray, destination: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Cuts two arrays of one shape into pairs of arrays of one shape, between which NumPy copies fast.
 
-    The first of a pair is a view of at most `limit` elements. Where the arrays have different innermost axes, it is a
-    buffer of about `reordered` elements at most, in the order of the destination, and the next pair uses it again.
+    The first of a pair is a view. Where the arrays have different innermost axes, it is a buffer instead, in the order
+    of the destination, and the next pair uses it again.
 
     To reorder a piece, lines of it are laid side by side in slabs, which is a copy of whole lines; each slab is
     transposed within the first-level cache; and the destination gets runs that are long enough to be written as fast
@@ -129,9 +132,9 @@ def _pieces(
     if source.size <= _SMALL or not long or along == long[-1]:
         if source.size > _SMALL and source.shape[-1] < _SHORT:
             for index in range(source.shape[-1]):
-                yield from _pieces(source[..., index], destination[..., index], limit, reordered)
+                yield from _pieces(source[..., index], destination[..., index])
         else:
-            for box in _boxes(source.shape, limit):
+            for box in _boxes(source.shape, _PIECE_BYTES // source.itemsize):
                 yield source[box], destination[box]
         return
 
@@ -147,7 +150,7 @@ def _pieces(
         if rest := source.shape[axis] % step:
             cut = [source.shape[axis] - rest]
             for parts in zip(np.split(source, cut, axis), np.split(destination, cut, axis), strict=True):
-                yield from _pieces(*parts, limit, reordered)
+                yield from _pieces(*parts)
             return
     source, destination = (
         array.reshape(-1, line, *array.shape[1:at], array.shape[at] // rows, rows, *array.shape[at + 1 :])
@@ -157,7 +160,7 @@ def _pieces(
     at += 1
     source, destination = np.moveaxis(source, 1, at), np.moveaxis(destination, 1, at)
     slab = prod(source.shape[at:])
-    slabs = min(max(reordered // slab, 1), prod(source.shape[:at]))
+    slabs = min(max(_PIECE_BYTES // (slab * source.itemsize), 1), prod(source.shape[:at]))
     bits = source.view(_WORDS.get(source.itemsize, source.dtype))
     lines, out = np.empty((2, slabs * slab), bits.dtype)
     for box in _boxes(source.shape[:at], slabs):
