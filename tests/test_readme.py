@@ -1,54 +1,93 @@
 """The README's examples run as they stand, on small checkpoints in the places that they name."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import flax.training.train_state
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, tensor
 from tests.files import random_bits, write, write_indexed
 
 README = Path(__file__).parent.parent / "README.md"
+QWEN3 = Path(__file__).parent.parent / "testdata" / "qwen3"
 RNG = np.random.default_rng(0)
 BF16 = np.dtype(jnp.bfloat16)
 NORM = random_bits(RNG, (4096,), BF16)
 EMBEDDING = random_bits(RNG, (64, 512), BF16)
 
 
-def test_the_examples(tmp_path, mesh):
-    for name in ("llama", "state"):
+@pytest.fixture
+def unregistered():
+    yield
+    ost.unregister()
+
+
+def my_tree(config):
+    return {"embedding": tensor("embed.weight", (64, config["hidden_size"])).T}
+
+
+def test_the_examples(tmp_path, mesh, unregistered):
+    for name in ("llama", "mine", "state"):
         (tmp_path / name).mkdir()
     llama = {"model.norm.weight": NORM, "model.embed_tokens.weight": EMBEDDING}
     write_indexed(tmp_path / "llama", [{name: array} for name, array in llama.items()])
     write(tmp_path / "model.safetensors", llama)
     write(tmp_path / "state" / "model.safetensors", {"params.w": EMBEDDING})
 
+    write(tmp_path / "mine" / "model.safetensors", {"embed.weight": EMBEDDING})
+    (tmp_path / "mine" / "config.json").write_text('{"architectures": ["MineForCausalLM"], "hidden_size": 512}')
+    shutil.copytree(QWEN3, tmp_path / "qwen3")
+
     def make_train_state():
         params = {"w": jnp.zeros((64, 512), BF16)}
         return flax.training.train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
-    names = {"make_train_state": make_train_state, "shardings": {"w": NamedSharding(mesh, P("x", "y"))}}
+    names = {
+        "make_train_state": make_train_state,
+        "shardings": {"w": NamedSharding(mesh, P("x", "y"))},
+        "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
+    }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 11
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
         found[number] = dict(names)
 
+    stored = {
+        model: {
+            name: array for file in (tmp_path / model).glob("*.safetensors") for name, array in load_file(file).items()
+        }
+        for model in ("qwen3", "tuned")
+    }
     for number in (0, 2):
         for name, array in llama.items():
             assert np.asarray(found[number]["params"][name]).tobytes() == array.tobytes()
     assert found[1]["arrays"]["model.norm.weight"].tobytes() == NORM.tobytes()
     assert np.asarray(found[3]["state"].params["w"]).tobytes() == EMBEDDING.tobytes()
     assert np.asarray(found[4]["norm"]["model"]["norm"]["weight"]).tobytes() == NORM.tobytes()
+    decoder = found[5]["state_params"]["params"]["decoder"]
+    assert decoder["layers"]["mlp"]["wi_0"]["kernel"].sharding.spec == P("model")
+    gates = [stored["qwen3"][f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(3)]
+    np.testing.assert_array_equal(decoder["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
+    assert stored["tuned"].keys() == stored["qwen3"].keys()
+    for name, array in stored["qwen3"].items():
+        assert stored["tuned"][name].tobytes() == array.tobytes()
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == found[6]["config"]
+    assert found[7]["my_params"]["embedding"].tobytes() == EMBEDDING.T.tobytes()
     for directory, count in (("new", 1), ("two", 1)):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert len(saved.files) == count
         assert saved.metadata["format"] == "pt"
     assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
-    assert len(found[7]["plan"].processes) == 64
+    assert len(found[10]["plan"].processes) == 64
