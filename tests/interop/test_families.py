@@ -312,7 +312,6 @@ def test_a_model_with_images_is_saved_by_its_configs_name_too(tmp_path):
     assert all(re.fullmatch(case.left_out, name) for name in left)
 
 
-@pytest.mark.xfail(strict=True, reason="the family looks for tie_word_embeddings in text_config")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_whether_a_model_with_images_is_tied_its_whole_config_says(tmp_path, tied):
     """And not that of its text, which may say otherwise."""

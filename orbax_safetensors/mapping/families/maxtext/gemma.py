@@ -103,7 +103,9 @@ def gemma3(
     and the tree can no longer be saved.
     """
     nested = "text_config" in config
-    c = completed(config["text_config"] if nested else config, **_GEMMA3_TEXT)
+    if nested:  # what is tied is the whole model's affair
+        config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    c = completed(config, **_GEMMA3_TEXT)
     refuse(c, "attention_bias")
     prefix = "model.language_model." if nested else "model."
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
