@@ -234,6 +234,22 @@ class TestRestore:
         with pytest.raises(ost.MappingError, match=r"6 of the 8 elements of 'w', by w"):
             ckptr.save(tmp_path / "saved", restored)
 
+    def test_optional_leaves_are_there_all_or_none(self, tmp_path):
+        def tree(config):
+            return Tree({name: tensor(name, (2,)) for name in ("a", "b", "c")}, optional=["b", "c"])
+
+        stored = {name: np.arange(2, dtype=np.float32) for name in ("a", "b", "c")}
+        ckptr = checkpointer(family=Family("f", (), tree))
+        for number, names in enumerate((("a",), ("a", "b", "c"))):
+            write(tmp_path / "model.safetensors", {name: stored[name] for name in names})
+            assert set(ckptr.restore(tmp_path)) == set(names)
+            ckptr.save(tmp_path / f"saved{number}", {name: stored[name] for name in names})
+        write(tmp_path / "model.safetensors", {name: stored[name] for name in ("a", "b")})
+        with pytest.raises(ost.MappingError, match=r"c is made of 'c' of shape \(2,\), which is not stored"):
+            ckptr.restore(tmp_path)
+        with pytest.raises(ost.MappingError, match=r"f: c is missing"):
+            ckptr.save(tmp_path / "saved", {name: stored[name] for name in ("a", "b")})
+
     def test_metadata_is_that_of_the_tree(self, model, tensors):
         tree = checkpointer(family=TOY).metadata(model).item_metadata.tree
         found = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)

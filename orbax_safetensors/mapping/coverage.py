@@ -23,17 +23,22 @@ _LISTED = 8
 
 
 def present(tree: Tree, absent: Set[str], *, complete: bool) -> Tree:
-    """`tree` without its optional leaves of which all tensors are `absent`, or unless `complete` any leaf's are."""
+    """`tree` without the leaves of which a tensor is `absent`; if `complete`, without its optional ones or whole."""
+    if not complete:
+        return _only(tree, {path for path, view in tree.items() if absent.isdisjoint(view.tensors)})
+    return _without_optional(tree, {path for path, view in tree.items() if not absent >= set(view.tensors)})
+
+
+def _without_optional(tree: Tree, there: Set[str]) -> Tree:
+    """`tree` without its optional leaves, unless one of them is `there`: then all have to be."""
     patterns = [re.compile(pattern) for pattern in tree.optional]
+    optional = {path for path in tree if any(pattern.fullmatch(path) for pattern in patterns)}
+    return tree if not optional.isdisjoint(there) else _only(tree, tree.keys() - optional)
 
-    def is_present(path: str, view: View) -> bool:
-        if not complete:
-            return absent.isdisjoint(view.tensors)
-        left_out = view.tensors and absent >= set(view.tensors) and any(p.fullmatch(path) for p in patterns)
-        return not left_out
 
-    kept = {path: view for path, view in tree.items() if is_present(path, view)}
-    return Tree(kept, unused=tree.unused, optional=tree.optional)
+def _only(tree: Tree, paths: Set[str]) -> Tree:
+    leaves = {path: view for path, view in tree.items() if path in paths}
+    return Tree(leaves, unused=tree.unused, optional=tree.optional)
 
 
 def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored: Shapes) -> None:
@@ -57,8 +62,7 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
 
     Raises `MappingError` where others are missing or unknown, or have another shape.
     """
-    optional = [re.compile(pattern) for pattern in tree.optional]
-    kept = {path: view for path, view in tree.items() if path in leaves or not any(p.fullmatch(path) for p in optional)}
+    kept = _without_optional(tree, leaves.keys())
     problems = [
         *(f"{path} is missing" for path in kept if path not in leaves),
         *(f"{path} is not in the family's tree{_nearest(path, kept)}" for path in leaves if path not in kept),
@@ -71,7 +75,7 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
     ]
     if problems:
         raise MappingError(f"{where}: {_some(problems, '; ')}")
-    return Tree(kept, unused=tree.unused, optional=tree.optional)
+    return kept
 
 
 def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> None:

@@ -30,7 +30,7 @@ class Tree(dict[str, View]):
 
     Attributes:
       unused: regular expressions of stored names, matched whole, that no view uses, or not all of; they are left out.
-      optional: regular expressions of tree paths, matched whole, which are left out where none of their tensors is
+      optional: regular expressions of tree paths, matched whole, which are left out where none of all their tensors is
         stored.
     """
 

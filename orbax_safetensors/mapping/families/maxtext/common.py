@@ -40,6 +40,13 @@ def refuse(c: Config, *keys: str) -> None:
             )
 
 
+def require(c: Config, **only: Any) -> None:
+    """Raises `MappingError` where the config has another value for one of the keys than the `only` one that fits."""
+    for key, value in only.items():
+        if c.get(key, value) != value:
+            raise MappingError(f"config.json has {key} = {c[key]!r}, and MaxText's tree is for {value!r}")
+
+
 def require_even(c: Config) -> None:
     """Raises `MappingError` where layers do not come in pairs."""
     if c["num_hidden_layers"] % 2:

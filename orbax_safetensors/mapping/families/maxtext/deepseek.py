@@ -21,6 +21,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     model,
     norm,
     refuse,
+    require,
     under,
 )
 
@@ -120,6 +121,7 @@ def _tree(
 ) -> Tree:
     c = completed(config)
     refuse(c, "attention_bias", "mlp_bias")
+    require(c, moe_layer_freq=1)
     first, last = c["first_k_dense_replace"], c["num_hidden_layers"]
     names = [f"model.layers.{i}." for i in range(last)]
     decoder = {

@@ -30,7 +30,10 @@ from orbax_safetensors.mapping.families.maxtext.common import (
 
 # MaxText has no place for images. Some files spell `model.` differently.
 _VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
-_OTHER_SPELLING = (r"^language_model\.model\.", "model.language_model.")
+_OTHER_SPELLINGS = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
 
 # Published configs leave out what equals the defaults of `Gemma3TextConfig`.
 _GEMMA3_TEXT = {
@@ -119,5 +122,5 @@ GEMMA3 = Family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
-    renames=(_OTHER_SPELLING,),
+    renames=_OTHER_SPELLINGS,
 )

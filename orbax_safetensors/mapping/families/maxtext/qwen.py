@@ -12,6 +12,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     layer_norms,
     mlp,
     norm,
+    require,
     under,
     uniform,
 )
@@ -42,6 +43,7 @@ def _qwen3(h: str, c: Config) -> Leaves:
 
 
 def _qwen3_moe(h: str, c: Config) -> Leaves:
+    require(c, decoder_sparse_step=1)
     # The name that transformers 5 writes, and that of published configs.
     count = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
     return {
