@@ -41,7 +41,7 @@ def configs(draw, name):
         if name != "deepseek2":
             config["num_nextn_predict_layers"] = draw(st.integers(0, 1))
     if name == "gemma3" and draw(st.booleans()):
-        config = {"text_config": config}
+        config = {"text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
     return config
 
 
