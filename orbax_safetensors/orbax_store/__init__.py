@@ -1,0 +1,11 @@
+"""Orbax checkpoints, in OCDBT or plain files and either version of Zarr, as a source and as a sink.
+
+Nothing else in the package imports TensorStore. What is moved are boxes of arrays, between a checkpoint and NumPy
+memory of the caller; which boxes, and from or to what, is not decided here.
+"""
+
+from orbax_safetensors.orbax_store.leaves import OrbaxLeaf, named_sharding
+from orbax_safetensors.orbax_store.sink import OrbaxSink
+from orbax_safetensors.orbax_store.source import OrbaxCheckpoint, open_orbax
+
+__all__ = ["OrbaxCheckpoint", "OrbaxLeaf", "OrbaxSink", "named_sharding", "open_orbax"]

@@ -1,0 +1,172 @@
+"""The directory of a checkpoint that is being written: how it begins, is taken up again, and becomes a checkpoint.
+
+It has the name that Orbax gives unfinished checkpoints, by which all of Orbax ignores it. Chunks that are in its store
+are complete: OCDBT refers to a chunk only once its bytes are written, and plain files are renamed into place. So what
+the store lists is the record of the work that is done, and none is kept beside it but that of what the work is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+# `Checkpointer.save` does these steps in one, and would leave the other processes waiting where one of them fails.
+from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.flow import stored
+from orbax_safetensors.orbax_store.handlers import registry
+from orbax_safetensors.orbax_store.leaves import OrbaxLeaf
+from orbax_safetensors.orbax_store.source import STEP_FILE
+
+logger = logging.getLogger(__name__)
+
+# What is written, and by whom; it is there from the beginning to the end of the work.
+_RECORD_FILE = "_in_progress.json"
+_PROCESS_PREFIX = tensorstore_utils.PROCESS_SUBDIR_PREFIX
+
+# A chunk's key, after the name of its array: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
+_CHUNK_KEYS = {True: re.compile(r"(.*)/c((?:/\d+)*)"), False: re.compile(r"(.*)/(\d+(?:\.\d+)*)")}
+
+
+class Draft:
+    """An unfinished checkpoint of one step with one item. `begin` and `finish` are called by one process only."""
+
+    def __init__(self, destination: str, step: int, item: str, *, ocdbt: bool, zarr3: bool, compression: bool) -> None:
+        """Touches nothing."""
+        self._ocdbt, self._zarr3 = ocdbt, zarr3
+        self._item = item
+        self.path = posixpath.join(destination, str(step))
+        self._handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=ocdbt, use_zarr3=zarr3, use_compression=compression, type_handler_registry=registry()
+        )
+        self._metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
+        temporary_path = ocp.path.atomicity.AtomicRenameTemporaryPath
+        self._step_path = temporary_path.from_final(epath.Path(self.path), checkpoint_metadata_store=self._metadata)
+        self._item_path = temporary_path.from_final(self._step_path.get() / item)
+        self._record = posixpath.join(self._step_path.get(), _RECORD_FILE)
+
+    @property
+    def item_directory(self) -> epath.Path:
+        """Where Orbax puts the item's files until it is finished."""
+        return self._item_path.get()
+
+    def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
+        """Makes the directories, anew unless `resume` finds some that were begun with the same `record`.
+
+        Raises `StorageError` where the step is there already, `TensorMismatchError` where the record is another.
+        """
+        if os.path.lexists(self.path):
+            raise StorageError(f"{self.path}: already exists")
+        if resume and (begun := self._begun()) is not None:
+            # Compared as JSON has it: without tuples, and with the keys in any order.
+            for key, value in json.loads(json.dumps(record)).items():
+                if begun.get(key) != value:
+                    raise TensorMismatchError(
+                        f"{self._step_path.get()}: cannot be taken up again, {key} was {begun.get(key)!r:.300} when it "
+                        f"was begun and is {value!r:.300} now"
+                    )
+            self._reopen(record)
+            return
+        with stored(f"{self._step_path.get()}: cannot be made"):
+            asyncio_utils.run_sync(self._step_path.create())
+            asyncio_utils.run_sync(self._item_path.create())
+            draft = f"{self._record}.new"
+            with open(draft, "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(draft, self._record)
+
+    def _begun(self) -> Any:
+        """The record of what is there; None where there is nothing that could be taken up."""
+        try:
+            with open(self._record, encoding="utf-8") as file:
+                return json.load(file)
+        except FileNotFoundError:
+            if self._step_path.get().exists():
+                logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
+            return None
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{self._record}: {error}") from error
+
+    def _reopen(self, record: Mapping[str, Any]) -> None:
+        """Brings the item back to where only chunks are in it, however far `finish` had come."""
+        finished, directory = self._step_path.get() / self._item, self.item_directory
+        with stored(f"{directory}: cannot be taken up again"):
+            if finished.exists() and not directory.exists():
+                os.rename(finished, directory)
+            tops = {name.split("/")[0] for name in record["leaves"]}
+            for entry in os.scandir(directory):
+                if entry.name.startswith(_PROCESS_PREFIX) if self._ocdbt else entry.name in tops:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+
+    def chunks(self, leaves: Mapping[str, OrbaxLeaf]) -> dict[str, np.ndarray]:
+        """For every array, which of its chunks are in the store, over the grid of its chunks.
+
+        Raises `TensorMismatchError` where there is one that belongs to none.
+        """
+        present = {name: np.zeros(leaf.grid, np.bool_) for name, leaf in leaves.items()}
+        for key in self._keys():
+            match = _CHUNK_KEYS[self._zarr3].fullmatch(key)
+            if match is None or match[1] not in present:
+                continue  # the metadata of an array, or a scalar
+            grid = present[match[1]]
+            index = tuple(int(part) for part in re.findall(r"\d+", match[2]))[: grid.ndim]
+            if len(index) != grid.ndim or any(at >= size for at, size in zip(index, grid.shape, strict=True)):
+                raise TensorMismatchError(
+                    f"{self.item_directory}: {match[1]!r}: has a chunk {index} that it cannot have"
+                )
+            grid[index] = True
+        return present
+
+    def _keys(self) -> Iterator[str]:
+        directory = self.item_directory.as_posix()
+        # A context of its own, so that nothing that was cached before is listed.
+        context = ocp.type_handlers.get_ts_context(use_ocdbt=self._ocdbt)
+        with stored(directory):
+            if self._ocdbt:
+                roots = sorted(entry.path for entry in os.scandir(directory) if entry.name.startswith(_PROCESS_PREFIX))
+            else:
+                roots = [f"{directory}/"]
+            for root in roots:
+                spec = tensorstore_utils.build_kvstore_tspec(root, use_ocdbt=self._ocdbt)
+                if not self._ocdbt:
+                    spec["path"] = root
+                for key in ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result().list().result():
+                    yield os.fsdecode(key)
+
+    def save(self, tree: Any, custom_metadata: Any) -> None:
+        """Lets Orbax write all that belongs to the arrays. Called by every process."""
+        with stored(self.path):
+            # As `Checkpointer.save` does, so that no signal of a save before is taken for one of this.
+            synchronization.OperationIdGenerator.next_operation_id()
+            self._handler.save(self.item_directory, args=ocp.args.PyTreeSave(tree, custom_metadata=custom_metadata))
+
+    def finish(self, custom_metadata: Mapping[str, Any] | None) -> None:
+        """Makes it a checkpoint, as `Checkpointer.save` does with an item: merges, renames the item, then the step."""
+        with stored(self.path):
+            self._metadata.update(
+                file_path=self._step_path.get() / STEP_FILE,
+                custom_metadata=custom_metadata,
+                item_handlers={self._item: self._handler.typestr()},
+            )
+            self._handler.finalize(self.item_directory)
+            asyncio_utils.run_sync(self._item_path.finalize())
+            os.unlink(self._record)
+            asyncio_utils.run_sync(self._step_path.finalize())

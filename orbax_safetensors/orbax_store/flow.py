@@ -1,0 +1,105 @@
+"""What keeps the traffic with TensorStore in bounds: bytes in flight, results that come later, and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from orbax_safetensors.errors import SafetensorsError, StorageError
+
+
+@contextlib.contextmanager
+def stored(where: str) -> Iterator[None]:
+    """Makes what TensorStore and Orbax say a `StorageError` that begins with `where`.
+
+    They raise what pybind11 and asyncio make of a status, so no narrower list of exceptions would be complete.
+    """
+    try:
+        yield
+    except SafetensorsError:
+        raise
+    except Exception as error:
+        raise StorageError(f"{where}: {error or type(error).__name__}") from error
+
+
+class Budget:
+    """Bytes that may be in flight. Who asks for more than are free waits, and those behind it too."""
+
+    def __init__(self, nbytes: int) -> None:
+        """A request for more than `nbytes` is granted when nothing else is in flight."""
+        self._nbytes = self._free = nbytes
+        self._turn = threading.Lock()
+        self._changed = threading.Condition()
+
+    def acquire(self, nbytes: int) -> int:
+        """Takes `nbytes`, or all there are; returns what is to be given back."""
+        nbytes = min(nbytes, self._nbytes)
+        with self._turn, self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        return nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Gives bytes back."""
+        with self._changed:
+            self._free += nbytes
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Waits until nothing is in flight."""
+        self.release(self.acquire(self._nbytes))
+
+
+class Operations:
+    """TensorStore operations that are one to the caller: `future` is done once all of them are."""
+
+    def __init__(self, where: str) -> None:
+        """Begins with one operation under way, which is ended by `close`."""
+        self.future: Future[int] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._where = where
+        self._under_way = 1
+        self._result = 0
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def failed(self) -> bool:
+        """Whether one of them has failed, so that others need not be begun."""
+        return self._failure is not None
+
+    def add(self, operation: Any, budget: Budget, taken: int) -> None:
+        """Starts a TensorStore future; what it has taken of `budget` is given back when it is done."""
+        with self._lock:
+            self._under_way += 1
+
+        def done(ended: Any) -> None:
+            failure = ended.exception()
+            budget.release(taken)
+            self._end(failure)
+
+        operation.add_done_callback(done)
+        operation.force()  # it would else begin only when somebody waits for it
+
+    def close(self, result: int, failure: BaseException | None = None) -> None:
+        """Says that no further operation is added, and what the result is, or why there is none."""
+        self._result = result
+        self._end(failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        with self._lock:
+            self._failure = self._failure or failure
+            self._under_way -= 1
+            if self._under_way:
+                return
+        if self._failure is None:
+            self.future.set_result(self._result)
+        elif isinstance(self._failure, SafetensorsError):
+            self.future.set_exception(self._failure)
+        else:
+            error = StorageError(f"{self._where}: {self._failure}")
+            error.__cause__ = self._failure
+            self.future.set_exception(error)

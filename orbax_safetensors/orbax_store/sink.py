@@ -1,0 +1,384 @@
+"""`OrbaxSink`: a checkpoint that Orbax reads, written in tiles as they come, with few of them in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+# The key-value store of jax.distributed, which asks without waiting.
+from orbax.checkpoint._src.multihost import multihost
+
+from orbax_safetensors import trees
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.draft import Draft
+from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
+from orbax_safetensors.orbax_store.handlers import streamed, write_spec
+from orbax_safetensors.orbax_store.leaves import (
+    ARRAYS,
+    OrbaxLeaf,
+    box_of,
+    check_box,
+    check_memory,
+    chunks_of,
+    slices,
+)
+from orbax_safetensors.plan.view import Box
+from orbax_safetensors.processes import agree, forget, new_key
+
+# What a write costs besides its bytes.
+_WRITE_OVERHEAD = 16 << 10
+
+# Seconds between two looks at whether another process has given up.
+_LOOK_SECONDS = 1.0
+
+
+class OrbaxSink:
+    """A checkpoint under way: `<destination>/<step>/<item>`, the layout of Orbax's `CheckpointManager` and of MaxText.
+
+    Every process makes one, with the same arguments and in the same order as its other saves, writes its own tiles and
+    calls `commit`. Used as a context manager it gives up where the block is left without `commit` or by an exception;
+    then all processes fail, and what has been written stays in Orbax's temporary directory, which nothing opens.
+    """
+
+    def __init__(
+        self,
+        destination: str | os.PathLike[str],
+        tree: Any,
+        *,
+        step: int = 0,
+        item: str = "items",
+        custom_metadata: Mapping[str, Any] | None = None,
+        tree_custom_metadata: Any = None,
+        ocdbt: bool = True,
+        zarr3: bool = True,
+        compression: bool = True,
+        fsync: bool = True,
+        memory_bytes: int = 256 << 20,
+        resume: bool = False,
+        source: str = "",
+    ) -> None:
+        """Makes the temporary directory and all arrays in it.
+
+        Args:
+          destination: the directory of steps; it need not be there.
+          tree: a pytree with an `OrbaxLeaf` for every array, whose tiles are written, and Python or NumPy scalars and
+            strings, which are saved as they are. Empty nodes are saved too.
+          step: its number, which is the name of its directory.
+          item: the name of the item.
+          custom_metadata: of the step, as MaxText's `{"scan_layers": True}`; what JSON can hold.
+          tree_custom_metadata: of the item, likewise.
+          ocdbt: store arrays in Orbax's database of few files rather than in one file for each chunk.
+          zarr3: store them in version 3 of Zarr.
+          compression: compress chunks as Orbax does.
+          fsync: a tile is done once it is on the disk rather than with the operating system. Orbax does the same.
+          memory_bytes: of tiles and what is made of them, at most this much is in flight, or one tile.
+          resume: go on with what a sink has left behind that was made with the same arguments; `written` tells what is
+            there. Where nothing was left, and without `resume`, all begins anew.
+          source: tells apart what must not be mixed, as two sources of one shape; compared where a sink resumes.
+
+        Raises `StorageError` where the step is there already or storage fails, and `TensorMismatchError` where a leaf
+        cannot be stored or what was left behind is of another sink; in every process, before anything is written.
+        """
+        destination = os.path.abspath(os.fsdecode(destination))
+        self.path = os.path.join(destination, str(step))
+        self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
+        self._budget = Budget(memory_bytes)
+        self._compression = compression
+        self._custom_metadata, self._tree_custom_metadata = custom_metadata, tree_custom_metadata
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._ended = False
+        self._looked = time.monotonic()
+        self._process = jax.process_index()
+        failure, facts = None, ""
+        try:
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise TensorMismatchError(f"{destination}: expected the number of a step, found {step!r}")
+            self._draft = Draft(destination, step, item, ocdbt=ocdbt, zarr3=zarr3, compression=compression)
+            self._check_metadata()
+            leaves, values = self._parted(tree)
+            # Orbax itself may store an array in smaller chunks than it is asked for.
+            context = _context(ocdbt, fsync)
+            specs = {
+                name: write_spec(self._info(name, ocdbt, zarr3, context), leaf, self._process)
+                for name, leaf in leaves.items()
+            }
+            self.leaves: Mapping[str, OrbaxLeaf] = {
+                name: replace(leaf, chunk_shape=tuple(specs[name].metadata.chunk_shape))
+                for name, leaf in leaves.items()
+            }
+            self._tree = jax.tree.map(
+                lambda leaf: streamed(leaf) if isinstance(leaf, OrbaxLeaf) else leaf,
+                tree,
+            )
+            record = self._record_of(values, ocdbt=ocdbt, zarr3=zarr3, compression=compression, source=source)
+            facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+        except Exception as error:
+            failure = error
+        agree(f"{self._key}/plan", failure, facts)
+        self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
+        self._together("list", self._list)
+        self._together("open", partial(self._open, {name: spec.json for name, spec in specs.items()}, context))
+
+    def _info(self, name: str, ocdbt: bool, zarr3: bool, context: ts.Context) -> ocp.type_handlers.ParamInfo:
+        return ocp.type_handlers.ParamInfo(
+            name=name,
+            parent_dir=self._draft.item_directory,
+            is_ocdbt_checkpoint=ocdbt,
+            use_zarr3=zarr3,
+            use_compression=self._compression,
+            ts_context=context,
+        )
+
+    def _check_metadata(self) -> None:
+        for metadata in (self._custom_metadata, self._tree_custom_metadata):
+            try:
+                json.dumps(metadata)
+            except (TypeError, ValueError) as error:
+                raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error
+
+    def _parted(self, tree: Any) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
+        """The leaves that are streamed, and those that are given by value."""
+        leaves, values = {}, {}
+        for name, leaf in trees.flatten(tree)[1].items():
+            where = f"{self.path}: {name!r}"
+            if not name:
+                raise TensorMismatchError(f"{self.path}: expected a tree, found one leaf")
+            if isinstance(leaf, OrbaxLeaf):
+                leaves[name] = _checked(leaf, where)
+            elif isinstance(leaf, int | float | np.number | str):
+                values[name] = leaf
+            else:
+                raise TensorMismatchError(
+                    f"{where}: expected an OrbaxLeaf, a scalar or a string, found {type(leaf).__name__}"
+                )
+        if not leaves and not values:
+            raise TensorMismatchError(f"{self.path}: the tree has no leaf")
+        return leaves, values
+
+    def _record_of(self, values: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+        leaves = {
+            name: [leaf.kind, leaf.dtype.name, list(leaf.shape), list(leaf.chunk_shape)]
+            for name, leaf in self.leaves.items()
+        }
+        # A scalar may have been written already, with the dtype that it had.
+        scalars = {
+            name: ["string", value] if isinstance(value, str) else ["scalar", np.asarray(value).dtype.name]
+            for name, value in values.items()
+        }
+        return {**settings, "leaves": {**leaves, **scalars}}
+
+    def _list(self) -> None:
+        """All processes see the same, as none has begun to write."""
+        self._present = self._draft.chunks(self.leaves)
+
+    def _open(self, specs: Mapping[str, Any], context: ts.Context) -> None:
+        """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
+        directory = self._draft.item_directory
+        if self._process == 0:
+            making = [
+                (name, ts.open(ts.Spec(spec), create=True, open=True, context=context)) for name, spec in specs.items()
+            ]
+            for name, future in making:
+                with stored(f"{directory}: {name!r}"):
+                    future.result()
+        opening = {
+            name: ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=context)
+            for name, spec in specs.items()
+        }
+        self._stores = {}
+        for name, future in opening.items():
+            with stored(f"{directory}: {name!r}"):
+                self._stores[name] = future.result()
+
+    def written(self, name: str, box: Box) -> bool:
+        """Whether all chunks that a box touches are in the store, written by this process or before it began."""
+        leaf = self._leaf(name)
+        check_box(box, leaf.shape, f"{self.path}: {name!r}")
+        with self._lock:
+            return bool(self._present[name][slices(chunks_of(box, leaf))].all())
+
+    def missing(self, name: str) -> Iterator[Box]:
+        """The boxes of the chunks of an array that are not `written`, in row-major order."""
+        leaf = self._leaf(name)
+        with self._lock:
+            indices = np.argwhere(~self._present[name])
+        for index in indices.tolist():
+            yield box_of(tuple((at, at + 1) for at in index), leaf)
+
+    def write(self, name: str, box: Box, tile: np.ndarray) -> Future[int]:
+        """Begins to write the elements of `box`, which is made of whole chunks; the future is their bytes.
+
+        Waits while `memory_bytes` are in flight. Safe from any thread. `tile` is not copied: it must not change before
+        the future is done, which it is when no kill of the process can undo the write. Raises what made this or another
+        process fail, so that an error is noticed although nobody waits for futures.
+        """
+        leaf, where = self._leaf(name), f"{self.path}: {name!r}"
+        check_box(box, leaf.shape, where)
+        check_memory(tile, box, leaf.dtype, where)
+        chunks = chunks_of(box, leaf)
+        if box_of(chunks, leaf) != tuple(box):
+            raise TensorMismatchError(f"{where}: expected a box of chunks of shape {leaf.chunk_shape}, found {box}")
+        self._check()
+        operations = Operations(where)
+        operations.future.add_done_callback(partial(self._wrote, name, chunks))
+        if not tile.size:
+            operations.close(0)
+            return operations.future
+        # Encoded, a chunk is in memory a second time; without compression TensorStore writes from that of the caller.
+        taken = self._budget.acquire(tile.nbytes * (2 if self._compression else 1) + _WRITE_OVERHEAD)
+        try:
+            with stored(where):
+                store = self._stores[name][slices(box)]
+                operation = store.write(tile, can_reference_source_data_indefinitely=True).commit
+        except BaseException as error:
+            self._budget.release(taken)
+            operations.close(0, error)
+            raise
+        operations.add(operation, self._budget, taken)
+        operations.close(tile.nbytes)
+        return operations.future
+
+    def _wrote(self, name: str, chunks: Box, future: Future[int]) -> None:
+        failure = future.exception()
+        with self._lock:
+            if failure is None:
+                self._present[name][slices(chunks)] = True
+            elif self._failure is None and isinstance(failure, Exception):
+                self._failure = failure
+
+    def _check(self) -> None:
+        """Raises what has failed, here or elsewhere."""
+        if self._ended:
+            raise StorageError(f"{self.path}: this sink has been committed or given up")
+        if self._failure is not None:
+            raise self._failure
+        if jax.process_count() > 1 and time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no such key
+                told = multihost.get_jax_distributed_client().key_value_try_get(self._given_up)
+                raise StorageError(f"{self.path}: {told}")
+
+    @property
+    def _given_up(self) -> str:
+        return f"{self._key}/given_up"
+
+    def wait(self) -> None:
+        """Waits until all that was written so far is done; raises what has failed."""
+        self._budget.drain()
+        self._check()
+
+    def commit(self) -> None:
+        """Makes it a checkpoint, once every process has called this; returns when it is there.
+
+        Raises `TensorMismatchError` where chunks are missing, and `StorageError` where any process failed: in all
+        processes, and nothing is there then.
+        """
+        if self._ended:
+            raise StorageError(f"{self.path}: this sink has been committed or given up")
+        self._ended = True
+        self._budget.drain()
+        agree(f"{self._key}/tiles", self._failure)
+        self._stores = {}
+        self._together("complete", self._check_complete, primary=True)
+        self._together("save", partial(self._draft.save, self._tree, self._tree_custom_metadata))
+        self._together("finish", partial(self._draft.finish, self._custom_metadata), primary=True)
+        for part in ("plan", "begin", "list", "open", "tiles", "complete", "save"):
+            forget(f"{self._key}/{part}")
+
+    def abort(self, failure: Exception | None = None) -> None:
+        """Gives up: waits for what is in flight, tells the other processes and leaves all as it is.
+
+        Returns once the other processes have noticed, which they do at their next `write` or at `commit`.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._budget.drain()
+        self._stores = {}
+        failure = failure or self._failure or StorageError(f"{self.path}: was given up before all was written")
+        if jax.process_count() > 1:
+            told = f"process {self._process} failed: {type(failure).__name__}: {failure}"
+            with contextlib.suppress(Exception):  # another may have said so first
+                multihost.get_jax_distributed_client().key_value_set(
+                    self._given_up, told.encode("utf-8", "backslashreplace").decode()
+                )
+            with contextlib.suppress(Exception):
+                agree(f"{self._key}/tiles", failure)
+
+    def _check_complete(self) -> None:
+        """Asks the store, not what this process believes."""
+        lacking = {}
+        for name, present in self._draft.chunks(self.leaves).items():
+            if not present.all():
+                index = np.argwhere(~present)[0].tolist()
+                lacking[name] = box_of(tuple((at, at + 1) for at in index), self.leaves[name]), int((~present).sum())
+        if lacking:
+            name, (box, count) = next(iter(lacking.items()))
+            raise TensorMismatchError(
+                f"{self.path}: {len(lacking)} of {len(self.leaves)} arrays are not complete: {count} chunks of "
+                f"{name!r} were not written, the first is {box}"
+            )
+
+    def _together(self, part: str, do: Any, *, primary: bool = False) -> None:
+        """Does something in every process, or in the primary one only; raises in all of them where it fails in one."""
+        failure = None
+        if not primary or self._process == 0:
+            try:
+                do()
+            except Exception as error:
+                failure = error
+        agree(f"{self._key}/{part}", failure)
+
+    def _leaf(self, name: str) -> OrbaxLeaf:
+        if name not in self.leaves:
+            raise TensorMismatchError(f"{self.path}: has no array {name!r}")
+        return self.leaves[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort(error if isinstance(error, Exception) else None)
+
+
+def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
+    """A leaf that Orbax can store."""
+    if leaf.kind not in ARRAYS:
+        raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
+    if not all(leaf.shape):
+        raise TensorMismatchError(f"{where}: Orbax stores no array without elements, and its shape is {leaf.shape}")
+    if len(leaf.chunk_shape) != len(leaf.shape) or not all(
+        1 <= chunk <= size for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True)
+    ):
+        raise TensorMismatchError(f"{where}: {leaf.chunk_shape} is no shape of chunks of an array of {leaf.shape}")
+    try:
+        ts.dtype(leaf.dtype.name)
+    except ValueError as error:
+        raise TensorMismatchError(f"{where}: arrays of {leaf.dtype} cannot be stored") from error
+    return replace(leaf, shape=tuple(map(int, leaf.shape)), chunk_shape=tuple(map(int, leaf.chunk_shape)))
+
+
+def _context(ocdbt: bool, fsync: bool) -> ts.Context:
+    """Orbax's own context, which keeps nothing that was written in memory."""
+    spec = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt).spec.to_json()
+    if not fsync:
+        spec["file_io_sync"] = False
+    return ts.Context(spec)

@@ -1,0 +1,363 @@
+"""`open_orbax`: what a checkpoint holds, and boxes of its arrays read into memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+# Orbax has no public way to a checkpoint's tree that does not also look every leaf up in the global registry of type
+# handlers, where other packages, and this one, have put their own.
+from orbax.checkpoint._src.metadata import empty_values
+from orbax.checkpoint._src.metadata import sharding as sharding_metadata
+from orbax.checkpoint._src.metadata import tree as tree_metadata
+
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
+from orbax_safetensors.orbax_store.leaves import (
+    ARRAYS,
+    JAX_ARRAY,
+    SCALAR,
+    STRING,
+    OrbaxLeaf,
+    box_of,
+    check_box,
+    check_memory,
+    chunks_of,
+    cut,
+    partition_spec,
+    slices,
+)
+from orbax_safetensors.plan.view import Box
+
+logger = logging.getLogger(__name__)
+
+TREE_FILE = "_METADATA"
+STEP_FILE = "_CHECKPOINT_METADATA"
+_SHARDING_FILE = "_sharding"
+_STRINGS_FILE = "_strings.json"
+_ARRAY_METADATAS = "array_metadatas"
+# What Orbax's own names of steps end with, after an optional prefix.
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+_UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
+
+# Decoded bytes that one TensorStore read asks for at most: enough to keep the decoders of several cores busy.
+_READ_BYTES = 64 << 20
+
+# Encoded and decoded, a chunk is in memory twice before it is in that of the caller.
+_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Empty:
+    """Stands for a leaf's place in the tree, where the tree has an empty node instead."""
+
+    node: Any
+
+
+@dataclass(frozen=True)
+class OrbaxCheckpoint:
+    """A finished checkpoint.
+
+    Attributes:
+      path: the directory of the item.
+      step: the number of the step it is of; None where its directories are not named so.
+      leaves: by key path, joined by dots.
+      custom_metadata: what the user has given with the step.
+      tree_custom_metadata: what the user has given with the item.
+      ocdbt, zarr3: how its arrays are stored.
+    """
+
+    path: str
+    step: int | None
+    leaves: Mapping[str, OrbaxLeaf]
+    custom_metadata: Mapping[str, Any]
+    tree_custom_metadata: Any
+    ocdbt: bool
+    zarr3: bool
+    _structure: Any = field(repr=False)
+    _stores: Mapping[str, ts.TensorStore] = field(repr=False)
+    _budget: Budget = field(repr=False)
+
+    def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
+        """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
+
+        def mapped(node: Any, name: str) -> Any:
+            below = f"{name}." if name else ""
+            if isinstance(node, _Empty):
+                return node.node
+            if isinstance(node, dict):
+                return {key: mapped(child, f"{below}{key}") for key, child in node.items()}
+            if isinstance(node, list):
+                return [mapped(child, f"{below}{number}") for number, child in enumerate(node)]
+            return leaf(name, self.leaves[name])
+
+        return mapped(self._structure, "")
+
+    def read(self, name: str, box: Box, out: np.ndarray) -> Future[int]:
+        """Begins to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
+
+        Chunks that a box touches in part are read and decoded whole. Waits while the checkpoint's budget is in flight.
+        Safe from any thread; `out` must not be used before the future is done, also where it fails with `StorageError`.
+        """
+        where = f"{self.path}: {name!r}"
+        leaf = self._leaf(name)
+        if leaf.kind == STRING:
+            raise TensorMismatchError(f"{where}: is a string, which has no boxes")
+        check_box(box, leaf.shape, where)
+        check_memory(out, box, leaf.dtype, where)
+        if not out.flags.writeable:
+            raise TensorMismatchError(f"{where}: the array to read into is read-only")
+        operations = Operations(where)
+        nbytes, failure = 0, None
+        try:
+            with stored(where):
+                target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[[start for start, _ in box]]]
+                for chunks in cut(chunks_of(box, leaf), leaf, _READ_BYTES) if out.size else ():
+                    if operations.failed:
+                        break
+                    whole = box_of(chunks, leaf)
+                    part = slices(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(whole, box, strict=True)))
+                    touched = int(np.prod([b - a for a, b in whole], dtype=np.int64)) * leaf.dtype.itemsize
+                    taken = self._budget.acquire(_COPIES * touched)
+                    try:
+                        operation = target[part].write(self._stores[name][part]).commit
+                    except BaseException:
+                        self._budget.release(taken)
+                        raise
+                    operations.add(operation, self._budget, taken)
+                    nbytes += touched
+        except BaseException as error:
+            failure = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            operations.close(nbytes, failure)
+        return operations.future
+
+    def value(self, name: str) -> Any:
+        """A whole leaf: an array, or the scalar or string that Orbax restores."""
+        leaf = self._leaf(name)
+        if leaf.kind == STRING:
+            with stored(f"{self.path}: {name!r}"):
+                spec = {
+                    "driver": "json",
+                    "kvstore": {"driver": "file", "path": posixpath.join(self.path, _STRINGS_FILE)},
+                    "json_pointer": f"/{name}",  # unescaped, as Orbax writes it
+                }
+                return str(ts.open(spec, read=True, open=True).result().read().result().item())
+        out: np.ndarray = np.empty(leaf.shape, leaf.dtype)
+        self.read(name, tuple((0, size) for size in leaf.shape), out).result()
+        return out.item() if leaf.kind == SCALAR else out
+
+    def _leaf(self, name: str) -> OrbaxLeaf:
+        if name not in self.leaves:
+            raise TensorMismatchError(f"{self.path}: has no leaf {name!r}")
+        return self.leaves[name]
+
+
+def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 256 << 20) -> OrbaxCheckpoint:
+    """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
+
+    `path` is the directory of an item, of a step that has one item, or of steps, whose latest is opened. Reads take at
+    most `memory_bytes` besides the memory that they fill, or what one chunk needs. Raises `StorageError` where there
+    is no finished checkpoint, and `TensorMismatchError` where it has a leaf of a kind that is not known here.
+    """
+    item, step = _find(os.path.abspath(os.fsdecode(path)))
+    parent = posixpath.dirname(item)
+    metadata = _tree_metadata(item)
+    with stored(f"{posixpath.join(item, TREE_FILE)}: is not what Orbax writes"):
+        nested = metadata.as_nested_tree()
+    entries: dict[str, Any] = {}
+    structure = _structure(nested, "", entries, item)
+    ocdbt = metadata.use_ocdbt
+    if ocdbt is None:
+        ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(item))
+    zarr3 = bool(metadata.use_zarr3)
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
+    opening = {}
+    for name, entry in entries.items():
+        if entry.value_type == STRING:
+            continue
+        info = ocp.type_handlers.ParamInfo(
+            name=name, parent_dir=epath.Path(item), is_ocdbt_checkpoint=ocdbt, use_zarr3=zarr3, ts_context=context
+        )
+        with stored(f"{item}: {name!r}"):
+            spec = ocp.type_handlers.get_json_tspec_read(
+                info,
+                use_ocdbt=ocdbt,
+                raise_array_data_missing_error=metadata.store_array_data_equal_to_fill_value,
+            )
+            opening[name] = ts.open(ts.Spec(spec), open=True, read=True, context=context)
+    stores = {}
+    for name, future in opening.items():
+        with stored(f"{item}: {name!r}"):
+            stores[name] = future.result()
+    shardings, random_keys = _shardings(item), _random_keys(item)
+    leaves = {
+        name: _leaf(entry, stores.get(name), shardings.get(name), random_keys.get(name))
+        for name, entry in entries.items()
+    }
+    step_metadata = _json(posixpath.join(item, STEP_FILE)) or _json(posixpath.join(parent, STEP_FILE)) or {}
+    return OrbaxCheckpoint(
+        path=item,
+        step=step,
+        leaves=leaves,
+        custom_metadata=step_metadata.get("custom_metadata") or {},
+        tree_custom_metadata=metadata.custom_metadata,
+        ocdbt=ocdbt,
+        zarr3=zarr3,
+        _structure=structure,
+        _stores=stores,
+        _budget=Budget(memory_bytes),
+    )
+
+
+def _find(path: str) -> tuple[str, int | None]:
+    """The directory of the item that `path` stands for, and the step."""
+    if not os.path.isdir(path):
+        raise StorageError(f"{path}: expected the directory of an Orbax checkpoint, found {_what(path)}")
+    for directory in (path, posixpath.dirname(path)):
+        if _UNFINISHED in posixpath.basename(directory):
+            raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
+    if os.path.isfile(posixpath.join(path, TREE_FILE)):
+        return path, _step(path) if _step(path) is not None else _step(posixpath.dirname(path))
+    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    items = [name for name in names if os.path.isfile(posixpath.join(path, name, TREE_FILE))]
+    finished = [name for name in items if _UNFINISHED not in name]
+    named_as_steps = all(_STEP.fullmatch(name) for name in finished)
+    if os.path.isfile(posixpath.join(path, STEP_FILE)) or not named_as_steps:
+        if len(finished) == 1:
+            return posixpath.join(path, finished[0]), _step(path)
+        if not finished:
+            raise StorageError(f"{path}: expected an item, a directory with {TREE_FILE}; found {names}")
+        raise StorageError(f"{path}: holds several items, give the directory of one: {finished}")
+    steps = {
+        int(match[1]): name
+        for name in names
+        if (match := _STEP.fullmatch(name)) and (name in finished or _is_step(posixpath.join(path, name)))
+    }
+    if not steps:
+        unfinished = [name for name in names if _UNFINISHED in name]
+        found = f"; {unfinished} were never finished" if unfinished else ""
+        raise StorageError(f"{path}: holds no finished checkpoint of Orbax{found}")
+    return _find(posixpath.join(path, steps[max(steps)]))
+
+
+def _is_step(path: str) -> bool:
+    return os.path.isfile(posixpath.join(path, STEP_FILE)) or any(
+        os.path.isfile(posixpath.join(entry.path, TREE_FILE)) for entry in os.scandir(path) if entry.is_dir()
+    )
+
+
+def _what(path: str) -> str:
+    return "a file" if os.path.exists(path) else "nothing"
+
+
+def _step(path: str) -> int | None:
+    match = _STEP.fullmatch(posixpath.basename(path))
+    return int(match[1]) if match else None
+
+
+def _json(path: str) -> Any:
+    """What a file says; None where it is not there."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path}: {error}") from error
+
+
+def _tree_metadata(item: str) -> Any:
+    path = posixpath.join(item, TREE_FILE)
+    content = _json(path)
+    with stored(f"{path}: is not what Orbax writes"):
+        return tree_metadata.InternalTreeMetadata.from_json(content)
+
+
+def _structure(node: Any, name: str, entries: dict[str, Any], item: str) -> Any:
+    """A tree of dicts and lists with None for leaves and `_Empty` for empty nodes; fills `entries` by name."""
+    below = f"{name}." if name else ""
+    if isinstance(node, dict):
+        return {key: _structure(child, f"{below}{key}", entries, item) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        return [_structure(child, f"{below}{number}", entries, item) for number, child in enumerate(node)]
+    kind = getattr(node, "value_type", None)
+    if isinstance(kind, str) and empty_values.is_empty_typestr(kind):
+        with stored(f"{item}: {name!r}"):
+            return _Empty(empty_values.get_empty_value_from_typestr(kind, tree_metadata.PYTREE_METADATA_OPTIONS))
+    if kind not in (*ARRAYS, SCALAR, STRING) or node.skip_deserialize:
+        raise TensorMismatchError(
+            f"{item}: {name!r}: is a leaf of kind {kind!r}, which only what has written it can read; known are "
+            f"{', '.join((*ARRAYS, SCALAR, STRING))} and empty nodes"
+        )
+    if name in entries:
+        raise TensorMismatchError(f"{item}: two leaves of the tree have the name {name!r}")
+    entries[name] = node
+    return None
+
+
+def _leaf(entry: Any, store: ts.TensorStore | None, sharding: Any, random_key: str | None) -> OrbaxLeaf:
+    if store is None:
+        return OrbaxLeaf((), np.dtype(np.str_), (), STRING)
+    return OrbaxLeaf(
+        shape=tuple(store.shape),
+        dtype=np.dtype(store.dtype.numpy_dtype),
+        # What is decoded as one; Zarr 3 may keep several in what it writes as one.
+        chunk_shape=tuple(int(size or 0) for size in store.chunk_layout.read_chunk.shape or ()),
+        kind=entry.value_type,
+        write_shape=None if entry.write_shape is None else tuple(entry.write_shape),
+        sharding=sharding if entry.value_type == JAX_ARRAY else None,
+        random_key=random_key,
+    )
+
+
+def _shardings(item: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """What is recorded of shardings, by leaf; those of kinds that this Orbax has no record for are left out."""
+    path = posixpath.join(item, _SHARDING_FILE)
+    content = _json(path) or {}
+    shardings: dict[str, ocp.metadata.ShardingMetadata] = {}
+    with stored(f"{path}: is not what Orbax writes"):
+        for key, text in content.items():
+            try:
+                sharding = sharding_metadata.from_serialized_string(text)
+            except (ValueError, NotImplementedError) as error:
+                logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
+                continue
+            if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
+                sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
+            shardings[base64.urlsafe_b64decode(key).decode()] = sharding
+    return shardings
+
+
+def _random_keys(item: str) -> dict[str, str]:
+    """The implementations of the leaves that are the data of random keys. Every process's file has all of them."""
+    directory = posixpath.join(item, _ARRAY_METADATAS)
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return {}
+    for name in names[:1]:
+        content = _json(posixpath.join(directory, name))
+        with stored(f"{posixpath.join(directory, name)}: is not what Orbax writes"):
+            arrays = [entry["array_metadata"] for entry in content["array_metadatas"]]
+            return {
+                array["param_name"]: array["ext_metadata"]["random_key_impl"]
+                for array in arrays
+                if (array.get("ext_metadata") or {}).get("random_key_impl")
+            }
+    return {}

@@ -1,0 +1,480 @@
+"""Orbax checkpoints as a source and as a sink, with Orbax's own handlers as the oracle in both directions."""
+
+import dataclasses
+import json
+import re
+import threading
+from pathlib import Path
+
+import hypothesis
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
+
+ROOT = Path(__file__).parents[1]
+SAMPLES = {
+    "deepseek3_scanned": ("deepseek3/mt_scanned.npz", {"scan_layers": True}),
+    "qwen3_unscanned": ("qwen3/mt_unscanned.npz", {"scan_layers": False}),
+}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+# Whole leaves by name: dtype, shape, and spec over the mesh `x` 2, `y` 4.
+LEAVES = {
+    "params.kernel": (BF16, (8, 12), PartitionSpec("x", "y")),
+    "params.cube": (np.dtype(np.float32), (4, 6, 8), PartitionSpec(None, None, ("x", "y"))),
+    "params.table": (np.dtype(ml_dtypes.float8_e4m3fn), (16, 4), PartitionSpec("y")),
+    "params.levels": (np.dtype(np.int8), (8, 8), PartitionSpec("x")),
+    "params.mask": (np.dtype(np.bool_), (8,), PartitionSpec()),
+    "params.scale": (np.dtype(np.float32), (), PartitionSpec()),
+    "layers.0.bias": (np.dtype(np.uint32), (4,), PartitionSpec("y")),
+    "layers.1.bias": (np.dtype(np.float16), (4,), PartitionSpec("y")),
+}
+MESH = {"x": 2, "y": 4}
+
+FORMATS = [(ocdbt, zarr3) for ocdbt in (True, False) for zarr3 in (True, False)]
+NAMES = ["ocdbt zarr3", "ocdbt zarr2", "files zarr3", "files zarr2"]
+all_formats = pytest.mark.parametrize(("ocdbt", "zarr3"), FORMATS, ids=NAMES)
+
+
+def random(dtype, shape, seed=0):
+    """Any bits, so that NaN payloads, -0.0 and subnormals are among them."""
+    rng = np.random.default_rng(seed)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(dtype)
+    return np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
+
+
+def values():
+    return {name: random(dtype, shape, seed) for seed, (name, (dtype, shape, _)) in enumerate(LEAVES.items())}
+
+
+def tree_of(leaf):
+    """The tree that `LEAVES` are of, in which there are scalars and empty nodes too."""
+    return {
+        "step": 7,
+        "params": {name.split(".")[1]: leaf(name) for name in LEAVES if name.startswith("params.")},
+        "layers": [{"bias": leaf("layers.0.bias")}, {"bias": leaf("layers.1.bias")}],
+        "opt_state": {},
+        "nothing": None,
+        "rate": 0.5,
+    }
+
+
+def sharded(mesh):
+    arrays = values()
+    return tree_of(lambda name: jax.device_put(arrays[name], NamedSharding(mesh, LEAVES[name][2])))
+
+
+def leaf_of(name):
+    dtype, shape, spec = LEAVES[name]
+    parts = [1 if part is None else np.prod([MESH[axis] for axis in np.atleast_1d(part)]) for part in spec]
+    parts += [1] * (len(shape) - len(parts))
+    chunks = tuple(size // int(part) for size, part in zip(shape, parts, strict=True))
+    return OrbaxLeaf(shape, dtype, chunks, sharding=named_sharding(MESH, spec))
+
+
+def index(box):
+    return (*(slice(start, stop) for start, stop in box), ...)  # an array, also where there is no dimension
+
+
+def whole(shape):
+    return tuple((0, size) for size in shape)
+
+
+def fill(sink, arrays, names=None):
+    """Writes all chunks of all arrays, the last first."""
+    for name in names or sink.leaves:
+        for box in reversed(list(sink.missing(name))):
+            sink.write(name, box, arrays[name][index(box)])
+
+
+def write(destination, **options):
+    arrays = values()
+    with OrbaxSink(destination, tree_of(leaf_of), **options) as sink:
+        fill(sink, arrays)
+        sink.commit()
+    return destination / "0" / "items"
+
+
+def same_bits(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+
+
+def is_values(tree):
+    arrays = values()
+    jax.tree.map(lambda leaf, name: same_bits(np.asarray(leaf), arrays[name]), arrays_of(tree), arrays_of(tree_of(str)))
+    assert tree["step"] == 7
+    assert tree["rate"] == 0.5
+    assert tree["opt_state"] == {}
+    assert tree["nothing"] is None
+
+
+def arrays_of(tree):
+    return {"params": tree["params"], "layers": tree["layers"]}
+
+
+@pytest.fixture(scope="module", params=["PyTree", "Standard"])
+def saved(request, tmp_path_factory):
+    """What stock handlers write, by format."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    root = tmp_path_factory.mktemp("saved")
+    for ocdbt, zarr3 in FORMATS:
+        path = root / f"{ocdbt}{zarr3}" / "3"
+        if request.param == "PyTree":
+            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+            ocp.Checkpointer(handler).save(path, sharded(mesh), custom_metadata={"why": ["test"]})
+        else:  # it cannot be told to use Zarr 3
+            handler = ocp.StandardCheckpointHandler(use_ocdbt=ocdbt)
+            ocp.Checkpointer(handler).save(path, args=ocp.args.StandardSave(sharded(mesh)))
+    return lambda ocdbt, zarr3: root / f"{ocdbt}{zarr3}" / "3"
+
+
+@all_formats
+def test_leaves_and_values(saved, ocdbt, zarr3):
+    checkpoint = open_orbax(saved(ocdbt, zarr3))
+    assert checkpoint.step == 3
+    assert checkpoint.ocdbt == ocdbt
+    arrays = values()
+    assert set(checkpoint.leaves) == {*LEAVES, "step", "rate"}
+    for name, (dtype, shape, _) in LEAVES.items():
+        expected = leaf_of(name)
+        found = checkpoint.leaves[name]
+        assert (found.kind, found.shape, found.dtype) == ("jax.Array", shape, dtype)
+        # Orbax shares what is replicated out among the replicas.
+        if not name.endswith(("mask", "levels", "bias", "table")):
+            assert found.chunk_shape == found.write_shape == expected.chunk_shape
+        assert found.sharding == expected.sharding
+        same_bits(checkpoint.value(name), arrays[name])
+    assert checkpoint.leaves["step"].kind == "scalar"
+    assert checkpoint.leaves["step"].shape == ()
+    is_values(checkpoint.tree(lambda name, leaf: checkpoint.value(name)))
+
+
+@all_formats
+def test_boxes(saved, ocdbt, zarr3):
+    checkpoint = open_orbax(saved(ocdbt, zarr3), memory_bytes=64)
+    arrays = values()
+
+    @hypothesis.settings(max_examples=40)
+    @hypothesis.given(st.data())
+    def check(data):
+        name = data.draw(st.sampled_from(sorted(LEAVES)))
+        box = data.draw(boxes(LEAVES[name][1]))
+        every_second = (*(slice(1, None, 2) for _ in box), ...)
+        outer = np.zeros([2 * (stop - start) + 1 for start, stop in box], LEAVES[name][0])
+        out = outer[every_second]
+        nbytes = checkpoint.read(name, box, out).result()
+        expected = np.zeros_like(outer)
+        expected[every_second] = arrays[name][index(box)]
+        same_bits(outer, expected)
+        assert nbytes >= out.nbytes
+
+    check()
+
+
+def test_many_reads_at_once(saved):
+    checkpoint = open_orbax(saved(True, True), memory_bytes=1000)
+    arrays = values()
+    outs = {(name, turn): np.empty_like(arrays[name]) for name in LEAVES for turn in range(20)}
+    futures = [checkpoint.read(name, whole(out.shape), out) for (name, _), out in outs.items()]
+    assert sum(future.result() for future in futures) == sum(out.nbytes for out in outs.values())
+    for (name, _), out in outs.items():
+        same_bits(out, arrays[name])
+
+
+def test_reads_from_many_threads(saved):
+    checkpoint = open_orbax(saved(True, True), memory_bytes=300)
+    arrays = values()
+    failures = []
+
+    def work():
+        try:
+            for name in LEAVES:
+                same_bits(checkpoint.value(name), arrays[name])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@st.composite
+def boxes(draw, shape):
+    ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    return tuple((start, stop) for start, stop in ends)
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_values_are_those_of_its_arrays(name):
+    arrays, custom_metadata = SAMPLES[name]
+    checkpoint = open_orbax(ROOT / "testdata" / "orbax" / name)
+    assert checkpoint.step == 0
+    assert checkpoint.custom_metadata == custom_metadata
+    with np.load(ROOT / "testdata" / "maxtext" / arrays) as expected:
+        assert {f"params.{key.replace('-', '.')}" for key in expected} | {"step"} == set(checkpoint.leaves)
+        for key in expected:
+            same_bits(checkpoint.value(f"params.{key.replace('-', '.')}"), expected[key])
+    tree = checkpoint.tree(lambda name, leaf: leaf.kind)
+    assert (tree["step"], tree["opt_state"]) == ("scalar", {})
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_a_copy_is_the_same_checkpoint(name, tmp_path):
+    sample = ROOT / "testdata" / "orbax" / name
+    source = open_orbax(sample)
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class TrainState:
+        """Its fields have MaxText's order, which a dict's keys do not keep."""
+
+        step: int
+        params: dict
+        opt_state: dict
+
+    tree = source.tree(lambda name, leaf: source.value(name) if leaf.kind == "scalar" else leaf)
+    with OrbaxSink(tmp_path, TrainState(**tree), custom_metadata=source.custom_metadata) as sink:
+        for leaf in sink.leaves:
+            array = source.value(leaf)
+            for box in sink.missing(leaf):
+                sink.write(leaf, box, array[index(box)])
+        sink.commit()
+    assert json_files(tmp_path) == json_files(sample)
+    assert file_names(tmp_path) == file_names(sample)
+    assert stored_arrays(tmp_path / "0" / "items") == stored_arrays(sample / "0" / "items")
+
+
+def file_names(root):
+    """Names of files, but for those that OCDBT chooses at random, of which there may be any number."""
+    names = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    return {re.sub(r"(^|/)d/[0-9a-f]{32}$", r"\1d/*", name) for name in names}
+
+
+def json_files(root, item="0/items"):
+    """What Orbax writes besides arrays, byte for byte, and the step's metadata without its times."""
+    step = json.loads((root / item / ".." / "_CHECKPOINT_METADATA").read_text())
+    assert step.pop("init_timestamp_nsecs") < step.pop("commit_timestamp_nsecs")
+    names = ["_METADATA", "_sharding", "array_metadatas/process_0"]
+    texts = {name: (root / item / name).read_bytes() for name in names}
+    texts["_sharding"] = sorted(json.loads(texts["_sharding"]).items())  # in the order of a hash
+    return texts, json.dumps(step)
+
+
+def stored_arrays(item, ocdbt=True):
+    """The keys of all chunks, and the metadata of all arrays, byte for byte."""
+    spec = {"driver": "file", "path": f"{item}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": spec} if ocdbt else spec).result()
+    keys = store.list().result()
+    metadata = {key: store.read(key).result().value for key in keys if key.endswith((b"zarr.json", b".zarray"))}
+    return sorted(keys), metadata
+
+
+@all_formats
+@pytest.mark.parametrize("compression", [True, False], ids=["compressed", "plain"])
+def test_what_stock_handlers_would_write(tmp_path, mesh, ocdbt, zarr3, compression):
+    custom_metadata = {"scan_layers": True}
+    # Without it Orbax shares replicas out, and writes other chunks than shards.
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=ocdbt, use_zarr3=zarr3, use_compression=compression, type_handler_registry=plain_registry()
+    )
+    with ocp.CheckpointManager(tmp_path / "stock", item_handlers={"items": handler}) as manager:
+        manager.save(
+            0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(sharded(mesh))), custom_metadata=custom_metadata
+        )
+    options = {"ocdbt": ocdbt, "zarr3": zarr3, "compression": compression}
+    write(tmp_path / "ours", custom_metadata=custom_metadata, **options)
+    assert json_files(tmp_path / "ours") == json_files(tmp_path / "stock")
+    assert file_names(tmp_path / "ours") == file_names(tmp_path / "stock")
+    stock, ours = (stored_arrays(tmp_path / which / "0" / "items", ocdbt) for which in ("stock", "ours"))
+    if ocdbt:
+        assert ours == stock
+    else:  # each chunk's file is named by its key, which has been compared, and it is compressed as it was there
+        assert ours[1] == stock[1]
+
+
+@all_formats
+def test_checkpointers_restore_it(tmp_path, mesh, ocdbt, zarr3):
+    item = write(tmp_path, ocdbt=ocdbt, zarr3=zarr3)
+    for axes in ((), ("y",), (("x", "y"),)):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        is_values(ocp.PyTreeCheckpointer().restore(item, restore_args=restore_args(sharding)))
+        is_values(ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(item, restore_args=restore_args(sharding)))
+
+
+def restore_args(sharding):
+    """All leaves over `sharding` but those that it would cut unevenly."""
+    parts = sharding.shard_shape((8,))[0]
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    tree = tree_of(
+        lambda name: ocp.ArrayRestoreArgs(
+            sharding=sharding if LEAVES[name][1] and LEAVES[name][1][0] % (8 // parts) == 0 else replicated
+        )
+    )
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, ocp.RestoreArgs) else ocp.RestoreArgs(), tree)
+
+
+def test_checkpointers_restore_its_own_shardings(tmp_path, mesh):
+    item = write(tmp_path)
+    with pytest.warns(UserWarning, match="Sharding info not provided"):
+        tree = ocp.PyTreeCheckpointer().restore(item)
+    is_values(tree)
+    for name, leaf in zip(sorted(LEAVES), jax.tree.leaves(arrays_of(tree)), strict=True):
+        assert leaf.sharding == NamedSharding(mesh, LEAVES[name][2])
+
+
+def test_the_standard_checkpointer_restores_it(tmp_path, mesh):
+    item = write(tmp_path)
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, sharded(mesh))
+    with ocp.StandardCheckpointer() as checkpointer:
+        is_values(checkpointer.restore(item, target))
+
+
+def test_a_checkpoint_manager_restores_it(tmp_path, mesh):
+    write(tmp_path, custom_metadata={"scan_layers": True})
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, sharded(mesh))
+    with ocp.CheckpointManager(tmp_path, item_names=("items",)) as manager:
+        assert manager.latest_step() == 0
+        is_values(manager.restore(0, args=ocp.args.Composite(items=ocp.args.StandardRestore(target)))["items"])
+        assert manager.metadata(0).custom_metadata == {"scan_layers": True}
+
+
+def test_metadata(tmp_path):
+    item = write(tmp_path, tree_custom_metadata={"of": ["the", "item"]})
+    metadata = ocp.PyTreeCheckpointHandler().metadata(item)
+    assert metadata.custom_metadata == {"of": ["the", "item"]}
+    assert metadata.tree["opt_state"] == {}
+    found = metadata.tree["params"]["kernel"]
+    assert (found.shape, found.dtype) == ((8, 12), BF16)
+    assert found.storage.chunk_shape == found.storage.write_shape == (4, 3)
+    assert found.sharding == named_sharding(MESH, ("x", "y"))
+    assert open_orbax(tmp_path).tree_custom_metadata == {"of": ["the", "item"]}
+
+
+def test_tiles_of_several_chunks_from_several_threads(tmp_path):
+    shape, chunks = (30, 14, 5), (4, 3, 5)
+    arrays = {f"a{number}": random(BF16, shape, number) for number in range(6)}
+    tree = {name: OrbaxLeaf(shape, BF16, chunks) for name in arrays}
+    tiles = [
+        (name, ((x, min(x + 8, 30)), (y, min(y + 6, 14)), (0, 5)))
+        for name in arrays
+        for x in range(0, 30, 8)
+        for y in range(0, 14, 6)
+    ]
+    np.random.default_rng(0).shuffle(tiles)
+    failures = []
+    with OrbaxSink(tmp_path, tree, memory_bytes=2000) as sink:
+
+        def work(own):
+            try:
+                for name, box in own:
+                    tile = np.asfortranarray(arrays[name][index(box)])
+                    sink.write(name, box, tile).result()
+                    assert sink.written(name, box)
+                    tile[...] = 0  # it is not needed any more
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(tiles[number::4],)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        sink.commit()
+    checkpoint = open_orbax(tmp_path)
+    for name, array in arrays.items():
+        same_bits(checkpoint.value(name), array)
+
+
+@pytest.mark.parametrize(
+    "name", ["bool", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
+             "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+)  # fmt: skip
+@pytest.mark.parametrize("zarr3", [True, False], ids=["zarr3", "zarr2"])
+def test_bits_of_every_dtype(tmp_path, name, zarr3):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    array = random(dtype, (6, 8)) if name != "int4" else np.arange(48).reshape(6, 8).astype(dtype)
+    with OrbaxSink(tmp_path, {"a": OrbaxLeaf((6, 8), dtype, (3, 8))}, zarr3=zarr3) as sink:
+        fill(sink, {"a": array})
+        sink.commit()
+    same_bits(open_orbax(tmp_path).value("a"), array)
+    args = {"a": ocp.RestoreArgs(restore_type=np.ndarray)}
+    same_bits(ocp.PyTreeCheckpointer().restore(tmp_path / "0" / "items", restore_args=args)["a"], array)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(st.data())
+def test_any_shape_in_any_chunks(tmp_path_factory, data):
+    shape = data.draw(st.lists(st.integers(1, 7), max_size=3).map(tuple))
+    chunks = tuple(data.draw(st.integers(1, size)) for size in shape)
+    array = random(np.dtype(np.int16), shape, data.draw(st.integers(0, 9)))
+    ocdbt, zarr3 = data.draw(st.sampled_from(FORMATS))
+    path = tmp_path_factory.mktemp("any")
+    with OrbaxSink(path, {"a": OrbaxLeaf(shape, array.dtype, chunks)}, ocdbt=ocdbt, zarr3=zarr3) as sink:
+        assert not sink.written("a", whole(shape))
+        fill(sink, {"a": array})
+        sink.wait()
+        assert sink.written("a", whole(shape))
+        assert not list(sink.missing("a"))
+        sink.commit()
+    checkpoint = open_orbax(path)
+    assert checkpoint.leaves["a"].chunk_shape == chunks
+    box = data.draw(boxes(shape))
+    out = np.empty([stop - start for start, stop in box], array.dtype)
+    checkpoint.read("a", box, out).result()
+    same_bits(out, array[index(box)])
+
+
+def test_kinds_of_leaves_survive(tmp_path):
+    stock = {
+        "numpy": np.arange(6.0).reshape(2, 3),
+        "text": "a ~ text",
+        "flag": True,
+        "number": np.float32(0.25),
+        "keys": jax.random.key(3),
+        "empty": {"list": [], "tuple": (), "dict": {}, "none": None},
+    }
+    ocp.PyTreeCheckpointer().save(tmp_path / "stock", stock)
+    source = open_orbax(tmp_path / "stock")
+    assert source.leaves["numpy"].kind == "np.ndarray"
+    assert source.leaves["text"].kind == "string"
+    assert source.leaves["keys"].random_key == "threefry2x32"
+    tree = source.tree(lambda name, leaf: leaf if "[" in str(leaf.shape) or leaf.shape else source.value(name))
+    with OrbaxSink(tmp_path / "ours", tree) as sink:
+        for name, leaf in sink.leaves.items():
+            sink.write(name, whole(leaf.shape), source.value(name))
+        sink.commit()
+    item = tmp_path / "ours" / "0" / "items"
+    assert (item / "_METADATA").read_bytes() != b""
+    args = {"keys": ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+    args = {**jax.tree.map(lambda _: ocp.RestoreArgs(), {**stock, "keys": 0}), **args}
+    found = ocp.PyTreeCheckpointer().restore(item, restore_args=args)
+    expected = ocp.PyTreeCheckpointer().restore(tmp_path / "stock", restore_args=args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert isinstance(found["numpy"], np.ndarray)
+    same_bits(found["numpy"], stock["numpy"])
+    assert (found["text"], found["flag"], found["number"]) == ("a ~ text", True, 0.25)
+    assert jax.random.key_impl(found["keys"]) == jax.random.key_impl(stock["keys"])
+    assert found["empty"] == expected["empty"]
+
+
+def plain_registry():
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=False,
+        array_metadata_store=ocp.type_handlers.get_type_handler(jax.Array)._array_metadata_store,
+    )
+    scalars = ocp.type_handlers.ScalarHandler()
+    return ocp.type_handlers.create_type_handler_registry((int, scalars), (float, scalars), (jax.Array, arrays))
