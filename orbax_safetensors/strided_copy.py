@@ -9,9 +9,10 @@ two, so they compete for the same few places. `_pieces` says how such copies are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
-from math import gcd, prod
+from math import gcd
 from types import EllipsisType
 
 import numpy as np
@@ -26,14 +27,17 @@ _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _SMALL = 4096
 # Shorter axes are no innermost loop: NumPy takes about as long to begin a loop as to copy ten elements.
 _SHORT = 16
-# Elements of a slab that are neighbours in the source: one or more cache lines whatever their size.
+# Elements of a slab that are neighbours in the source: whole cache lines, and enough that few loops are begun.
 _LINE = 128
 # A slab is read with a stride, line after line and then again for the next element of each line: it has to stay in the
 # first-level cache, which has 32 KiB or more. Twice that is a third slower.
 _SLAB_BYTES = 32 * 2**10
-# What one NumPy call moves or converts. The buffers of a piece should stay in the cache that a core has for itself, or
-# nearly so; with smaller pieces threads wait for one another's Python.
+# What one NumPy call moves. The buffers of a piece should stay in the cache that a core has for itself, or nearly so;
+# with smaller pieces threads wait for one another's Python.
 _PIECE_BYTES = 2**20
+# Elements that are computed at a time: the results in between are wide, and memory for large ones comes from the system
+# again and again.
+_COMPUTED = 2**16
 
 
 def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +72,7 @@ def elements(
 
 def assign(destination: np.ndarray, source: np.ndarray) -> None:
     """`destination[...] = source` for arrays of one shape and dtype that have no memory in common."""
-    for piece, into in _pieces(source, destination):
+    for piece, into in _pieces(source, destination, _buffers(source)):
         into[...] = piece
 
 
@@ -79,19 +83,30 @@ def convert(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: 
     has no infinity, raise `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded,
     without a word.
     """
-    with np.errstate(all="ignore"):
-        for piece, into in _pieces(source, destination):
-            values = apply(ops, piece) if ops else piece
-            np.copyto(into, values, casting="unsafe")
-            if lossless:
-                _check(values, into)
+    _convert(source, destination, partial(apply, ops) if ops else None, lossless=lossless)
 
 
 def revert(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
     """Assigns what `ops` made `source` of, cast to the destination's dtype."""
+    _convert(source, destination, partial(undo, ops) if ops else None, lossless=False)
+
+
+def _convert(
+    source: np.ndarray,
+    destination: np.ndarray,
+    compute: Callable[[np.ndarray], np.ndarray] | None,
+    *,
+    lossless: bool,
+) -> None:
     with np.errstate(all="ignore"):
-        for piece, into in _pieces(source, destination):
-            np.copyto(into, undo(ops, piece) if ops else piece, casting="unsafe")
+        for piece, into in _pieces(source, destination, _buffers(source)):
+            for part in _boxes(piece.shape, _COMPUTED if compute else piece.size):
+                values, cast = piece[part], into[part]
+                if compute:
+                    values = compute(values)
+                np.copyto(cast, values, casting="unsafe")
+                if lossless:
+                    _check(values, cast)
 
 
 def _check(values: np.ndarray, cast: np.ndarray) -> None:
@@ -112,11 +127,19 @@ def _check(values: np.ndarray, cast: np.ndarray) -> None:
         raise TensorMismatchError(f"{values[lost].flat[0]!r} of {values.dtype} does not fit {cast.dtype}")
 
 
-def _pieces(source: np.ndarray, destination: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _buffers(source: np.ndarray) -> np.ndarray:
+    """Memory for `_pieces` of an array: two of them, as words of its size."""
+    size = min(source.size, max(_PIECE_BYTES // source.itemsize, _LINE))
+    return np.empty((2, size), _WORDS.get(source.itemsize, source.dtype))
+
+
+def _pieces(
+    source: np.ndarray, destination: np.ndarray, buffers: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Cuts two arrays of one shape into pairs of arrays of one shape, between which NumPy copies fast.
 
-    The first of a pair is a view. Where the arrays have different innermost axes, it is a buffer instead, in the order
-    of the destination, and the next pair uses it again.
+    The first of a pair is a view. Where the arrays have different innermost axes, it is in the second of the buffers
+    instead, in the order of the destination, and the next pair uses it again.
 
     To reorder a piece, lines of it are laid side by side in slabs, which is a copy of whole lines; each slab is
     transposed within the first-level cache; and the destination gets runs that are long enough to be written as fast
@@ -127,49 +150,62 @@ def _pieces(source: np.ndarray, destination: np.ndarray) -> Iterator[tuple[np.nd
     source, destination = source.squeeze(), destination.squeeze()
     order = sorted(range(source.ndim), key=lambda axis: -destination.strides[axis])
     source, destination = source.transpose(order), destination.transpose(order)
+    limit = _PIECE_BYTES // source.itemsize
     long = [axis for axis in range(source.ndim) if source.shape[axis] >= _SHORT]
     along = min(long, key=lambda axis: source.strides[axis], default=-1)
     if source.size <= _SMALL or not long or along == long[-1]:
         if source.size > _SMALL and source.shape[-1] < _SHORT:
             for index in range(source.shape[-1]):
-                yield from _pieces(source[..., index], destination[..., index])
+                yield from _pieces(source[..., index], destination[..., index], buffers)
         else:
-            for box in _boxes(source.shape, _PIECE_BYTES // source.itemsize):
+            for box in _boxes(source.shape, limit):
                 yield source[box], destination[box]
         return
-
-    # Axis 0 is cut into lines. Of the others, the rows of a slab are as many as fit, all of those after axis `at`.
+    # Axis 0 is the one along which lines lie; the others are rows.
     source, destination = np.moveaxis(source, along, 0), np.moveaxis(destination, along, 0)
-    line = min(source.shape[0], _LINE)
-    rows, at = max(_SLAB_BYTES // (line * source.itemsize), 1), source.ndim - 1
-    while at > 1 and source.shape[at] <= rows:
-        rows //= source.shape[at]
+    line = _even(source.shape[0], _LINE)
+    for rows in _boxes(source.shape[1:], limit // line):
+        wide = max(limit // source[0][rows].size // line, 1) * line
+        for begin in range(0, source.shape[0], wide):
+            piece = (slice(begin, begin + wide), *rows)
+            yield from _reordered(source[piece], destination[piece], line, buffers)
+
+
+def _reordered(
+    source: np.ndarray, destination: np.ndarray, line: int, buffers: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`_pieces` of what is one piece but for what is left over where lines or the rows of slabs do not divide it."""
+    bits = source.view(buffers.dtype)
+    # A slab has all rows of the axes after axis `at`, and of that one as many as fit.
+    fit, at = max(_SLAB_BYTES // (line * source.itemsize), 1), source.ndim - 1
+    while at > 1 and source.shape[at] <= fit:
+        fit //= source.shape[at]
         at -= 1
-    rows = min(source.shape[at], rows)
-    for axis, step in ((0, line), (at, rows)):
-        if rest := source.shape[axis] % step:
-            cut = [source.shape[axis] - rest]
-            for parts in zip(np.split(source, cut, axis), np.split(destination, cut, axis), strict=True):
-                yield from _pieces(*parts)
-            return
-    source, destination = (
-        array.reshape(-1, line, *array.shape[1:at], array.shape[at] // rows, rows, *array.shape[at + 1 :])
-        for array in (source, destination)
-    )
-    # The axes of slabs come first, then the line, then the rows of a slab.
-    at += 1
-    source, destination = np.moveaxis(source, 1, at), np.moveaxis(destination, 1, at)
-    slab = prod(source.shape[at:])
-    slabs = min(max(_PIECE_BYTES // (slab * source.itemsize), 1), prod(source.shape[:at]))
-    bits = source.view(_WORDS.get(source.itemsize, source.dtype))
-    lines, out = np.empty((2, slabs * slab), bits.dtype)
-    for box in _boxes(source.shape[:at], slabs):
-        into, piece = destination[box], bits[box]
-        by_line = lines[: piece.size].reshape(*piece.shape[:at], *piece.shape[at + 1 :], line)
-        by_line[...] = np.moveaxis(piece, at, -1)
-        by_row = out[: piece.size].reshape(piece.shape)
-        by_row[...] = np.moveaxis(by_line, -1, at)
+    rows = _even(source.shape[at], fit)
+    for (lines, length), (slabs, height) in product(_cuts(source.shape[0], line), _cuts(source.shape[at], rows)):
+        piece, into = (array[(lines, *[slice(None)] * (at - 1), slabs)] for array in (bits, destination))
+        shape = (-1, length, *piece.shape[1:at], piece.shape[at] // height, height, *piece.shape[at + 1 :])
+        # The axes of slabs come first, then the line, then the rows of a slab.
+        piece, into = (np.moveaxis(array.reshape(shape), 1, at + 1) for array in (piece, into))
+        by_line, by_row = buffers[:, : piece.size]
+        by_line = by_line.reshape(*piece.shape[: at + 1], *piece.shape[at + 2 :], length)
+        by_row = by_row.reshape(piece.shape)
+        by_line[...] = np.moveaxis(piece, at + 1, -1)
+        by_row[...] = np.moveaxis(by_line, -1, at + 1)
         yield by_row.view(source.dtype), into
+
+
+def _even(size: int, limit: int) -> int:
+    """The length of as few equal parts of `size` as are no longer than `limit`, the last of which may be shorter."""
+    return -(-size // -(-size // limit))
+
+
+def _cuts(size: int, step: int) -> Iterator[tuple[slice, int]]:
+    """The part of `size` that `step` divides, and the rest if there is one; each with the length of its steps."""
+    whole = size - size % step
+    yield slice(whole), step
+    if whole < size:
+        yield slice(whole, size), size - whole
 
 
 def _boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[slice | EllipsisType, ...]]:

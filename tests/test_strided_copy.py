@@ -26,6 +26,7 @@ small_constants = st.fixed_dictionaries(
         "_LINE": st.integers(2, 7),
         "_SLAB_BYTES": st.integers(1, 200),
         "_PIECE_BYTES": st.integers(1, 1000),
+        "_COMPUTED": st.integers(1, 100),
     }
 )
 shapes = st.one_of(
@@ -169,7 +170,7 @@ def test_innermost_axes_agree(order):
     """What the constants promise: no piece is large, and between its ends NumPy has nothing to transpose."""
     source = np.zeros((100, 200, 300), np.uint16)
     destination = np.zeros([source.shape[axis] for axis in order], np.uint16).transpose(np.argsort(order))
-    pairs = list(strided_copy._pieces(source, destination))
+    pairs = list(strided_copy._pieces(source, destination, strided_copy._buffers(source)))
     assert sum(piece.size for piece, _ in pairs) == source.size
     for piece, into in pairs:
         assert piece.shape == into.shape
