@@ -2,24 +2,25 @@
 
     python benchmarks/plan.py [--quick] [--rounds 3] [--tree TREE ...] [--directory DIR] [--json FILE]
 
-The checkpoint is 163 files with real headers and holes for data. It is planned as it is stored, and as the trees that
-models have: in `layers` the experts of each layer are stacked, in `scanned` all layers are stacked as well. Each plan
-is made in a fresh process, since geometry that was planned once is remembered, and its byte counts are compared with
-what the shardings say by themselves.
+The checkpoint is 163 files with real headers and holes for data, in bf16 and as it is published, in fp8 with scales. It
+is planned as it is stored, and as MaxText's trees: `layers` stacks the experts of each layer, `scanned` stacks all
+layers as well, and `scanned fp8` decodes what it stacks. Each plan is made in a fresh process, since geometry that was
+planned once is remembered, and its byte counts are compared with what the shardings say by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,152 +29,83 @@ import checkpoints
 from rich.console import Console
 from rich.table import Table
 
+GEOMETRY = Path(__file__).parents[1] / "testdata" / "geometry"
 FILES = 163
+BOTH = ("rows", "columns")
 ROWS, COLUMNS = 16, 32  # of the mesh
 DEVICES = ROWS * COLUMNS
 PROCESS_COUNTS = (64, 512)
-DENSE_LAYERS, LAYERS, EXPERTS = 3, 61, 256
-BOTH = ("rows", "columns")
+# By tree the checkpoint, and the arguments of its family where it has one.
+TREES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stored": ("deepseek-v3", {}),
+    "layers": ("deepseek-v3", {"family": "maxtext", "variant": {"scan_layers": False}}),
+    "scanned": ("deepseek-v3", {"family": "maxtext", "variant": {"scan_layers": True}}),
+    "scanned fp8": ("deepseek-v3-fp8", {"family": "maxtext", "variant": {"scan_layers": True}}),
+}
 LAYOUTS = ("leading", "inner", "both", "experts", "replicated")
 MAX_SECONDS = 2.0
 MAX_PEAK_BYTES = 500e6
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """An array of a tree: stored tensors by name, in nested lists where they are stacked.
-
-    A letter for each dimension: `e` experts, `l` layers, `i` and `o` what a matrix multiplies and makes. The stored
-    matrices are `oi`, those of stacks are transposed.
-    """
-
-    dims: str
-    tensors: Any
+def write(directory: Path, name: str) -> Path:
+    """The checkpoint `name` and its config, without its data."""
+    facts = json.loads(gzip.decompress((GEOMETRY / f"{name}.json.gz").read_bytes()))
+    tensors = {tensor: checkpoints.Tensor(dtype, tuple(shape)) for tensor, (dtype, shape) in facts.items()}
+    checkpoints.write_sparse(directory / name, tensors, files=FILES)
+    shutil.copy(GEOMETRY / f"{name}.config.json", directory / name / "config.json")
+    return directory / name
 
 
-def stored_tree(tensors: checkpoints.Tensors) -> dict[str, Leaf]:
-    """Every tensor is a leaf."""
-    return {name: Leaf("oi"[: len(tensor.shape)], name) for name, tensor in tensors.items()}
-
-
-def layers_tree(tensors: checkpoints.Tensors) -> dict[str, Leaf]:
-    """A leaf for each weight of each layer; those of the experts are stacked, `(experts, in, out)`."""
-    tree = {}
-    for name, tensor in tensors.items():
-        if name.startswith(f"model.layers.{LAYERS}."):  # the prediction layer is not part of the model
-            continue
-        if ".experts." not in name:
-            tree[name] = Leaf("oi"[: len(tensor.shape)][::-1], name)
-        elif ".experts.0." in name:
-            tree[name] = Leaf("eio", [name.replace("experts.0", f"experts.{number}") for number in range(EXPERTS)])
-    return tree
-
-
-def scanned_tree(tensors: checkpoints.Tensors) -> dict[str, Leaf]:
-    """A leaf for each weight: the dense layers and the others are stacked, `(experts, layers, in, out)`."""
-    tree = {}
-    for name, leaf in layers_tree(tensors).items():
-        if not name.startswith("model.layers."):
-            tree[name] = leaf
-            continue
-        layer, weight = name.removeprefix("model.layers.").split(".", 1)
-        if int(layer) not in (0, DENSE_LAYERS):
-            continue
-        dense = int(layer) == 0
-        here = f"layers.{layer}."
-        layers = [f"layers.{number}." for number in (range(DENSE_LAYERS) if dense else range(DENSE_LAYERS, LAYERS))]
-        if leaf.dims == "eio":
-            stacked: Any = [[one.replace(here, other) for other in layers] for one in leaf.tensors]
-            tree[weight] = Leaf("elio", stacked)
-        else:
-            own = [name.replace(here, other) for other in layers]
-            tree[f"{'dense' if dense else 'sparse'}.{weight}"] = Leaf("l" + leaf.dims, own)
-    return tree
-
-
-TREES: Mapping[str, Callable[[checkpoints.Tensors], dict[str, Leaf]]] = {
-    "stored": stored_tree,
-    "layers": layers_tree,
-    "scanned": scanned_tree,
-}
-
-
-def partition(layout: str, dims: str) -> tuple[Any, ...]:
-    """The mesh axes for the dimensions `dims` of a leaf."""
-    matrix = [at for at, dim in enumerate(dims) if dim in "io"]
-    axes: list[Any] = [None] * len(dims)
+def partition(layout: str, name: str, rank: int) -> tuple[Any, ...]:
+    """The mesh axes for the dimensions of a leaf."""
+    kinds = ["matrix"] * rank
+    if ".MoeBlock_0.w" in name:
+        kinds[0] = "experts"
+    if "_layers." in name:
+        kinds[1] = "layers"
+    matrix = [axis for axis, kind in enumerate(kinds) if kind == "matrix"]
+    axes: list[Any] = [None] * rank
     if layout == "leading":
-        axes[next(at for at, dim in enumerate(dims) if dim != "l")] = BOTH
+        axes[0] = BOTH
     elif layout == "inner":
         axes[matrix[-1]] = BOTH
-    elif layout == "experts" and "e" in dims:
-        axes[dims.index("e")], axes[matrix[-1]] = BOTH
+    elif layout == "experts" and kinds[0] == "experts":
+        axes[0], axes[matrix[-1]] = BOTH
     elif layout in ("both", "experts"):
-        for at, axis in zip(matrix, BOTH, strict=False):
-            axes[at] = axis
+        for axis, entry in zip(matrix, BOTH, strict=False):
+            axes[axis] = entry
     return tuple(axes)
 
 
 def plan_once(directory: Path, tree: str, layout: str, process_count: int) -> dict[str, Any]:
     """Makes one plan in this process, checks it, and says what it took."""
     import jax
-    import ml_dtypes
-    import numpy as np
 
     import orbax_safetensors as ost
-    from orbax_safetensors import SafetensorsOptions, arrays
-    from orbax_safetensors.plan import report
-    from orbax_safetensors.plan.view import View
 
     imported = _peak()
+    checkpoint, family = TREES[tree]
+    directory = directory / checkpoint
     mesh = jax.sharding.AbstractMesh((ROWS, COLUMNS), BOTH)
-    dtypes = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
-    tensors = {name: tensor for own in checkpoints.read_tensors(directory).values() for name, tensor in own.items()}
-    leaves = TREES[tree](tensors)
-    specs = {dims: partition(layout, dims) for dims in {leaf.dims for leaf in leaves.values()}}
-    shardings = {
-        dims: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for dims, axes in specs.items()
-    }
+    leaves = {}
+    shardings: dict[Any, Any] = {}
 
-    def view(checkpoint: Any, names: Any, dims: str) -> View:
-        if not isinstance(names, str):
-            return View.stack([view(checkpoint, name, dims) for name in names])
-        return checkpoint.view(names).T if dims.endswith("io") else checkpoint.view(names)
+    def described(name: str, view: Any) -> jax.ShapeDtypeStruct:
+        axes = partition(layout, name, len(view.shape))
+        if axes not in shardings:
+            shardings[axes] = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        leaves[name] = (axes, prod(view.shape), view.dtype.itemsize)
+        return jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=shardings[axes])
 
-    def plan_views() -> Any:
-        checkpoint = ost.open_checkpoint(directory)
-        boxes: dict[Any, Any] = {}
-        planned = []
-        for name, leaf in leaves.items():
-            made = view(checkpoint, leaf.tensors, leaf.dims)
-            key = (leaf.dims, made.shape)
-            if key not in boxes:
-                of_devices = arrays.device_boxes(shardings[leaf.dims], made.shape)
-                each = DEVICES // process_count
-                boxes[key] = [tuple(of_devices[at : at + each]) for at in range(0, DEVICES, each)]
-            planned.append(report.Leaf(name, made, made.shape, made.dtype, boxes[key]))
-        options = SafetensorsOptions()
-        return report.restore_plan(
-            planned,
-            checkpoint.location,
-            [file.path for file in checkpoint.files],
-            process_count=process_count,
-            max_gap_bytes=options.max_gap_bytes,
-            threads=options.threads,
-        )
-
-    target = {}
-    if tree == "stored":
-        for name, leaf in leaves.items():
-            dtype = dtypes[tensors[name].dtype]
-            target[name] = jax.ShapeDtypeStruct(tensors[name].shape, dtype, sharding=shardings[leaf.dims])
+    target = ost.open_checkpoint(directory, **family).tree(described)
     prepared = _peak()
+
     cpu_began, began = time.process_time(), time.perf_counter()
     ost.open_checkpoint(directory)
     cpu_opened, opened = time.process_time(), time.perf_counter()
-    plan = ost.plan_restore(directory, target, process_count=process_count) if target else plan_views()
+    plan = ost.plan_restore(directory, target, process_count=process_count, **family)
     cpu_planned, planned = time.process_time(), time.perf_counter()
-    _check(plan, leaves, tensors, specs, process_count)
+    _check(plan, leaves, process_count, stored_as_held="fp8" not in tree)
     return {
         "open_seconds": opened - began,
         "open_cpu_seconds": cpu_opened - cpu_began,
@@ -182,45 +114,38 @@ def plan_once(directory: Path, tree: str, layout: str, process_count: int) -> di
         "peak_bytes": _peak(),
         "peak_imported_bytes": imported,
         "peak_prepared_bytes": prepared,
-        "read_bytes": max(cost.read_bytes for cost in plan.processes),
-        "needed_bytes": max(cost.needed_bytes for cost in plan.processes),
-        "num_requests": max(cost.num_requests for cost in plan.processes),
+        "num_arrays": plan.num_arrays,
+        "read_bytes": sum(cost.read_bytes for cost in plan.processes),
+        "needed_bytes": sum(cost.needed_bytes for cost in plan.processes),
+        "num_requests": sum(cost.num_requests for cost in plan.processes),
     }
 
 
 def _check(
-    plan: Any,
-    leaves: Mapping[str, Leaf],
-    tensors: checkpoints.Tensors,
-    specs: Mapping[str, tuple[Any, ...]],
-    process_count: int,
+    plan: Any, leaves: Mapping[str, tuple[tuple[Any, ...], int, int]], process_count: int, *, stored_as_held: bool
 ) -> None:
     """The plan's sizes, from the shardings alone: how many processes hold each byte."""
-    elements = nbytes = held = 0
-    for leaf in leaves.values():
-        axes = {name for entry in specs[leaf.dims] for name in ((entry,) if isinstance(entry, str) else entry or ())}
-        holders = {
-            (): process_count,
-            ("columns",): ROWS,  # a block is on a column of the mesh, and no process has two devices of one
-            ("rows",): max(1, process_count // ROWS),  # a block is on a whole row, which several processes share
-            BOTH[::-1]: 1,
-        }[tuple(sorted(axes))]
-        for name in _flat(leaf.tensors):
-            elements += prod(tensors[name].shape)
-            nbytes += tensors[name].nbytes
-            held += holders * tensors[name].nbytes
+    holders = {
+        (): process_count,
+        ("columns",): ROWS,  # a block is on a column of the mesh, and no process has two devices of one
+        ("rows",): max(1, process_count // ROWS),  # a block is on a whole row, which several processes share
+        ("columns", "rows"): 1,
+    }
+    held = 0
+    for axes, elements, itemsize in leaves.values():
+        used = {name for entry in axes for name in ((entry,) if isinstance(entry, str) else entry or ())}
+        held += holders[tuple(sorted(used))] * elements * itemsize
     assert plan.num_arrays == len(leaves)
-    assert plan.total_params == elements
-    assert plan.total_bytes == nbytes
+    assert plan.total_params == sum(elements for _, elements, _ in leaves.values())
+    assert plan.total_bytes == sum(elements * itemsize for _, elements, itemsize in leaves.values())
     assert len(plan.processes) == process_count
-    assert sum(cost.needed_bytes for cost in plan.processes) == held
-    assert all(cost.read_bytes >= cost.needed_bytes == cost.destination_bytes for cost in plan.processes)
+    assert sum(cost.destination_bytes for cost in plan.processes) == held
+    for cost in plan.processes:
+        assert cost.read_bytes >= cost.needed_bytes
+        # fp8 with its scales is half of bf16, and a little.
+        assert cost.needed_bytes == cost.destination_bytes if stored_as_held else cost.needed_bytes > 0
     wasted = sum(cost.read_bytes - cost.needed_bytes for cost in plan.processes)
     assert sum(leaf.read_bytes - leaf.needed_bytes for leaf in plan.over_reads) <= wasted
-
-
-def _flat(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else [one for more in names for one in _flat(more)]
 
 
 def _peak() -> int:
@@ -240,11 +165,12 @@ def main() -> int:
     parser.add_argument("--tree", nargs="+", choices=list(TREES), default=list(TREES), help="only these")
     parser.add_argument("--once", nargs=3, metavar=("TREE", "LAYOUT", "PROCESSES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    directory = args.directory / "orbax-safetensors-bench" / "deepseek-v3"
+    directory = args.directory / "orbax-safetensors-bench"
     if args.once:
         print(json.dumps(plan_once(directory, args.once[0], args.once[1], int(args.once[2]))))
         return 0
-    checkpoints.write_sparse(directory, checkpoints.deepseek_v3(), files=FILES)
+    for name in dict.fromkeys(TREES[tree][0] for tree in args.tree):
+        write(directory, name)
     cases = [
         (tree, layout, count)
         for layout in LAYOUTS
