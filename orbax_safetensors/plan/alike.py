@@ -66,6 +66,9 @@ class Wanted:
     begin: int
 
 
+_Uses = tuple[tuple[int, ...], ...]  # for each leaf that uses a tensor, the sites
+
+
 class Tensors:
     """The stored tensors of a tree's views, in the order of the files and of their offsets.
 
@@ -85,8 +88,32 @@ class Tensors:
         """`layout_of` has the position in `layouts` for each of `views`; `locate` knows their tensors."""
         self._layouts = layouts
         self._sites: list[tuple[int, Piece]] = []  # the layout of every site, and one of the pieces there
-        uses: dict[str, list[tuple[int, ...]]] = {}  # for every tensor, and each leaf that uses it, the sites
-        leaf_of: dict[str, int] = {}
+        uses, first_leaf = self._find_uses(views, layout_of)
+        located = sorted(((locate(name), name) for name in uses), key=lambda at: (at[0].file, at[0].begin, at[1]))
+        self.file = np.array([location.file for location, _ in located], np.int64)
+        self.begin = np.array([location.begin for location, _ in located], np.int64)
+        self.leaf = np.array([first_leaf[name] for _, name in located], np.int64)
+        members: dict[tuple[np.dtype, Encoding | None, _Uses], list[int]] = {}
+        for number, (location, name) in enumerate(located):
+            members.setdefault((location.dtype, location.encoding, tuple(uses[name])), []).append(number)
+        # Groups with the most uses first, so that those that have a certain number of them are the leading ones.
+        groups = sorted(members.items(), key=lambda item: -sum(map(len, item[0][2])))
+        self.groups = len(groups)
+        self.group = np.zeros(len(located), np.int64)
+        for number, (_, own) in enumerate(groups):
+            self.group[own] = number
+        # For every group the location of one of its tensors, and their uses.
+        self._groups = [(located[own[0]][0], key[2]) for key, own in groups]
+        self._pattern, self._patterns = self._find_patterns()
+        self._nth_sites = _by_position([[site for sites in used for site in sites] for _, used in self._groups])
+        self._cuts = _cuts_by_layout(self._sites, len(layouts))
+
+    def _find_uses(
+        self, views: Sequence[View], layout_of: Sequence[int]
+    ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, int]]:
+        """For every tensor its uses, and the first leaf that has one. Fills `_sites`."""
+        uses: dict[str, list[tuple[int, ...]]] = {}
+        first_leaf: dict[str, int] = {}
         numbers: dict[tuple[object, ...], int] = {}
         for leaf, (view, layout) in enumerate(zip(views, layout_of, strict=True)):
             own: dict[str, list[int]] = {}
@@ -99,27 +126,8 @@ class Tensors:
                     own.setdefault(piece.tensor, []).append(site)
             for name, sites in own.items():
                 uses.setdefault(name, []).append(tuple(sites))
-                leaf_of.setdefault(name, leaf)
-        located = sorted(((locate(name), name) for name in uses), key=lambda at: (at[0].file, at[0].begin, at[1]))
-        self.file = np.array([location.file for location, _ in located], np.int64)
-        self.begin = np.array([location.begin for location, _ in located], np.int64)
-        self.leaf = np.array([leaf_of[name] for _, name in located], np.int64)
-        groups: dict[tuple[np.dtype, Encoding | None, tuple[tuple[int, ...], ...]], int] = {}
-        group = [groups.setdefault((at.dtype, at.encoding, tuple(uses[name])), len(groups)) for at, name in located]
-        # Groups with the most uses first, so that those that have a certain number of them are the leading ones.
-        order = sorted(groups, key=lambda key: -sum(map(len, key[2])))
-        rank = {groups[key]: number for number, key in enumerate(order)}
-        self.groups = len(order)
-        self.group = np.array([rank[number] for number in group], np.int64)
-        # For every group the location of one of its tensors, and the sites in each leaf that uses it.
-        examples = {rank[number]: location for number, (location, _) in zip(group, located, strict=True)}
-        self._group_uses = [(examples[number], key[2]) for number, key in enumerate(order)]
-        self._pattern, self._patterns = self._find_patterns()
-        flat = [[site for sites in used for site in sites] for _, used in self._group_uses]
-        self._nth_sites = []  # for n = 0, 1, ... the nth site of the leading groups, those that have so many
-        for n in range(len(flat[0]) if flat else 0):
-            self._nth_sites.append(np.array([sites[n] for sites in flat if len(sites) > n], np.int64))
-        self._cuts = _cuts_by_layout(self._sites, len(layouts))
+                first_leaf.setdefault(name, leaf)
+        return uses, first_leaf
 
     def _find_patterns(self) -> tuple[np.ndarray, int]:
         """A number for every group, the same for groups that differ in nothing but where their pieces begin."""
@@ -133,7 +141,7 @@ class Tensors:
                 (location.dtype, location.encoding, *(tuple(form[site] for site in sites) for sites in used)),
                 len(patterns),
             )
-            for location, used in self._group_uses
+            for location, used in self._groups
         ]
         return np.array(numbers, np.int64), len(patterns)
 
@@ -159,7 +167,7 @@ class Tensors:
 
     def _wanted(self, group: int, boxes: Sequence[tuple[Box, ...]]) -> Wanted:
         """What the boxes of each layout take from a tensor of a group, in the order of `plan.transfer_plan`."""
-        location, used = self._group_uses[group]
+        location, used = self._groups[group]
         copies = []
         for sites in used:
             number = self._sites[sites[0]][0]
@@ -215,6 +223,16 @@ def _unique_pairs(a: np.ndarray, b: np.ndarray) -> tuple[tuple[np.ndarray, np.nd
     radix = int(b.max()) + 1
     distinct, which = np.unique(a * radix + b, return_inverse=True)
     return np.divmod(distinct, radix), which
+
+
+def _by_position(rows: list[list[int]]) -> list[np.ndarray]:
+    """For n = 0, 1, ... the nth numbers of the leading rows, those that have so many; the longest row is the first."""
+    out = []
+    for n in range(len(rows[0]) if rows else 0):
+        while len(rows[-1]) <= n:
+            rows.pop()
+        out.append(np.array([row[n] for row in rows], np.int64))
+    return out
 
 
 def _cuts_by_layout(sites: Sequence[tuple[int, Piece]], layouts: int) -> list[tuple[np.ndarray, list[_Axis]]]:
