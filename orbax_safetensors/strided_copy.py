@@ -27,6 +27,7 @@ _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _SMALL = 4096
 # Shorter axes are no innermost loop: NumPy takes about as long to begin a loop as to copy ten elements.
 _SHORT = 16
+# The constants from here on are in order: a line of 16-byte elements fits in a slab, and a slab in a piece.
 # Elements of a slab that are neighbours in the source: whole cache lines, and enough that few loops are begun.
 _LINE = 128
 # A slab is read with a stride, line after line and then again for the next element of each line: it has to stay in the
@@ -128,8 +129,11 @@ def _check(values: np.ndarray, cast: np.ndarray) -> None:
 
 
 def _buffers(source: np.ndarray) -> np.ndarray:
-    """Memory for `_pieces` of an array: two of them, as words of its size."""
-    size = min(source.size, max(_PIECE_BYTES // source.itemsize, _LINE))
+    """Memory for `_pieces` of an array: two of them, as words of its size.
+
+    Also where nothing is reordered: the C library then keeps as much for the results of ops as was freed here.
+    """
+    size = min(source.size, _PIECE_BYTES // source.itemsize)
     return np.empty((2, size), _WORDS.get(source.itemsize, source.dtype))
 
 
@@ -161,23 +165,25 @@ def _pieces(
             for box in _boxes(source.shape, limit):
                 yield source[box], destination[box]
         return
-    # Axis 0 is the one along which lines lie; the others are rows.
+    # Axis 0 is the one along which lines lie; the others are rows. Pieces are long rather than high: the lines that one
+    # reads are neighbours then, and it writes its runs from one stretch of the buffer.
     source, destination = np.moveaxis(source, along, 0), np.moveaxis(destination, along, 0)
     line = _even(source.shape[0], _LINE)
-    for rows in _boxes(source.shape[1:], limit // line):
-        wide = max(limit // source[0][rows].size // line, 1) * line
-        for begin in range(0, source.shape[0], wide):
-            piece = (slice(begin, begin + wide), *rows)
-            yield from _reordered(source[piece], destination[piece], line, buffers)
+    fit = _SLAB_BYTES // (line * source.itemsize)
+    for rows in _boxes(source.shape[1:], max(limit // source.shape[0], fit)):
+        step = limit // source[0][rows].size // line * line
+        for begin in range(0, source.shape[0], step):
+            piece = (slice(begin, begin + step), *rows)
+            yield from _reordered(source[piece], destination[piece], line, fit, buffers)
 
 
 def _reordered(
-    source: np.ndarray, destination: np.ndarray, line: int, buffers: np.ndarray
+    source: np.ndarray, destination: np.ndarray, line: int, fit: int, buffers: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`_pieces` of what is one piece but for what is left over where lines or the rows of slabs do not divide it."""
+    """One piece of `_pieces`, or several where lines, or slabs of `fit` rows, do not divide it."""
     bits = source.view(buffers.dtype)
     # A slab has all rows of the axes after axis `at`, and of that one as many as fit.
-    fit, at = max(_SLAB_BYTES // (line * source.itemsize), 1), source.ndim - 1
+    at = source.ndim - 1
     while at > 1 and source.shape[at] <= fit:
         fit //= source.shape[at]
         at -= 1
