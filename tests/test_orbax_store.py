@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +20,9 @@ import tensorstore as ts
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, flow, named_sharding, open_orbax
+from orbax_safetensors.orbax_store import draft as drafts
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = {
@@ -351,6 +357,18 @@ def test_a_checkpoint_manager_restores_it(tmp_path, mesh):
         assert manager.metadata(0).custom_metadata == {"scan_layers": True}
 
 
+def test_restored_as_maxtext_does(tmp_path, mesh):
+    """A part of the tree, which the legacy transformations pick."""
+    item = write(tmp_path)
+    arrays, replicated = values(), NamedSharding(mesh, PartitionSpec())
+    target = {"params": {name.split(".")[1]: array for name, array in arrays.items() if name.startswith("params.")}}
+    args = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=replicated), target)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, restore_concurrent_gb=8)
+    found = ocp.Checkpointer(handler).restore(item, item=target, transforms={}, restore_args=args)
+    assert found.keys() == {"params"}
+    jax.tree.map(lambda leaf, array: same_bits(np.asarray(leaf), array), found, target)
+
+
 def test_metadata(tmp_path):
     item = write(tmp_path, tree_custom_metadata={"of": ["the", "item"]})
     metadata = ocp.PyTreeCheckpointHandler().metadata(item)
@@ -478,3 +496,502 @@ def plain_registry():
     )
     scalars = ocp.type_handlers.ScalarHandler()
     return ocp.type_handlers.create_type_handler_registry((int, scalars), (float, scalars), (jax.Array, arrays))
+
+
+# What goes wrong.
+
+
+@pytest.fixture
+def item(tmp_path):
+    return write(tmp_path / "saved")
+
+
+def test_a_step_that_is_there(tmp_path, item):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StorageError, match="0: already exists"):
+        OrbaxSink(tmp_path / "saved", tree_of(leaf_of))
+    with pytest.raises(StorageError, match="0: already exists"):
+        OrbaxSink(tmp_path / "saved", tree_of(leaf_of), resume=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_destination_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be made"):
+        OrbaxSink(tmp_path / "file", tree_of(leaf_of))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "why"),
+    [
+        (OrbaxLeaf((0, 2), BF16, (1, 1)), "no array without elements"),
+        (OrbaxLeaf((4, 2), BF16, (4,)), r"\(4,\) is no shape of chunks"),
+        (OrbaxLeaf((4, 2), BF16, (0, 2)), "no shape of chunks"),
+        (OrbaxLeaf((4, 2), BF16, (5, 2)), "no shape of chunks"),
+        (OrbaxLeaf((4,), np.dtype(ml_dtypes.uint4), (4,)), "arrays of uint4 cannot be stored"),
+        (OrbaxLeaf((4,), np.dtype("<U4"), (4,)), "arrays of <U4 cannot be stored"),
+        (OrbaxLeaf((), np.dtype(np.int64), (), "scalar"), "is given by its value"),
+        (np.zeros(3), "expected an OrbaxLeaf, a scalar or a string, found ndarray"),
+        (b"bytes", "found bytes"),
+    ],
+)
+def test_leaves_that_cannot_be_stored(tmp_path, leaf, why):
+    with pytest.raises(TensorMismatchError, match=f"0: 'a': .*{why}"):
+        OrbaxSink(tmp_path / "new", {"a": leaf})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("tree", [{}, {"a": {}}, OrbaxLeaf((), BF16, ()), {"a": {"b": 1}, "a.b": 1}])
+def test_trees_that_cannot_be_stored(tmp_path, tree):
+    with pytest.raises(TensorMismatchError):
+        OrbaxSink(tmp_path / "new", tree)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"step": -1}, {"step": "0"}, {"custom_metadata": {"a": {1}}}, {"tree_custom_metadata": {"a": {1}}}]
+)
+def test_options_that_make_no_sense(tmp_path, options):
+    with pytest.raises(TensorMismatchError):
+        OrbaxSink(tmp_path / "new", tree_of(leaf_of), **options)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "tile", "why"),
+    [
+        ("params.nothing", ((0, 4),), np.zeros(4, BF16), "has no array 'params.nothing'"),
+        ("step", (), np.zeros((), np.int64), "has no array 'step'"),
+        ("params.kernel", ((0, 4),), np.zeros(4, BF16), "expected a box of shape"),
+        ("params.kernel", ((0, 4), (0, 13)), np.zeros((4, 13), BF16), "expected a box of shape"),
+        ("params.kernel", ((4, 0), (0, 3)), np.zeros((4, 3), BF16), "expected a box of shape"),
+        ("params.kernel", ((0, 4), (1, 4)), np.zeros((4, 3), BF16), r"chunks of shape \(4, 3\)"),
+        ("params.kernel", ((0, 3), (0, 3)), np.zeros((3, 3), BF16), r"chunks of shape \(4, 3\)"),
+        ("params.kernel", ((0, 4), (0, 3)), np.zeros((3, 4), BF16), r"array of shape \(4, 3\) of bfloat16"),
+        ("params.kernel", ((0, 4), (0, 3)), np.zeros((4, 3), np.float16), "found shape .* of float16"),
+        ("params.kernel", ((0, 4), (0, 3)), [[0.0] * 3] * 4, "found list"),
+    ],
+)
+def test_tiles_that_do_not_belong(tmp_path, name, box, tile, why):
+    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+        with pytest.raises(TensorMismatchError, match=why):
+            sink.write(name, box, tile)
+        fill(sink, values())  # it can go on
+        sink.commit()
+    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
+
+
+def is_not_there(root):
+    with pytest.raises(StorageError):
+        open_orbax(root)
+    for path in root.rglob("*tmp*"):
+        with pytest.raises(StorageError, match="was never finished"):
+            open_orbax(path)
+    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        assert manager.latest_step() is None
+
+
+def test_chunks_that_are_missing(tmp_path):
+    sink = OrbaxSink(tmp_path, tree_of(leaf_of))
+    fill(sink, values(), [name for name in LEAVES if name != "params.cube"])
+    sink.write("params.cube", ((0, 4), (0, 6), (0, 3)), values()["params.cube"][..., :3])
+    with pytest.raises(
+        TensorMismatchError, match=r"5 chunks of 'params.cube' .* the first is \(\(0, 4\), .* \(3, 4\)\)"
+    ):
+        sink.commit()
+    is_not_there(tmp_path)
+    for again in (sink.commit, sink.wait, lambda: sink.write("params.scale", (), values()["params.scale"])):
+        with pytest.raises(StorageError, match="committed or given up"):
+            again()
+    with OrbaxSink(tmp_path, tree_of(leaf_of), resume=True) as sink:
+        assert {name for name in LEAVES if not sink.written(name, whole(LEAVES[name][1]))} == {"params.cube"}
+        assert len(list(sink.missing("params.cube"))) == 5
+        fill(sink, values())
+        sink.commit()
+    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
+
+
+@pytest.mark.parametrize("error", [None, ValueError("the source is gone"), KeyboardInterrupt()])
+def test_given_up(tmp_path, error):
+    def work():
+        with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+            fill(sink, values())
+            if error:
+                raise error
+
+    if error is None:
+        work()
+    else:
+        with pytest.raises(type(error)):
+            work()
+    is_not_there(tmp_path)
+
+
+def test_what_was_left_behind_is_deleted_unless_it_is_wanted(tmp_path):
+    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+        fill(sink, values())
+    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+        assert len(list(sink.missing("params.kernel"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tree": {"step": 7}}, "leaves was"),
+        ({"ocdbt": False}, "ocdbt was True when it was begun and is False now"),
+        ({"zarr3": False}, "zarr3 was True"),
+        ({"compression": False}, "compression was True"),
+        ({"source": "another"}, "source was ''"),
+    ],
+)
+def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
+    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+        fill(sink, values())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TensorMismatchError, match=f"cannot be taken up again, {why}"):
+        OrbaxSink(tmp_path, change.pop("tree", tree_of(leaf_of)), resume=True, **change)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_was_left_behind_by_somebody_else(tmp_path):
+    directory = tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}"
+    directory.mkdir()
+    (directory / "file").write_text("")
+    with OrbaxSink(tmp_path, tree_of(leaf_of), resume=True) as sink:
+        assert not (directory / "file").exists()
+        fill(sink, values())
+        sink.commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+STAGES = {
+    "save": (ocp.PyTreeCheckpointHandler, "save"),
+    "the step's metadata": (type(ocp.metadata.metadata_store(enable_write=True, blocking_write=True)), "update"),
+    "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
+    "rename": (ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize"),
+    "listing": (drafts.Draft, "_keys"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
+def test_a_commit_that_fails(tmp_path, stage, ocdbt, monkeypatch):
+    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+        fill(sink, values())
+        with monkeypatch.context() as patched:
+
+            def fail(*_, **__):
+                raise RuntimeError("nothing works")
+
+            patched.setattr(*STAGES[stage], fail)
+            with pytest.raises(StorageError, match="nothing works"):
+                sink.commit()
+    is_not_there(tmp_path)
+    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
+        assert not any(list(sink.missing(name)) for name in LEAVES)
+        sink.commit()
+    write(tmp_path / "at once", ocdbt=ocdbt)
+    assert json_files(tmp_path) == json_files(tmp_path / "at once")
+    shutil.move(tmp_path / "at once", tmp_path.parent / f"{tmp_path.name} at once")
+    assert file_names(tmp_path) == file_names(tmp_path.parent / f"{tmp_path.name} at once")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@all_formats
+def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
+    array = random(np.dtype(np.int32), (512, 1024))
+    tree = {"a": OrbaxLeaf(array.shape, array.dtype, (32, 1024))}
+
+    def work(**options):
+        with OrbaxSink(small_disk / "new", tree, ocdbt=ocdbt, zarr3=zarr3, **options) as sink:
+            fill(sink, {"a": array})
+            sink.commit()
+
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        work()
+    assert "'a'" in str(caught.value)
+    is_not_there(small_disk / "new")
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    work(resume=True)
+    same_bits(open_orbax(small_disk / "new").value("a"), array)
+
+
+@pytest.mark.parametrize("free", range(0, 40_000, 8_000))
+def test_a_disk_that_is_full_when_all_has_been_written(small_disk, free):
+    tree = {f"layer_{number:03}": OrbaxLeaf((4,), BF16, (4,)) for number in range(200)}
+    with OrbaxSink(small_disk / "new", tree) as sink:
+        fill(sink, {name: np.ones(4, BF16) for name in tree})
+        sink.wait()
+        with open(small_disk / "filler", "wb") as filler:
+            status = os.statvfs(small_disk)
+            filler.write(bytes(status.f_bavail * status.f_frsize - free))
+        try:
+            sink.commit()
+        except StorageError:
+            is_not_there(small_disk / "new")
+            (small_disk / "filler").unlink()
+            with OrbaxSink(small_disk / "new", tree, resume=True) as sink:
+                assert not any(list(sink.missing(name)) for name in tree)
+                sink.commit()
+    checkpoint = open_orbax(small_disk / "new")
+    for name in tree:
+        same_bits(checkpoint.value(name), np.ones(4, BF16))
+
+
+def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
+    """All that is written and not yet done, at every moment, as the sink counts it."""
+    in_flight = peak = 0
+    lock = threading.Lock()
+    whole_add = flow.Operations.add
+
+    def add(self, operation, budget, taken):
+        nonlocal in_flight, peak
+        with lock:
+            in_flight += 1
+            peak = max(peak, in_flight)
+
+        def done(_):
+            nonlocal in_flight
+            with lock:
+                in_flight -= 1
+
+        operation.add_done_callback(done)
+        whole_add(self, operation, budget, taken)
+
+    monkeypatch.setattr(flow.Operations, "add", add)
+    array = random(np.dtype(np.int32), (64, 8192))
+    tree = {"a": OrbaxLeaf(array.shape, array.dtype, (1, 8192))}
+    with OrbaxSink(tmp_path, tree, compression=False, memory_bytes=8 * 50_000) as sink:
+        fill(sink, {"a": array})
+        sink.commit()
+    assert 2 <= peak <= 8
+    peak = 0
+    with OrbaxSink(tmp_path, tree, step=1, memory_bytes=1) as sink:  # less than a tile
+        fill(sink, {"a": array})
+        sink.commit()
+    assert peak == 1
+    peak = 0
+    checkpoint = open_orbax(tmp_path, memory_bytes=2 * 2 * array.nbytes // 16)
+    assert checkpoint.step == 1
+    same_bits(checkpoint.value("a"), array)
+    assert 2 <= peak <= 4
+
+
+STREAM = """
+import resource, sys
+import numpy as np
+from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, open_orbax
+
+def grown():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+path, compression, memory_bytes = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
+shape, chunk = (4096, 65536), (16, 65536)
+tile = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
+out = np.zeros((16, 1000), np.uint8)
+tree = {"a": OrbaxLeaf(shape, tile.dtype, chunk)}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with OrbaxSink(path, tree, compression=compression, memory_bytes=memory_bytes, fsync=False) as sink:
+    for box in sink.missing("a"):
+        sink.write("a", box, tile)
+    sink.commit()
+written = grown()
+checkpoint = open_orbax(path, memory_bytes=memory_bytes)
+for first in range(0, 4096, 16):
+    checkpoint.read("a", ((first, first + 16), (500, 1500)), out).result()
+assert (out == tile[:, 500:1500]).all()
+print(written, grown())
+"""
+
+
+@pytest.mark.parametrize("compression", [True, False], ids=["compressed", "plain"])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path, compression):
+    """256 MiB in tiles of 1 MiB with 16 MiB in flight. Malloc keeps some of what was given back to it."""
+    arguments = [sys.executable, "-c", STREAM, tmp_path, str(compression), str(16 << 20)]
+    process = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    written, read = map(int, process.stdout.split())
+    assert written < 100 << 20
+    assert read < 100 << 20
+
+
+def test_memory_that_somebody_waits_for_when_a_write_fails(tmp_path, monkeypatch):
+    """Threads that wait for their turn go on, and learn what has failed."""
+    array = random(np.dtype(np.int32), (8, 8))
+    sink = OrbaxSink(tmp_path, {"a": OrbaxLeaf((8, 8), array.dtype, (1, 8))}, memory_bytes=1)
+    shutil.rmtree(tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}")
+    (tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}").write_text("")
+    failures = []
+
+    def work(number):
+        try:
+            sink.write("a", ((number, number + 1), (0, 8)), array[number : number + 1])
+            sink.wait()
+        except StorageError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 8
+    with pytest.raises(StorageError, match="'a': NOT_FOUND"):
+        sink.commit()
+
+
+def test_larger_chunks_than_orbax_keeps_in_one_file(tmp_path):
+    shape = (3, 1 << 30)
+    with OrbaxSink(tmp_path, {"a": OrbaxLeaf(shape, np.dtype(np.int8), shape)}) as sink:
+        assert np.prod(sink.leaves["a"].chunk_shape) <= 1 << 31
+        assert len(list(sink.missing("a"))) > 1
+
+
+def test_without_waiting_for_the_disk(tmp_path):
+    write(tmp_path, fsync=False)
+    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
+
+
+# What is no checkpoint.
+
+
+def test_where_nothing_is(tmp_path):
+    with pytest.raises(StorageError, match="found nothing"):
+        open_orbax(tmp_path / "nothing")
+    with pytest.raises(StorageError, match="holds no finished checkpoint"):
+        open_orbax(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="found a file"):
+        open_orbax(tmp_path / "file")
+
+
+def test_places_of_a_checkpoint(tmp_path):
+    for step in (2, 10):
+        write(tmp_path, step=step) if step == 0 else None
+        with OrbaxSink(tmp_path, {"a": OrbaxLeaf((1,), np.dtype(np.int64), (1,))}, step=step) as sink:
+            sink.write("a", ((0, 1),), np.array([step]))
+            sink.commit()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / f"11{ocp.path.atomicity.TMP_DIR_SUFFIX}").mkdir()
+    for path, step in {".": 10, "2": 2, "10": 10, "2/items": 2}.items():
+        checkpoint = open_orbax(tmp_path / path)
+        assert checkpoint.step == step
+        assert checkpoint.value("a") == [step]
+        assert checkpoint.path == str(tmp_path / str(step) / "items")
+    with pytest.raises(StorageError, match="holds no finished checkpoint"):
+        open_orbax(tmp_path / "notes")
+
+
+def test_several_items(tmp_path):
+    state = {"a": np.arange(3)}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        save = ocp.args.StandardSave
+        manager.save(5, args=ocp.args.Composite(params=save(state), state=save({"b": np.arange(4)})))
+    with pytest.raises(StorageError, match=r"holds several items, .*\['params', 'state'\]"):
+        open_orbax(tmp_path)
+    assert open_orbax(tmp_path / "5" / "state").step == 5
+    assert open_orbax(tmp_path / "5" / "state").value("b").tolist() == [0, 1, 2, 3]
+
+
+def test_names_of_steps(tmp_path):
+    options = ocp.CheckpointManagerOptions(step_prefix="step", step_format_fixed_length=6)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (9, 11):
+            manager.save(step, args=ocp.args.StandardSave({"a": np.array([step])}))
+    assert open_orbax(tmp_path).step == 11
+    assert open_orbax(tmp_path / "step_000009").value("a") == [9]
+
+
+def test_a_checkpoint_without_steps(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"a": np.arange(3)}, custom_metadata={"why": 1})
+    checkpoint = open_orbax(tmp_path / "saved")
+    assert checkpoint.step is None
+    assert checkpoint.custom_metadata == {"why": 1}
+    assert checkpoint.value("a").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tree_metadata": 3}', '{"tree_metadata": {"a": 3}}'])
+def test_metadata_that_nobody_wrote(item, text):
+    (item / "_METADATA").write_text(text)
+    with pytest.raises(StorageError, match="_METADATA"):
+        open_orbax(item)
+
+
+@pytest.mark.parametrize(("file", "text"), [("_sharding", "{"), ("array_metadatas/process_0", "{}")])
+def test_records_that_nobody_wrote(item, file, text):
+    (item / file).write_text(text)
+    with pytest.raises(StorageError, match=file):
+        open_orbax(item)
+
+
+def test_kinds_that_are_not_known(item):
+    text = (item / "_METADATA").read_text()
+    (item / "_METADATA").write_text(text.replace('"scalar"', '"my.Handler"'))
+    with pytest.raises(TensorMismatchError, match="'rate': is a leaf of kind 'my.Handler'"):
+        open_orbax(item)
+
+
+def test_shardings_that_are_not_known(item):
+    shardings = json.loads((item / "_sharding").read_text())
+    first = next(iter(shardings))
+    shardings[first] = '{"sharding_type": "PositionalSharding"}'
+    (item / "_sharding").write_text(json.dumps(shardings))
+    leaves = open_orbax(item).leaves
+    assert sum(leaf.sharding is None for leaf in leaves.values() if leaf.kind == "jax.Array") == 1
+
+
+def test_arrays_that_are_missing_or_damaged(item, tmp_path):
+    plain = write(tmp_path / "plain", ocdbt=False)
+    shutil.rmtree(plain / "params.scale")
+    with pytest.raises(StorageError, match=r"'params.scale': .*NOT_FOUND"):
+        open_orbax(plain)
+    for data in item.rglob("d/*"):
+        data.write_bytes(b"")
+    with pytest.raises(StorageError):
+        open_orbax(item).value("params.kernel")
+
+
+def test_chunks_that_are_missing_or_damaged(tmp_path):
+    plain = write(tmp_path, ocdbt=False)
+    (plain / "params.kernel" / "c" / "1" / "2").unlink()
+    (plain / "params.table" / "c" / "1" / "0").write_bytes(b"short")
+    checkpoint = open_orbax(plain)
+    kernel, table = np.empty((8, 12), BF16), np.empty((16, 4), np.dtype(ml_dtypes.float8_e4m3fn))
+    with pytest.raises(StorageError, match=r"'params.kernel': .*missing"):
+        checkpoint.read("params.kernel", whole((8, 12)), kernel).result()
+    with pytest.raises(StorageError, match="'params.table': "):
+        checkpoint.read("params.table", whole((16, 4)), table).result()
+    checkpoint.read("params.kernel", ((0, 4), (0, 12)), kernel[:4]).result()
+    same_bits(kernel[:4], values()["params.kernel"][:4])
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "out", "why"),
+    [
+        ("params.nothing", ((0, 4),), np.zeros(4, BF16), "has no leaf 'params.nothing'"),
+        ("params.mask", ((0, 9),), np.zeros(9, np.bool_), "expected a box of shape"),
+        ("params.mask", ((-1, 2),), np.zeros(3, np.bool_), "expected a box of shape"),
+        ("params.mask", ((0, 3),), np.zeros(4, np.bool_), "expected an array of shape"),
+        ("params.mask", ((0, 3),), np.zeros(3, np.int8), "found shape .* of int8"),
+        ("params.mask", ((0, 3),), np.frombuffer(bytes(3), np.bool_), "is read-only"),
+    ],
+)
+def test_boxes_that_are_not_there(item, name, box, out, why):
+    with pytest.raises(TensorMismatchError, match=why):
+        open_orbax(item).read(name, box, out)

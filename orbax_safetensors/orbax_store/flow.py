@@ -77,9 +77,10 @@ class Operations:
             self._under_way += 1
 
         def done(ended: Any) -> None:
-            failure = ended.exception()
-            budget.release(taken)
-            self._end(failure)
+            try:
+                self._end(ended.exception())
+            finally:  # when all is given back, all that follows from it has happened
+                budget.release(taken)
 
         operation.add_done_callback(done)
         operation.force()  # it would else begin only when somebody waits for it

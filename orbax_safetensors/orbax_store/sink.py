@@ -41,7 +41,7 @@ from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
 
 # What a write costs besides its bytes.
-_WRITE_OVERHEAD = 16 << 10
+_WRITE_OVERHEAD = 32 << 10
 
 # Seconds between two looks at whether another process has given up.
 _LOOK_SECONDS = 1.0

@@ -90,6 +90,7 @@ class OrbaxCheckpoint:
     _structure: Any = field(repr=False)
     _stores: Mapping[str, ts.TensorStore] = field(repr=False)
     _budget: Budget = field(repr=False)
+    _read_bytes: int = field(repr=False)
 
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
         """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
@@ -125,7 +126,7 @@ class OrbaxCheckpoint:
         try:
             with stored(where):
                 target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[[start for start, _ in box]]]
-                for chunks in cut(chunks_of(box, leaf), leaf, _READ_BYTES) if out.size else ():
+                for chunks in cut(chunks_of(box, leaf), leaf, self._read_bytes) if out.size else ():
                     if operations.failed:
                         break
                     whole = box_of(chunks, leaf)
@@ -168,7 +169,7 @@ class OrbaxCheckpoint:
         return self.leaves[name]
 
 
-def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 256 << 20) -> OrbaxCheckpoint:
+def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
     """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
 
     `path` is the directory of an item, of a step that has one item, or of steps, whose latest is opened. Reads take at
@@ -222,6 +223,7 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 256 << 20) -
         _structure=structure,
         _stores=stores,
         _budget=Budget(memory_bytes),
+        _read_bytes=min(_READ_BYTES, memory_bytes // (2 * _COPIES)),
     )
 
 
