@@ -25,6 +25,9 @@ CONFIG_NAME = "config.json"
 # Configs are a few kilobytes. What is much longer is something else.
 _MAX_CONFIG_BYTES = 16 * 2**20
 
+# `transformers`' name of it, and that of `compressed-tensors` in older files.
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
 AskedFamily = Family | str | None
 
 
@@ -43,52 +46,95 @@ def mapped(
     Raises `MappingError` where there is no such family, or where config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
+        _no_family(variant)
         return checkpoint
     config = read_config(checkpoint)
-    family = registry.find(asked, config)
-    if family is None:
-        return checkpoint
-    where = f"{checkpoint.path}: {family.name}"
-    unused: Set[str] = frozenset()
+    try:
+        family = registry.find(asked, config)
+        if family is None:
+            _no_family(variant)
+            return checkpoint
+        return _mapped(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
+    except MappingError as error:
+        raise MappingError(f"{checkpoint.path}: {error}") from error
+
+
+def _no_family(variant: Mapping[str, Any] | None) -> None:
+    if variant:
+        raise MappingError(f"variant {dict(variant)} is for a family, and there is none")
+
+
+def _mapped(
+    checkpoint: Checkpoint,
+    family: Family,
+    config: Mapping[str, Any],
+    variant: Mapping[str, Any],
+    *,
+    complete: bool,
+    dequantize: bool,
+) -> Checkpoint:
+    spared: Set[str] = frozenset()  # what only quantised computation needs
     if dequantize:
-        checkpoint, unused = _dequantized(checkpoint, config)
-    described_as = {own: _renamed(family, own) for own in checkpoint.shapes if own not in unused}
+        checkpoint, spared = _dequantized(checkpoint, config)
+    described_as = {own: _renamed(family, own) for own in checkpoint.shapes}
     stored = {name: own for own, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for own, name in described_as.items() if stored[name] != own)
-        raise MappingError(f"{where}: several stored tensors are {twice!r} to the family")
+        raise MappingError(f"{family.name}: several stored tensors are {twice!r} to the family")
     shapes = {name: checkpoint.shapes[own] for name, own in stored.items()}
+    bound: set[str] = set()
     unbound: dict[str, tuple[int, ...]] = {}
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
-        if shapes.get(name) == shape:
-            return checkpoint.view(stored[name])
-        unbound[name] = shape
-        return View.tensor(name, shape, UNKNOWN)
+        if shapes.get(name) != shape:
+            unbound[name] = shape
+            return View.tensor(name, shape, UNKNOWN)
+        if dequantize and (scales := _scales_of(checkpoint, stored[name])):
+            raise MappingError(
+                f"{name!r} has scales, {scales!r}, and quantization_config of config.json does not say how it is "
+                "quantised; a family that knows needs SafetensorsOptions(dequantize=False)"
+            )
+        bound.add(name)
+        return checkpoint.view(stored[name])
 
-    tree = family.describe(config, variant or {}, bind)
+    tree = family.describe(config, variant, bind)
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
-    check_shapes(where, tree, unbound, shapes)
+    check_shapes(family.name, tree, unbound, shapes)
+    if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
+        raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")
     if complete:
-        check_use(where, tree, shapes, lambda name: described_as[checkpoint.whole(name)])
+        needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
+        check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
     return replace(checkpoint, mapped=tree)
 
 
 def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
     """The checkpoint with its quantised tensors decoded, and the names of tensors that it needs for nothing then."""
     facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
-    try:
-        found = quantization(config.get("quantization_config"), facts)
-    except MappingError as error:
-        raise MappingError(f"{checkpoint.path}: {error}") from error
+    found = quantization(_quantization_config(config), facts)
     for quantized in found.tensors.values():
         for name in (quantized.codes, quantized.scales):
             if len(checkpoint[name].pieces) > 1:
-                raise MappingError(f"{checkpoint.path}: {name!r} is quantised and in pieces, which cannot be decoded")
+                raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
     dtype = _dtype(config, checkpoint.decoded_dtype)
-    if not found.tensors or dtype != np.float32:
-        dtype = checkpoint.decoded_dtype
     return replace(checkpoint, quantized=found.tensors, decoded_dtype=dtype), found.unused
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Any:
+    """How tensors are quantised: by the whole model's config, or that of its text."""
+    text = config.get("text_config")
+    for own in (config, text if isinstance(text, Mapping) else {}):
+        for key in _QUANTIZATION_KEYS:
+            if own.get(key) is not None:
+                return own[key]
+    return None
+
+
+def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
+    """The stored scales of a tensor that is not decoded, if there are any."""
+    if name in checkpoint.quantized:
+        return None
+    return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)
 
 
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
@@ -100,11 +146,12 @@ def taken_apart(
     """`sources` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
     The family is the one that was asked for, or one that is registered for the config's architecture; without one,
-    each leaf is a tensor. A tensor has the dtype of its leaf, or the config's where the family casts. Raises
-    `MappingError` where there is no such family, or where config, variant and leaves disagree.
+    each leaf is a tensor. A tensor has the dtype of its leaf; where the family casts and nobody asked for a dtype, the
+    config's. Raises `MappingError` where there is no such family, or where config, variant and leaves disagree.
     """
     family = registry.find(asked, config)
     if family is None:
+        _no_family(variant)
         return list(sources), {source.name: (source.dtype, source.shape) for source in sources}
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -118,10 +165,12 @@ def taken_apart(
     viewed, tensors = [], Tensors()
     for source in sources:
         view = replace(tree[source.name], dtype=source.value.dtype)
+        asked_for = source.dtype != source.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:
                 continue
-            dtype = source.dtype if not any(isinstance(op, Cast) for op in piece.ops) else _dtype(config, source.dtype)
+            casts = any(isinstance(op, Cast) for op in piece.ops)
+            dtype = _dtype(config, source.dtype) if casts and not asked_for else source.dtype
             if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
                 raise MappingError(
                     f"{family.name}: {source.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
@@ -135,7 +184,7 @@ def taken_apart(
 
 def _dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
     """The dtype that a config says the model's tensors are stored with."""
-    name = config.get("dtype", config.get("torch_dtype"))
+    name = config.get("dtype") or config.get("torch_dtype")
     try:
         return np.dtype(name) if name else otherwise
     except TypeError:
@@ -162,7 +211,10 @@ def as_config(config: Any) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise MappingError(f"config: expected the content of a config.json, found {given!r:.80}")
     # It says how tensors were stored that have been decoded since.
-    config.pop("quantization_config", None)
+    for own in (config, config.get("text_config")):
+        if isinstance(own, dict):
+            for key in _QUANTIZATION_KEYS:
+                own.pop(key, None)
     return config
 
 
@@ -177,7 +229,9 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     path = posixpath.join(directory, CONFIG_NAME)
     file = checkpoint.store.open(path)
     try:
-        text = bytearray(min(file.stamp.nbytes, _MAX_CONFIG_BYTES))
+        if file.stamp.nbytes > _MAX_CONFIG_BYTES:
+            raise MappingError(f"{path}: expected at most {_MAX_CONFIG_BYTES} bytes, found {file.stamp.nbytes}")
+        text = bytearray(file.stamp.nbytes)
         file.read(0, [memoryview(text)])
     finally:
         file.close()

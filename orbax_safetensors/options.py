@@ -22,9 +22,10 @@ class SafetensorsOptions:
         memory, at a multiple of 64 bytes. Nothing is then read until it is used. While such an array lives, the file
         stays open, writing into it changes the array, and truncating it kills the process; renaming and deleting are
         safe.
-      in_flight_bytes: host memory that may be held for bytes on their way to or from an accelerator. Arrays on CPU
-        devices do not count, because their memory is read into and written from; nor do asynchronous saves, which copy
-        all shards first.
+      in_flight_bytes: host memory that may be held for bytes on their way to or from an accelerator, or as much as a
+        process holds of one leaf, with those that are made of the same stored tensors. Arrays on CPU devices do not
+        count, because their memory is read into and written from; nor do asynchronous saves, which copy all shards
+        first.
       threads: reads or writes that are in flight at once; of writes no more than one for each file.
       alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
         file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.

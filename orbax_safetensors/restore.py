@@ -19,6 +19,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import ALIGNMENT, allocate
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, same_bits, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
 from orbax_safetensors.transfer import Reader, batches
@@ -61,8 +62,8 @@ def blocks(target: Target) -> tuple[Block, ...]:
 def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
     """Fills `targets` with what this process holds of them.
 
-    Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory (or one leaf, where that
-    is more); arrays in host memory are read straight into place.
+    Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory, or one leaf where that is
+    more, together with those that are made of the same tensors; arrays in host memory are read straight into place.
 
     Raises:
       TensorMismatchError: a cast that nobody asked for would change values.
@@ -71,13 +72,15 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     started = time.perf_counter()
     fills = [_Fill(target, blocks(target)) for target in targets]
     # In the order of the files, so that a disk reads forward and each batch is one stretch of it.
-    order = sorted(range(len(fills)), key=lambda at: _first_location(checkpoint, fills[at]))
+    groups = by_tensors([target.view for target in targets])
+    groups.sort(key=lambda group: min(_first_location(checkpoint, fills[at]) for at in group))
     values: list[Any] = [None] * len(fills)
     in_flight: deque[tuple[list[jax.Array], int]] = deque()
     held = num_reads = 0
     with Reader(checkpoint.open_file, options.threads) as reader:
-        sized = (((at, fills[at]), fills[at].leaving) for at in order)
-        for batch in batches(sized, options.in_flight_bytes // 2):
+        sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
+        for batched in batches(sized, options.in_flight_bytes // 2):
+            batch = [(at, fills[at]) for group in batched for at in group]
             leaving = sum(fill.leaving for _, fill in batch)
             while in_flight and held + leaving > options.in_flight_bytes:
                 transferred, nbytes = in_flight.popleft()
@@ -143,7 +146,7 @@ def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray 
     if name is None:
         return None
     location = checkpoint.location(name)
-    if not same_bits(ops, location.dtype, block.dtype):
+    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
         return None
     dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
     begin = location.begin + copy.source * block.dtype.itemsize

@@ -28,6 +28,7 @@ from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Store
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, transfer_plan
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
@@ -98,24 +99,9 @@ def plan_save(
     except Exception as error:
         failure = error
     agree(f"{key}/plan", failure, facts)
-    return Save(layout, text, tuple(_owned(_groups(sources))), key, options)
-
-
-def _groups(sources: Sequence[Source]) -> Iterator[list[Source]]:
-    """The leaves in their order, together with those that are parts of the same tensors.
-
-    What belongs together is written together, in runs that are longer than what each leaf has of them.
-    """
-    group_of: dict[str, int] = {}
-    groups: dict[int, list[Source]] = {}
-    for number, source in enumerate(sources):
-        groups[number] = [source]
-        tensors = source.view.tensors
-        for other in sorted({group_of[name] for name in tensors if name in group_of}):
-            groups[number] = groups.pop(other) + groups[number]
-            group_of |= {name: number for one in groups[number] for name in one.view.tensors}
-        group_of |= dict.fromkeys(tensors, number)
-    yield from groups.values()
+    # What belongs together is written together, in runs that are longer than what each leaf has of them.
+    groups = [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
+    return Save(layout, text, tuple(_owned(groups)), key, options)
 
 
 def _digest(sources: Sequence[Source], layout: Layout, config: str | None) -> str:

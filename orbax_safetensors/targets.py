@@ -5,9 +5,7 @@ Everything that can be wrong with a request is found here, before memory is allo
 
 from __future__ import annotations
 
-import bisect
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +16,9 @@ from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
+from orbax_safetensors.format.names import nearest, some
 from orbax_safetensors.leaves import Target, target
 from orbax_safetensors.trees import flatten
-
-# Names that an error lists before it says how many more there are.
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,9 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     if restore_args is not None:
         for one, names in (("item", set(args) - set(leaves)), ("restore_args", set(wanted) - set(args))):
             if names:
-                raise TensorMismatchError(f"item and restore_args differ: {one} does not have {_some(sorted(names))}")
+                raise TensorMismatchError(
+                    f"item and restore_args differ: {one} does not have {some(sorted(names), shown)}"
+                )
     _check_names(checkpoint, wanted, None if partial else leaves)
     out: list[Target | Any] = []
     for name, leaf in leaves.items():
@@ -129,33 +127,16 @@ def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], known: Mappi
     stored = checkpoint.leaves
     problems = []
     if missing := [name for name in wanted if name not in stored]:
-        ordered = sorted(stored)
-        nearest = {name: _nearest(name, ordered) for name in missing[:_LISTED]}
-        problems.append(
-            "not in the checkpoint: "
-            + _some(missing, lambda name: f" (nearest stored: {shown(nearest[name])})" if nearest[name] else "")
-        )
+
+        def with_nearest(name: str) -> str:
+            found = nearest(name, stored)
+            return shown(name) + (f" (nearest stored: {shown(found)})" if found else "")
+
+        problems.append(f"not in the checkpoint: {some(missing, with_nearest)}")
     if known is not None and (unexpected := [name for name in stored if name not in known]):
         problems.append(
-            f"in the checkpoint but not in the tree (pass partial_restore=True to leave them out): {_some(unexpected)}"
+            "in the checkpoint but not in the tree (pass partial_restore=True to leave them out): "
+            + some(unexpected, shown)
         )
     if problems:
         raise TensorMismatchError(f"{checkpoint.path}: " + "; ".join(problems))
-
-
-def _nearest(name: str, stored: list[str]) -> str | None:
-    """The stored name that is most like `name`, if any is. `stored` is sorted.
-
-    Names that are alike begin alike, and so stand close to one another, or lack a prefix. To look at all of 45,000
-    would take seconds.
-    """
-    at = bisect.bisect(stored, name)
-    close = stored[max(at - 20, 0) : at + 20] + [other for other in stored if other.endswith(f".{name}")][:20]
-    found = difflib.get_close_matches(name, close, n=1) if len(name) < 1000 else []
-    return found[0] if found else None
-
-
-def _some(names: list[str], remark: Callable[[str], str] = lambda name: "") -> str:
-    more = len(names) - _LISTED
-    listed = ", ".join(shown(name) + remark(name) for name in names[:_LISTED])
-    return listed + (f" and {more} more" if more > 0 else "")

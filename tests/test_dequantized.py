@@ -127,6 +127,29 @@ class TestFp8:
         stored = EXPERTS * LAYERS * HIDDEN * WIDTH
         assert stored < plan.needed_bytes <= plan.read_bytes < 1.05 * stored + EXPERTS * LAYERS * HIDDEN * 4
 
+    def test_codes_are_not_shared_as_if_they_were_elements(self, model):
+        directory, _, wanted = model
+        item = {"layers": {"up": jax.ShapeDtypeStruct(wanted["layers"]["up"].shape, np.float32)}}
+        args = ost.SafetensorsRestore(item=item, partial_restore=True)
+        same(checkpointer(alias=True).restore(directory, args=args)["layers"]["up"], wanted["layers"]["up"])
+
+    @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+    def test_a_config_for_the_text_says_it_too(self, model, key):
+        directory, wanted, _ = model
+        (directory / "config.json").write_text(json.dumps({"text_config": {key: FP8}}))
+        same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
+
+    def test_codes_are_not_taken_for_weights(self, model):
+        """A part of a checkpoint whose config does not say that it is quantised, of which nothing is left over."""
+        directory, wanted, _ = model
+        (directory / "config.json").unlink()
+        item = {"layers": {"up": jax.ShapeDtypeStruct(wanted["layers"]["up"].shape, BF16)}}
+        args = ost.SafetensorsRestore(item=item, partial_restore=True)
+        with pytest.raises(
+            ost.MappingError, match=r"'0\.experts\.0\.weight' has scales, '0\.experts\.0\.weight_scale_inv'"
+        ):
+            checkpointer().restore(directory, args=args)
+
     def test_metadata_is_of_what_is_decoded(self, model):
         directory, wanted, _ = model
         metadata = checkpointer().metadata(directory).item_metadata.tree
@@ -160,6 +183,20 @@ class TestFp8:
         (directory / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
         with pytest.raises(ost.MappingError, match=r"found 'gptq'"):
             checkpointer().restore(directory)
+
+
+def test_an_aligned_tensor_is_decoded_too(tmp_path, rng):
+    """Its codes lie where elements could be shared with the file."""
+    codes, scales = random_bits(rng, (32, 48), F8), np.ones((32, 1), np.float32)
+    ocp.Checkpointer(ost.SafetensorsHandler()).save(tmp_path / "saved", {"w": codes, "w_scale": scales})
+    config = {"quantization_config": {"quant_method": "fp8"}, "dtype": "float32"}
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    assert ost.open_checkpoint(tmp_path / "saved").location("w").begin % 64 == 0
+    family = Family("one", (), lambda config: {"w": tensor("w", (32, 48))})
+    ckptr = ocp.Checkpointer(ost.SafetensorsHandler(family=family, options=ost.SafetensorsOptions(alias=True)))
+    item = {"w": jax.ShapeDtypeStruct((32, 48), np.float32)}
+    restored = ckptr.restore(tmp_path / "saved", args=ost.SafetensorsRestore(item=item))
+    same(restored["w"], codes.astype(np.float32))
 
 
 class TestMxfp4:

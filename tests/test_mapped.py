@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, concatenate, full, stack, tensor
+from orbax_safetensors.mapping.registry import IDENTITY
 from tests.files import random_bits, write, write_indexed
 from tests.test_sharded_files import write_pieces
 
@@ -130,6 +131,26 @@ class TestRestore:
     def test_a_registered_family_leaves_other_architectures_alone(self, model, tensors, registered):
         edit(model, architectures=["OtherForCausalLM"])
         assert set(checkpointer().restore(model)) == set(tensors)
+
+    @pytest.mark.parametrize("identity", ["identity", IDENTITY])
+    def test_a_registered_family_can_be_declined(self, model, tensors, tmp_path, registered, identity):
+        assert set(checkpointer(family=identity).restore(model)) == set(tensors)
+        args = ost.SafetensorsSave(tensors, family=identity, config=CONFIG)
+        checkpointer().save(tmp_path / "saved", args=args)
+        assert set(checkpointer(family=identity).restore(tmp_path / "saved")) == set(tensors)
+
+    def test_a_registered_family_leaves_trees_of_orbax_alone(self, tmp_path, registered):
+        tree_checkpointer = ocp.Checkpointer(
+            ocp.PyTreeCheckpointHandler(
+                type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                    (jax.Array, ost.SafetensorsTypeHandler())
+                )
+            )
+        )
+        tree_checkpointer.save(tmp_path / "tree", {"a": jax.numpy.arange(4)})
+        (tmp_path / "tree" / "config.json").write_text(json.dumps(CONFIG))
+        args = {"a": ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+        np.testing.assert_array_equal(tree_checkpointer.restore(tmp_path / "tree", restore_args=args)["a"], range(4))
 
     def test_the_convention_alone_finds_the_family(self, model, tensors, registered):
         same_tree(checkpointer(family="toy").restore(model), expected(tensors))
@@ -314,14 +335,26 @@ class TestSave:
         checkpointer(family=family).save(tmp_path / "saved", args=ost.SafetensorsSave(value, config=config))
         same_tree(checkpointer().restore(tmp_path / "saved"), {"w": stored})
 
+    def test_a_dtype_that_is_asked_for_comes_before_the_configs(self, tmp_path):
+        family = Family("f", (), lambda config: {"w": tensor("w", (2,)).cast(np.float32)})
+        args = ost.SafetensorsSave(
+            {"w": np.ones(2, np.float32)},
+            save_args={"w": ocp.SaveArgs(dtype=np.float64)},
+            config={"dtype": "bfloat16"},
+            family=family,
+        )
+        checkpointer().save(tmp_path / "saved", args=args)
+        assert checkpointer().restore(tmp_path / "saved")["w"].dtype == np.float64
+
     def test_a_config_that_says_how_tensors_were_quantised_says_so_no_more(self, tensors, tmp_path):
         class Config:
             def to_dict(self):
-                return CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+                how = {"quant_method": "fp8"}
+                return CONFIG | {"quantization_config": how, "text_config": {"quantization_config": how}}
 
         args = ost.SafetensorsSave(expected(tensors), family=TOY, config=Config())
         checkpointer().save(tmp_path / "saved", args=args)
-        assert json.loads((tmp_path / "saved" / "config.json").read_text()) == CONFIG
+        assert json.loads((tmp_path / "saved" / "config.json").read_text()) == CONFIG | {"text_config": {}}
 
 
 class TestErrors:
@@ -364,6 +397,42 @@ class TestErrors:
     def test_registering_what_is_no_family(self):
         with pytest.raises(ost.MappingError, match=r"expected an orbax_safetensors.mapping.Family.*'toy'"):
             ost.register("toy")
+
+    @pytest.mark.parametrize("architectures", [5, True, "ToyForCausalLM", {"ToyForCausalLM": 1}, []])
+    def test_architectures_that_are_none(self, model, registered, architectures):
+        edit(model, architectures=architectures)
+        assert "embed.weight" in checkpointer().restore(model)
+
+    @pytest.mark.parametrize(
+        "fields", [{"architectures": "ToyForCausalLM"}, {"architectures": (1,)}, {"renames": (("(", ""),)}]
+    )
+    def test_a_family_that_cannot_be(self, fields):
+        with pytest.raises(ost.MappingError, match=r"toy"):
+            Family(**{"name": "toy", "architectures": (), "tree": toy_tree} | fields)
+
+    @pytest.mark.parametrize("value", ["false", 1, None])
+    def test_a_switch_of_another_type(self, model, value):
+        with pytest.raises(ost.MappingError, match=r"expected a bool for scan_layers, found"):
+            checkpointer(family=TOY, variant={"scan_layers": value}).restore(model)
+
+    def test_a_variant_without_a_family(self, model, tensors, tmp_path):
+        with pytest.raises(
+            ost.MappingError, match=r"variant \{'scan_layers': True\} is for a family, and there is none"
+        ):
+            checkpointer(variant={"scan_layers": True}).restore(model)
+        with pytest.raises(ost.MappingError, match=r"is for a family, and there is none"):
+            checkpointer(variant={"scan_layers": True}).save(tmp_path / "saved", tensors)
+
+    def test_messages_name_the_checkpoint(self, model):
+        for family in ("nobody", "maxtext", Family("f", (), lambda c: {"a": tensor("w", c["x"])})):
+            with pytest.raises(ost.MappingError, match=str(model)):
+                checkpointer(family=family).restore(model)
+
+    def test_metadata_that_orbax_would_keep_silent_about(self, model, caplog):
+        with ost.SafetensorsCheckpointer(family="maxtext") as one, pytest.raises(ost.MappingError, match="maxtext"):
+            one.metadata(model)
+        assert checkpointer(family="maxtext").metadata(model).item_metadata is None
+        assert "no family is for architectures ['ToyForCausalLM']" in caplog.text
 
     def test_an_unknown_switch(self, model):
         with pytest.raises(ost.MappingError, match=r"no variant \['scan'\]; there are \['scan_layers', 'vocab_size'\]"):
@@ -409,6 +478,18 @@ class TestErrors:
                 r"f: view \(4, 4\) of \['w'\].*reshaped to \(3, 5\)",
             ),
             (lambda c: 1 / 0, r"f: no tree follows from this config.json: ZeroDivisionError"),
+            (
+                lambda c: {n: tensor("w", (4, 4)).slice(slice(2)) for n in ("a", "b")},
+                r"16 of the 16 elements of 'w', by a and others",
+            ),
+            (
+                lambda c: {"a": tensor("w", (4, 4)), "b": tensor("none", (0, 7))},
+                r"'none' of shape \(0, 7\) has no elem",
+            ),
+            (lambda c: {"a": tensor("w", (4, 4)), "b": full((2,), 1)}, r"'b' is a constant without a dtype"),
+            (lambda c: None, r"f: expected a dict of views by dotted path, found None"),
+            (lambda c: Tree({"a": tensor("w", (4, 4))}, unused="w"), r"unused: expected a list of regular expressions"),
+            (lambda c: Tree({"a": tensor("w", (4, 4))}, optional=["("]), r"optional: '\(' is not a regular expression"),
             (lambda c: {"a": tensor("w", (4, 4)).scale(0)}, r"a factor must be finite and not 0"),
             (lambda c: {"a": tensor("w", (4, 4)).offset(np.inf)}, r"a term must be finite"),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Save, Shards
+
+logger = logging.getLogger(__name__)
 
 _Args = TypeVar("_Args")
 
@@ -64,7 +67,13 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
         """
-        checkpoint = api.open_checkpoint(directory, family=self._family, variant=self._variant, options=self._options)
+        try:
+            checkpoint = api.open_checkpoint(
+                directory, family=self._family, variant=self._variant, options=self._options
+            )
+        except SafetensorsError as error:  # of which Orbax, where it asks for metadata, tells nobody
+            logger.error("%s", error)
+            raise
         leaves = checkpoint.tree(
             lambda name, view: ocp.metadata.ArrayMetadata(
                 name=name, directory=epath.Path(directory), shape=view.shape, sharding=None, dtype=view.dtype
@@ -126,7 +135,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         (`"maxtext.qwen3"`), or the part before the dot, which leaves the rest to the architecture in the checkpoint's
         `config.json`. Names are then paths in the model's tree, joined by dots, and without `item` and `restore_args`
         that tree comes back, of NumPy arrays. None finds one that was registered for the architecture; where there is
-        none, names are those of the stored tensors.
+        none, and with `"identity"`, names are those of the stored tensors.
       variant: the family's own switches, as `{"scan_layers": False}`.
     """
 
@@ -186,9 +195,10 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
 
     def metadata(self, directory: epath.PathLike) -> Any:
         """Metadata of a directory or one file, with the tensors in `item_metadata`."""
+        item_metadata = self._handler.metadata(epath.Path(directory))  # Orbax would go on without one where that fails
         if not _is_file(directory):
             return super().metadata(directory)
-        return ocp.metadata.StepMetadata(item_metadata=self._handler.metadata(epath.Path(directory)))
+        return ocp.metadata.StepMetadata(item_metadata=item_metadata)
 
 
 def _checked(args: Any, kind: type[_Args]) -> _Args:

@@ -48,9 +48,14 @@ class SafetensorsCheckpointableHandler:
         """Starts to load a tree."""
         return asyncio.to_thread(api.restore, directory, abstract_checkpointable, options=self._options)
 
-    async def metadata(self, directory: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every tensor by name."""
-        return await asyncio.to_thread(lambda: api.stored_arrays(api.open_checkpoint(directory)))
+    async def metadata(self, directory: Any) -> dict[str, Any]:
+        """Shape and dtype of every leaf of what `load` returns."""
+
+        def tree() -> dict[str, Any]:
+            checkpoint = api.open_checkpoint(directory)
+            return checkpoint.tree(lambda _, view: jax.ShapeDtypeStruct(view.shape, view.dtype))
+
+        return await asyncio.to_thread(tree)
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether something is a tree of arrays and numbers."""

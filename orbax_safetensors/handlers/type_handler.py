@@ -17,6 +17,7 @@ from orbax_safetensors import api
 from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.mapping.registry import IDENTITY
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Shards
 
@@ -95,7 +96,9 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             wanted = {
                 info.name: _as_array(arg) for info, arg in zip(infos, args, strict=True) if info.parent_dir == directory
             }
-            restored = api.restore(directory, None, wanted, partial_restore=True, options=self._options)
+            restored = api.restore(
+                directory, None, wanted, partial_restore=True, family=IDENTITY, options=self._options
+            )
             found |= {(directory, name): leaf for name, leaf in restored.items()}
         return [found[info.parent_dir, info.name] for info in infos]
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from math import prod
-from typing import TypeVar
+
+import numpy as np
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.header import shown
+from orbax_safetensors.format.names import nearest, some
 from orbax_safetensors.mapping.family import Tree
-from orbax_safetensors.plan.strided import extent
-from orbax_safetensors.plan.view import View
+from orbax_safetensors.plan.coalesce import disjoint
+from orbax_safetensors.plan.strided import extent, runs_of
+from orbax_safetensors.plan.view import Piece, View
 
-_T = TypeVar("_T")
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Names that an error lists before it says how many more there are.
-_LISTED = 8
+# Elements of a tensor of which it is looked up one by one whether they are used twice, where arithmetic cannot tell.
+_LOOKED_UP = 2**26
 
 
 def present(tree: Tree, absent: Set[str], *, complete: bool) -> Tree:
@@ -48,13 +48,14 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
     shapes.
     """
 
-    def problem(path: str, name: str) -> str:
-        found = f"found {stored[name]}" if name in stored else f"which is not stored{_nearest(name, stored)}"
-        return f"{path} is made of {shown(name)} of shape {described[name]}, {found}"
+    def problem(found: tuple[str, str]) -> str:
+        path, name = found
+        what = f"found {stored[name]}" if name in stored else f"which is not stored{_hint(name, stored)}"
+        return f"{path} is made of {shown(name)} of shape {described[name]}, {what}"
 
     wrong = {name for name, shape in described.items() if stored.get(name) != shape}
     if problems := [(path, name) for path, view in tree.items() if wrong for name in view.tensors if name in wrong]:
-        raise MappingError(f"{where}: {_some(problems, '; ', lambda found: problem(*found))}")
+        raise MappingError(f"{where}: {some(problems, problem, '; ')}")
 
 
 def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
@@ -65,16 +66,15 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
     kept = _without_optional(tree, leaves.keys())
     problems = [
         *(f"{path} is missing" for path in kept if path not in leaves),
-        *(f"{path} is not in the family's tree{_nearest(path, kept)}" for path in leaves if path not in kept),
+        *(f"{path} is not in the family's tree" for path in leaves if path not in kept),
         *(
-            f"{path}, which makes {_some([shown(name) for name in view.tensors])}: expected {view.shape}, found "
-            f"{leaves[path]}"
+            f"{path}, which makes {some(view.tensors, shown)}: expected {view.shape}, found {leaves[path]}"
             for path, view in kept.items()
             if path in leaves and leaves[path] != view.shape
         ),
     ]
     if problems:
-        raise MappingError(f"{where}: {_some(problems, '; ')}")
+        raise MappingError(f"{where}: {some(problems, separator='; ')}")
     return kept
 
 
@@ -84,35 +84,55 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
     `whole` gives the name of the tensor that a view's tensor is a part of. Raises `MappingError` that lists what is
     not used, or not once.
     """
-    used: Counter[str] = Counter()
+    pieces: dict[str, dict[str, list[Piece]]] = {}  # of every tensor, and each of the parts that it is stored in
     paths: dict[str, str] = {}
     for path, view in tree.items():
         for piece in view.pieces:
             if piece.tensor is not None:
                 name = whole(piece.tensor)
-                used[name] += prod([extent(modes) for modes in piece.dims])
+                pieces.setdefault(name, {}).setdefault(piece.tensor, []).append(piece)
                 paths.setdefault(name, path)
     patterns = [re.compile(pattern) for pattern in tree.unused]
     unused, wrong = [], []
     for name, shape in shapes.items():
-        if used[name] < prod(shape) and any(pattern.fullmatch(name) for pattern in patterns):
+        parts = pieces.get(name, {}).values()
+        used = sum(prod(map(extent, piece.dims)) for own in parts for piece in own)
+        twice = any(len(own) > 1 and not _are_disjoint(own, prod(shape)) for own in parts)
+        if used == prod(shape) and parts and not twice:
             continue
-        if name not in used:
-            if prod(shape):
-                unused.append(shown(name))
-        elif used[name] != prod(shape):
-            wrong.append(f"{used[name]} of the {prod(shape)} elements of {shown(name)}, by {paths[name]} and others")
+        if used < prod(shape) and not twice and any(pattern.fullmatch(name) for pattern in patterns):
+            continue
+        if not parts:
+            unused.append(name)
+        else:
+            wrong.append(f"{used} of the {prod(shape)} elements of {shown(name)}, by {paths[name]} and others")
     if unused:
-        raise MappingError(f"{where}: no leaf of the tree uses these stored tensors: {_some(unused)}")
+        raise MappingError(f"{where}: no leaf of the tree uses these stored tensors: {some(unused, shown)}")
     if wrong:
-        raise MappingError(f"{where}: each element of a tensor has to be used once; used are {_some(wrong, '; ')}")
+        raise MappingError(
+            f"{where}: each element of a tensor has to be used once; used are {some(wrong, separator='; ')}"
+        )
 
 
-def _nearest(name: str, stored: Mapping[str, object]) -> str:
-    found = difflib.get_close_matches(name, stored, n=1) if len(stored) < 1000 and len(name) < 1000 else []
-    return f" (nearest: {shown(found[0])})" if found else ""
+def _are_disjoint(pieces: list[Piece], size: int) -> bool:
+    """Whether no element of a tensor of `size` elements is in two of its pieces."""
+    modes = [[mode for dim in piece.dims for mode in dim] for piece in pieces]
+    sets = [runs_of(piece.offset, 1, own) for piece, own in zip(pieces, modes, strict=True)]
+    if disjoint([runs for runs in sets if runs is not None]):
+        return True
+    if size > _LOOKED_UP:
+        return False
+    seen = np.zeros(size, bool)
+    for piece, own in zip(pieces, modes, strict=True):
+        elements = np.array(piece.offset)
+        for length, stride in own:
+            elements = np.add.outer(elements, np.arange(length) * stride)
+        if seen[elements].any():
+            return False
+        seen[elements] = True
+    return True
 
 
-def _some(found: Sequence[_T], separator: str = ", ", text: Callable[[_T], str] = str) -> str:
-    more = len(found) - _LISTED
-    return separator.join(text(one) for one in found[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+def _hint(name: str, stored: Shapes) -> str:
+    found = nearest(name, stored)
+    return f" (nearest: {shown(found)})" if found else ""

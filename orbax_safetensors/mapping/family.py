@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
     While a checkpoint is opened or saved, it is that of the checkpoint, and the shape is checked.
     """
+    if not all(shape):
+        raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")
     bind = _bind.get()
     return View.tensor(name, shape, UNKNOWN) if bind is None else bind(name, tuple(shape))
 
@@ -36,8 +39,20 @@ class Tree(dict[str, View]):
 
     def __init__(self, leaves: Mapping[str, View], *, unused: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
         super().__init__(leaves)
-        self.unused = tuple(unused)
-        self.optional = tuple(optional)
+        self.unused = _patterns("unused", unused)
+        self.optional = _patterns("optional", optional)
+
+
+def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Checked regular expressions."""
+    if isinstance(patterns, str):
+        raise MappingError(f"{what}: expected a list of regular expressions, found {patterns!r}")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise MappingError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+    return tuple(patterns)
 
 
 @dataclass(frozen=True)
@@ -59,16 +74,18 @@ class Family:
     tree: Callable[..., Mapping[str, View]]
     renames: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
+            raise MappingError(f"{self.name}: expected a tuple of architectures, found {self.architectures!r}")
+        _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
+
     def describe(self, config: Mapping[str, Any], variant: Mapping[str, Any], bind: Bind) -> Tree:
         """`tree` with its tensors made by `bind`.
 
         Raises `MappingError` where the config lacks or contradicts what the tree is made of, for a switch that the
         family does not have, and where the tree is none of views.
         """
-        switches = list(inspect.signature(self.tree).parameters.values())[1:]
-        known = [switch.name for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD]
-        if len(known) == len(switches) and (unknown := sorted(set(variant) - set(known))):
-            raise MappingError(f"{self.name}: there is no variant {unknown}; there are {known}")
+        self._check_variant(variant)
         token = _bind.set(bind)
         try:
             tree = self.tree(config, **variant)
@@ -80,6 +97,8 @@ class Family:
             raise MappingError(f"{self.name}: no tree follows from this config.json: {error!r}") from error
         finally:
             _bind.reset(token)
+        if not isinstance(tree, Mapping):
+            raise MappingError(f"{self.name}: expected a dict of views by dotted path, found {tree!r:.80}")
         for path, view in tree.items():
             if not isinstance(path, str) or not isinstance(view, View):
                 raise MappingError(
@@ -90,3 +109,14 @@ class Family:
                 if (parent := ".".join(above[:depth])) in tree:
                     raise MappingError(f"{self.name}: {parent!r} cannot be a leaf and have {path!r} below it")
         return tree if isinstance(tree, Tree) else Tree(tree)
+
+    def _check_variant(self, variant: Mapping[str, Any]) -> None:
+        """Raises `MappingError` for switches that the family does not have, or that are of another type than theirs."""
+        switches = list(inspect.signature(self.tree).parameters.values())[1:]
+        known = {switch.name: switch for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD}
+        if len(known) == len(switches) and (unknown := [name for name in variant if name not in known]):
+            raise MappingError(f"{self.name}: there is no variant {unknown}; there are {list(known)}")
+        for name, value in variant.items():
+            default = known[name].default if name in known else None
+            if isinstance(default, bool | int) and type(value) is not type(default):
+                raise MappingError(f"{self.name}: expected a {type(default).__name__} for {name}, found {value!r}")

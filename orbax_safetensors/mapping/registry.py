@@ -10,6 +10,9 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.mapping.family import Family
 
+# Names in the tree are the names in the files, whatever has been registered.
+IDENTITY = Family("identity", (), dict)
+
 _lock = threading.Lock()
 _registered: dict[str, Family] = {}
 
@@ -39,9 +42,11 @@ def find(asked: Family | str | None, config: Mapping[str, Any]) -> Family | None
     """The family for a checkpoint with this `config.json`, {} where there is none.
 
     `asked` is a family, its name, or the part of its name before the first dot, which leaves the rest to the config's
-    architecture; None finds one that has been registered for the architecture, if any has. Raises `MappingError` where
-    there is none of that name, or none or several for the architecture.
+    architecture; None finds one that has been registered for the architecture, if any has. There is none for
+    `IDENTITY`. Raises `MappingError` where there is none of that name, or none or several for the architecture.
     """
+    if asked in (IDENTITY, IDENTITY.name):
+        return None
     if isinstance(asked, Family):
         return asked
     known = {family.name: family for family in FAMILIES} | _registered
@@ -72,7 +77,7 @@ def _one_for(config: Mapping[str, Any], families: Iterable[Family], which: str) 
 
 def _is_for(architecture: str, config: Mapping[str, Any]) -> bool:
     named = config.get("architectures")
-    if named:
+    if isinstance(named, list | tuple) and named:
         return architecture in named
     # Some configs name the model alone: `gemma3` is what `Gemma3ForConditionalGeneration` is built of.
     model = str(config.get("model_type", "")).removesuffix("_text").replace("_", "")

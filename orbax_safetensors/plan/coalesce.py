@@ -293,6 +293,11 @@ def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
     return None
 
 
+def disjoint(sets: Sequence[Runs]) -> bool:
+    """Whether no two of the sets have bytes in common; False too where that is not easy to tell, see `_overlap`."""
+    return len(_disjoint([(runs, ()) for runs in sets])) == len(sets)
+
+
 def _disjoint(items: list[_Member]) -> list[_Member]:
     """Joins sets that have bytes in common, so that none is read twice."""
     while True:
