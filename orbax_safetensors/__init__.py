@@ -8,6 +8,7 @@ and `plan/coalesce.py` hold the one idea, that a parameter is a list of strided 
 from orbax_safetensors import mapping
 from orbax_safetensors.api import open_checkpoint, plan_restore, verify
 from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.convert import Conversion, convert, reshard
 from orbax_safetensors.errors import (
     HeaderError,
     IndexFileError,
@@ -30,6 +31,7 @@ from orbax_safetensors.plan.report import RestorePlan
 
 __all__ = [
     "Checkpoint",
+    "Conversion",
     "HeaderError",
     "IndexFileError",
     "MappingError",
@@ -44,10 +46,12 @@ __all__ = [
     "SafetensorsTypeHandler",
     "StorageError",
     "TensorMismatchError",
+    "convert",
     "mapping",
     "open_checkpoint",
     "plan_restore",
     "register",
+    "reshard",
     "unregister",
     "verify",
 ]

@@ -4,6 +4,9 @@ PyTorch's distributed checkpoints (`torch.distributed.checkpoint.HuggingFaceStor
 write a file for each rank, and say in its metadata at which offsets of the whole tensors its own begin.
 """
 
+import json
+from collections.abc import Mapping
+
 from orbax_safetensors.errors import HeaderError
 from orbax_safetensors.format.header import Header, load_json_object, shown
 
@@ -41,3 +44,19 @@ def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
 
 def _is_position(start: object, rank: int) -> bool:
     return isinstance(start, list) and len(start) == rank and all(type(at) is int and at >= 0 for at in start)
+
+
+def sharding_info(offsets: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The metadata of a file of pieces, which begin at `offsets` of the whole tensors: what `saved_offsets` reads."""
+    information = {name: {"saved_offsets": list(start)} for name, start in offsets.items()}
+    return {_VERSION_KEY: _VERSION, _KEY: json.dumps(information)}
+
+
+def without_sharding_info(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of files of pieces, for files of whole tensors."""
+    return {key: text for key, text in metadata.items() if key not in (_KEY, _VERSION_KEY)}
+
+
+def file_name(rank: int) -> str:
+    """The name that PyTorch gives the file of a rank, counted from 0."""
+    return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"

@@ -7,8 +7,9 @@ outermost in storage first. The axes of an array in that sense, innermost first,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
-from math import inf, prod
+from math import inf, isqrt, lcm, prod
 
 from orbax_safetensors.plan.view import Box, View
 
@@ -28,18 +29,68 @@ def row_major_order(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(len(shape)))[::-1]
 
 
-def chunk_shape(shape: Sequence[int], order: Sequence[int], limit: int) -> tuple[int, ...]:
-    """The shape of the largest even cuts of `shape` that have at most `limit` elements.
+@lru_cache
+def chunk_shape(
+    shape: tuple[int, ...],
+    shard: tuple[int, ...],
+    grain: tuple[int, ...],
+    order: tuple[int, ...],
+    limit: int,
+    tile_limit: int,
+) -> tuple[int, ...]:
+    """The shape of chunks of an array that is sharded into shards of the shape `shard`.
 
-    Each axis is divided by a factor of its size, so that whole chunks make `shape`.
+    Even cuts of a shard, along the outermost axes of the source first, that have at most `limit` elements, and are so
+    small that a tile of `tile_limit` elements can be made of whole chunks and of whole grains of the source; unless a
+    grain alone is too large. Along an axis that is not sharded, the last chunk may be shorter.
     """
-    out = list(shape)
+    sharded = tuple(own < size for own, size in zip(shard, shape, strict=True))
+    chunk = _cut(shard, sharded, shape, (1,) * len(shape), order, min(limit, tile_limit))
+    meeting = _cut(chunk, sharded, shape, grain, order, tile_limit)
+    return meeting if prod(common(meeting, grain, shape)) <= tile_limit else chunk
+
+
+def _cut(
+    chunk: tuple[int, ...],
+    sharded: tuple[bool, ...],
+    shape: tuple[int, ...],
+    grain: tuple[int, ...],
+    order: tuple[int, ...],
+    limit: int,
+) -> tuple[int, ...]:
+    """`chunk`, cut until a tile of it and of whole grains has at most `limit` elements."""
+
+    def elements(axis: int, size: int) -> int:
+        return prod(common((*chunk[:axis], size, *chunk[axis + 1 :]), grain, shape))
+
     for axis in reversed(order):
-        others = prod(out) // max(out[axis], 1)
-        fitting = max(limit // max(others, 1), 1)
-        if out[axis] > fitting:
-            out[axis] = next(size for size in range(fitting, 0, -1) if out[axis] % size == 0)
-    return tuple(out)
+        if elements(axis, chunk[axis]) <= limit:
+            break
+        sizes = _factors(chunk[axis]) if sharded[axis] else _even_cuts(chunk[axis])
+        fitting = [size for size in sizes if elements(axis, size) <= limit]
+        best = max(fitting) if fitting else min(sizes, key=lambda size: (elements(axis, size), -size))
+        chunk = (*chunk[:axis], best, *chunk[axis + 1 :])
+    return chunk
+
+
+@lru_cache
+def _factors(size: int) -> list[int]:
+    small = [factor for factor in range(1, isqrt(size) + 1) if size % factor == 0]
+    return sorted({*small, *(size // factor for factor in small)})
+
+
+@lru_cache
+def _even_cuts(size: int) -> list[int]:
+    """The lengths of the longest of any number of parts that differ by as little as they can."""
+    return sorted({-(-size // parts) for parts in range(1, isqrt(size) + 1)} | set(range(1, isqrt(size) + 1)))
+
+
+def common(chunk: Sequence[int], grain: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the smallest tile that is made of whole chunks and of whole grains."""
+    return tuple(
+        min(lcm(*steps) if all(step < size for step in steps) else size, size)
+        for *steps, size in zip(chunk, grain, shape, strict=True)
+    )
 
 
 def tile_shape(shape: Sequence[int], grain: Sequence[int], order: Sequence[int], limit: int) -> tuple[int, ...]:

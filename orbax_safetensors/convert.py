@@ -1,0 +1,368 @@
+"""From files to files: `convert` between safetensors and Orbax, `reshard` within either, whatever the model's size."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
+from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
+from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
+from orbax_safetensors.plan.view import View
+from orbax_safetensors.processes import new_key
+from orbax_safetensors.sources import Source
+from orbax_safetensors.streaming import layouts
+from orbax_safetensors.streaming.beside import Beside, beside, copied
+from orbax_safetensors.streaming.casts import Casts
+from orbax_safetensors.streaming.cutting import groups
+from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
+from orbax_safetensors.streaming.partition import Partition, Spec, partition
+from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource
+from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
+from orbax_safetensors.streaming.to_safetensors import together, write_safetensors
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+
+MEMORY_BYTES = 2 * 2**30
+# What Orbax restores in one piece even where it wants a part, where nobody says how arrays will be sharded.
+_CHUNK_BYTES = 64 * 2**20
+_MAXTEXT = "maxtext."
+_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did in this process.
+
+    Attributes:
+      path: what was made: a directory of safetensors files, or of a step of Orbax.
+      nbytes: bytes of arrays that were moved; less than all where others helped, or a conversion was resumed.
+      seconds: how long it took.
+      peak_bytes: the most memory that the process had since it began.
+      requests: reads and writes of the storage.
+    """
+
+    path: str
+    nbytes: int
+    seconds: float
+    peak_bytes: int
+    requests: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a dict."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    to: str,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    dtype: Any = None,
+    mesh: Mapping[str, int] | None = None,
+    spec: Mapping[str, Spec] | None = None,
+    step: int = 0,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Converts a checkpoint of safetensors files to one of Orbax, or back, in tiles.
+
+    Nothing but tiles is held, in `memory_bytes`. Every process of a program calls this alike and moves its part. Until
+    all is there, nothing is that opens: what is unfinished has the name that Orbax gives it, or is in
+    `<destination>.partial`; it stays after a failure, for a call with `resume`.
+
+    Args:
+      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens.
+      destination: a directory: of steps for Orbax, of which `<destination>/<step>/items` is made; or of safetensors
+        files, which must not be there yet.
+      to: `"orbax"` or `"safetensors"`.
+      family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata, and take
+        what it has said of `scan_layers` from Orbax's. Without a family, arrays are tensors of the same names.
+      config: to safetensors, the content of the `config.json` to write, something with a `to_dict` that gives it, its
+        path, or a directory with one, of which the tokenizer's files and their like are copied too.
+      dtype: to cast to: one for all floating-point arrays, or dtypes by pattern, the first of which is used that is
+        found (`re.search`) in the name that the destination has for an array. What no pattern is found in keeps its
+        dtype, as all do without it.
+      mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
+        array's dimensions, as for `reshard`. Arrays are stored in chunks of what each device will have.
+      step: to Orbax, its number.
+      compression: to Orbax, whether chunks are compressed.
+      memory_bytes: for tiles on their way, and all that is made of them.
+      resume: go on with what a call with the same arguments has left unfinished.
+      progress: called now and then with the bytes that this process has moved, and those that it will.
+
+    Raises:
+      StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
+      TensorMismatchError: mesh, spec or dtype does not fit the arrays, or what is to be resumed is something else.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      HeaderError, IndexFileError: the source is not valid.
+    """
+    path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
+    if to == "orbax":
+        return how.run(
+            lambda: _safetensors_to_orbax(
+                path, how, family, variant, Casts(dtype), partition(mesh, spec), step, compression
+            )
+        )
+    if to == "safetensors":
+        return how.run(lambda: _orbax_to_safetensors(path, how, family, variant, config, Casts(dtype)))
+    raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
+
+
+def reshard(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    spec: Mapping[str, Spec] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
+
+    Of Orbax, the step's number, its metadata and all that is not an array are kept. Arrays get the chunks of the
+    shards that devices will have, or smaller ones of which these are made. Safetensors files get one file for each
+    device of the mesh, as PyTorch's distributed checkpoints have one for each rank, in which each shard is one range;
+    without a mesh, they are laid out anew in files of at most `max_file_bytes`. What lies beside them is copied.
+
+    Args:
+      source: what `open_orbax` opens, or safetensors files.
+      destination: as for `convert`.
+      mesh: sizes of axes by name, as `{"fsdp": 16}`. No device is needed.
+      spec: by pattern (`re.search`) of a name, for each leading dimension of an array the axis that shards it, several
+        in a tuple, or None. The first pattern counts that is found in a name, and arrays that none is found in are not
+        sharded. Axes must divide the dimensions, as JAX wants it.
+      max_file_bytes: as for `SafetensorsSave`.
+      compression, memory_bytes, resume, progress: as for `convert`.
+
+    Raises: as `convert`.
+    """
+    path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
+    if is_orbax(path):
+        return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
+    sharding = None if mesh is None else partition(mesh, spec)
+    return how.run(lambda: _reshard_safetensors(path, how, sharding, max_file_bytes))
+
+
+Plan = tuple[TileSource, Callable[[], Moved]]  # an open source, and what moves it
+
+
+class _Run:
+    """What every conversion has, and how it is run: planned in all processes or in none, then timed."""
+
+    def __init__(self, destination: PathLike, memory_bytes: int, resume: bool, progress: Progress | None) -> None:
+        if not isinstance(memory_bytes, int) or memory_bytes < 1:
+            raise SafetensorsError(f"memory_bytes is {memory_bytes!r}, must be an integer of at least 1")
+        self.destination = os.path.abspath(os.fspath(destination))
+        self.memory_bytes = memory_bytes
+        self.options: Any = {"memory_bytes": memory_bytes, "resume": resume, "progress": progress}
+
+    def run(self, plan: Callable[[], Plan]) -> Conversion:
+        started = time.perf_counter()
+        key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
+        source, move = together(key, plan)
+        with closing(source):
+            moved = move()
+        seconds = time.perf_counter() - started
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        logger.info(
+            "Made %s: %d bytes in %.2f s, %.2f GB/s, with at most %d bytes of memory",
+            moved.path,
+            moved.nbytes,
+            seconds,
+            moved.nbytes / max(seconds, 1e-9) / 1e9,
+            peak_bytes,
+        )
+        return Conversion(moved.path, moved.nbytes, seconds, peak_bytes, moved.requests)
+
+
+def _safetensors_to_orbax(
+    path: str,
+    how: _Run,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    casts: Casts,
+    sharding: Partition,
+    step: int,
+    compression: bool,
+) -> Plan:
+    if is_orbax(path):
+        raise SafetensorsError(f"{path}: is a checkpoint of Orbax already; reshard makes another one of it")
+    checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
+    found = registry.find(family, read_config(checkpoint))
+    maxtext = _is_maxtext(found)
+    views = {f"params.{name}" if maxtext else name: view for name, view in checkpoint.leaves.items()}
+    source = SafetensorsSource(
+        checkpoint, views, casts.of({name: view.dtype for name, view in views.items()}), SafetensorsOptions()
+    )
+
+    def leaf(name: str, view: View) -> OrbaxLeaf:
+        name = f"params.{name}" if maxtext else name
+        return _leaf(sharding, name, source.leaves[name].shape, source.leaves[name].dtype)
+
+    tree: Any = checkpoint.tree(leaf)
+    scanned = bool((variant or {}).get("scan_layers", True))
+    target = OrbaxTarget(
+        destination=how.destination,
+        tree={"step": 0, "params": tree, "opt_state": {}} if maxtext else tree,
+        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
+        step=step,
+        item="items",
+        custom_metadata={"scan_layers": scanned} if maxtext else None,
+        tree_custom_metadata=None,
+        ocdbt=True,
+        zarr3=True,
+        compression=compression,
+    )
+    identity = f"{source.identity} {None if found is None else found.name} {sorted((variant or {}).items())!r}"
+    return source, lambda: write_orbax(source, target, groups(views), identity, **how.options)
+
+
+def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool) -> Plan:
+    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
+    source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
+
+    def leaf(name: str, facts: OrbaxLeaf) -> Any:
+        if name not in source.leaves:
+            return checkpoint.value(name)
+        return replace(_leaf(sharding, name, facts.shape, facts.dtype), kind=facts.kind, random_key=facts.random_key)
+
+    target = OrbaxTarget(
+        destination=how.destination,
+        tree=checkpoint.tree(leaf),
+        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
+        step=checkpoint.step or 0,
+        item=os.path.basename(checkpoint.path),
+        custom_metadata=checkpoint.custom_metadata,
+        tree_custom_metadata=checkpoint.tree_custom_metadata,
+        ocdbt=checkpoint.ocdbt,
+        zarr3=checkpoint.zarr3,
+        compression=compression,
+    )
+    alone = [(name,) for name in source.leaves]
+    return source, lambda: write_orbax(source, target, alone, source.identity, **how.options)
+
+
+def _orbax_to_safetensors(
+    path: str,
+    how: _Run,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    config: Any,
+    casts: Casts,
+) -> Plan:
+    if not is_orbax(path):
+        raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
+    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    around = beside(config)
+    found = registry.find(family, around.config or {})
+    variant = dict(variant or {})
+    if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
+        variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
+    source = OrbaxSource(checkpoint, _arrays(checkpoint, maxtext=_is_maxtext(found)), how.memory_bytes)
+    # Arrays without memory, which say shape and dtype.
+    given = [
+        Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
+        for name, fact in source.leaves.items()
+    ]
+    viewed, tensors = taken_apart(given, found, variant, around.config or {})
+    dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
+    layout = lay_out(
+        [(name, from_numpy(dtypes[name]), shape) for name, (_, shape) in tensors.items()],
+        _METADATA,
+        max_file_bytes=MAX_FILE_BYTES,
+        alignment=SafetensorsOptions().alignment,
+    )
+    files = layouts.whole(layout, {one.name: one.view for one in viewed})
+    identity = f"{source.identity} {None if found is None else found.name} {sorted(variant.items())!r}"
+    return source, lambda: write_safetensors(
+        source, how.destination, files, around, groups(files.views), identity, SafetensorsOptions(), **how.options
+    )
+
+
+def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
+    checkpoint = read_checkpoint(path)
+    options = SafetensorsOptions()
+    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
+    stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
+    metadata = _METADATA | without_sharding_info(checkpoint.metadata)
+    if sharding is None:
+        if type(max_file_bytes) is not int or max_file_bytes < 1:
+            raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
+        layout = lay_out(
+            [(name, *facts) for name, facts in stored.items()],
+            metadata,
+            max_file_bytes=max_file_bytes,
+            alignment=options.alignment,
+        )
+        files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
+    else:
+        boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
+        files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
+    directory = path if os.path.isdir(path) else None
+    around = Beside(copies=copied(directory) if directory else {})
+    alone = [(name,) for name in source.leaves]
+    return source, lambda: write_safetensors(
+        source, how.destination, files, around, alone, source.identity, options, **how.options
+    )
+
+
+def is_orbax(path: str) -> bool:
+    """Whether `path` is meant as a checkpoint of Orbax: a directory that has no safetensors files."""
+    return os.path.isdir(path) and not any(name.endswith(SUFFIX) for name in os.listdir(path))
+
+
+def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
+    """An array whose chunks are its shards."""
+    record = named_sharding(sharding.mesh, sharding.spec(name, shape))
+    return OrbaxLeaf(shape, dtype, sharding.shard(name, shape), sharding=record)
+
+
+def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
+    """The most that a chunk has where nobody says how arrays will be sharded; else it is what a device will have."""
+    return memory_bytes if sharding.patterns else _CHUNK_BYTES
+
+
+def _is_maxtext(family: Family | None) -> bool:
+    return family is not None and family.name.startswith(_MAXTEXT)
+
+
+def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
+    """The leaves to store as tensors, and the names of their arrays.
+
+    Of MaxText, parameters only, which families have below `params`, training states below `params.params`.
+    """
+    names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
+    if not maxtext:
+        return {name: name for name in names}
+    above = "params." if any(name.startswith("params.params.") for name in names) else ""
+    return {name.removeprefix(above): name for name in names if name.startswith(f"{above}params.")}

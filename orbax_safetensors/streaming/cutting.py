@@ -1,0 +1,59 @@
+"""Into which tiles the leaves are cut that pass from a source to a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+from orbax_safetensors.plan.tiling import common, tile_shape, tiles
+from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource
+
+
+def bundles(
+    source: TileSource,
+    grains: Mapping[str, tuple[int, ...]],
+    orders: Mapping[str, tuple[int, ...]],
+    together: Iterable[tuple[str, ...]],
+    limit: int,
+) -> list[Bundle]:
+    """All tiles of a source's leaves: boxes of whole `grains` of the sink, and of the source's where they fit.
+
+    Tiles are longest along the axes that come first in `orders`, or in the source's order. Those of leaves that are
+    `together` make one bundle, box by box, if the leaves are cut alike. A bundle has at most `limit` bytes, if one
+    grain has not more.
+    """
+    out: list[Bundle] = []
+    for names in together:
+        own = [
+            [Tile(name, box) for box in _boxes(source, name, grains[name], orders.get(name), limit // len(names))]
+            for name in names
+        ]
+        if len({tuple(tile.box for tile in of_leaf) for of_leaf in own}) == 1:
+            out += list(zip(*own, strict=True))
+        else:
+            out += [(tile,) for of_leaf in own for tile in of_leaf]
+    return out
+
+
+def _boxes(
+    source: TileSource, name: str, grain: tuple[int, ...], order: tuple[int, ...] | None, limit: int
+) -> Iterator[Box]:
+    shape, dtype = source.leaves[name]
+    order = order or source.order(name)
+    elements = max(limit // dtype.itemsize, 1)
+    both = common(grain, source.grain(name), shape)
+    return tiles(shape, tile_shape(shape, both if prod(both) <= elements else grain, order, elements), order)
+
+
+def groups(views: Mapping[str, View]) -> list[tuple[str, ...]]:
+    """The names of views in their order, together with those that are made of the same tensors."""
+    group_of: dict[str, int] = {}
+    found: dict[int, list[str]] = {}
+    for number, (name, view) in enumerate(views.items()):
+        found[number] = [name]
+        for other in sorted({group_of[tensor] for tensor in view.tensors if tensor in group_of}):
+            found[number] = found.pop(other) + found[number]
+            group_of |= {tensor: number for one in found[number] for tensor in views[one].tensors}
+        group_of |= dict.fromkeys(view.tensors, number)
+    return [tuple(names) for names in found.values()]

@@ -1,0 +1,114 @@
+"""Orbax checkpoints as a source and as a sink of tiles."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.arena import allocate
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxSink
+from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits
+
+
+class OrbaxSource:
+    """The arrays of a checkpoint."""
+
+    def __init__(self, checkpoint: OrbaxCheckpoint, stored: Mapping[str, str], memory_bytes: int) -> None:
+        """`stored` has for each leaf the name of its array. A chunk has to fit a batch of `memory_bytes`."""
+        self._checkpoint, self._stored = checkpoint, stored
+        self._of = {name: checkpoint.leaves[own] for name, own in stored.items()}
+        self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._of.items()}
+        for name, leaf in self._of.items():
+            check_fits(name, leaf.chunk_nbytes, memory_bytes)
+        self._state = _state(checkpoint.path)
+        self.identity = hashlib.sha256(repr((checkpoint.path, self._state)).encode()).hexdigest()
+        self.requests = 0
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """Axes along which there are few chunks first."""
+        grid = self._of[name].grid
+        return tuple(sorted(range(len(grid)), key=lambda axis: (grid[axis], -axis)))
+
+    def grain(self, name: str) -> tuple[int, ...]:
+        """A chunk."""
+        leaf = self._of[name]
+        return tuple(min(chunk, size) for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True))
+
+    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+        """See `TileSource`."""
+        dtypes = [self.leaves[tile.name].dtype for tile in tiles]
+        memory = allocate([prod(tile.shape) * dtype.itemsize for tile, dtype in zip(tiles, dtypes, strict=True)])
+        arrays = [own.view(dtype).reshape(tile.shape) for own, dtype, tile in zip(memory, dtypes, tiles, strict=True)]
+        reading = []
+        try:
+            for tile, array in zip(tiles, arrays, strict=True):
+                reading.append(self._checkpoint.read(self._stored[tile.name], tile.box, array))
+        finally:
+            failures = [future.exception() for future in reading]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        self.requests += sum(
+            prod(
+                -(-stop // chunk) - start // chunk
+                for (start, stop), chunk in zip(tile.box, self._of[tile.name].chunk_shape, strict=True)
+            )
+            for tile in tiles
+        )
+        return arrays
+
+    def check(self) -> None:
+        """See `TileSource`."""
+        found = _state(self._checkpoint.path)
+        if found != self._state:
+            changed = sorted(set(found.items()) ^ set(self._state.items()))[0][0]
+            raise StorageError(f"{self._checkpoint.path}: {changed} changed while the checkpoint was in use")
+
+    def close(self) -> None:
+        """See `TileSource`."""
+
+
+def _state(path: str) -> dict[str, tuple[int, int]]:
+    """Size and modification time of every file of a checkpoint, by path."""
+    found = {}
+    try:
+        for directory, _, names in os.walk(path):
+            for name in names:
+                facts = os.stat(os.path.join(directory, name))
+                found[os.path.relpath(os.path.join(directory, name), path)] = (facts.st_size, facts.st_mtime_ns)
+    except OSError as error:
+        raise StorageError(f"{path}: {error}") from error
+    return found
+
+
+class OrbaxTiles:
+    """A checkpoint that is written in tiles."""
+
+    def __init__(self, sink: OrbaxSink) -> None:
+        """Tiles have the names of the sink's arrays. Committing it is left to the caller."""
+        self._sink = sink
+        self.requests = 0
+
+    def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
+        """See `TileSink`."""
+        writing = []
+        try:
+            for tile, array in zip(tiles, arrays, strict=True):
+                writing.append(self._sink.write(tile.name, tile.box, array))
+        finally:
+            failures = [future.exception() for future in writing]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        self.requests += sum(
+            prod(
+                -(-(stop - start) // chunk)
+                for (start, stop), chunk in zip(tile.box, self._sink.leaves[tile.name].chunk_shape, strict=True)
+            )
+            for tile in tiles
+        )

@@ -1,0 +1,97 @@
+"""How the arrays of a checkpoint are to be sharded over a mesh whose devices are not here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from orbax_safetensors import arrays
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.plan.view import Box
+
+Spec = Sequence[str | Sequence[str] | None]
+
+# The mesh of an array that nobody shards. MaxText's own converter calls its only axis so.
+_UNSHARDED = {"checkpoint_sharding_axis": 1}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A mesh, and for patterns of names the axes that shard an array's dimensions.
+
+    The first pattern that is found in a name (`re.search`) decides; an array that none is found in is not sharded.
+    """
+
+    mesh: Mapping[str, int]
+    patterns: Mapping[str, Spec]
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> tuple[str | tuple[str, ...] | None, ...]:
+        """The mesh axes of each leading dimension of an array.
+
+        Raises `TensorMismatchError` where they do not fit the mesh or do not divide the shape.
+        """
+        found = next((pattern for pattern in self.patterns if re.search(pattern, name)), None)
+        if found is None or not shape:
+            return ()
+        spec = tuple(part if part is None or isinstance(part, str) else tuple(part) for part in self.patterns[found])
+        where = f"{name!r} of shape {shape}, sharded as {spec} because of {found!r}"
+        named = [axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)]
+        if unknown := [axis for axis in named if axis not in self.mesh]:
+            raise TensorMismatchError(f"{where}: the mesh has no axis {unknown[0]!r}, it has {list(self.mesh)}")
+        if len(set(named)) < len(named):
+            raise TensorMismatchError(f"{where}: an axis of a mesh can shard one dimension only")
+        if len(spec) > len(shape):
+            raise TensorMismatchError(f"{where}: expected at most {len(shape)} entries")
+        for size, part in zip(shape, spec, strict=False):
+            if size % self._parts(part):
+                raise TensorMismatchError(f"{where}: {size} does not divide by {self._parts(part)}")
+        return spec
+
+    def _parts(self, part: str | tuple[str, ...] | None) -> int:
+        return prod(self.mesh[axis] for axis in (() if part is None else (part,) if isinstance(part, str) else part))
+
+    def shard(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array's shards."""
+        spec = self.spec(name, shape)
+        parts = [self._parts(part) for part in spec] + [1] * (len(shape) - len(spec))
+        return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
+        """The box of every device, in the order of the mesh."""
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
+        return arrays.device_boxes(NamedSharding(mesh, PartitionSpec(*self.spec(name, shape))), shape)
+
+
+def partition(mesh: Mapping[str, int] | None, patterns: Mapping[str, Spec] | None) -> Partition:
+    """Checks what a caller says; without a mesh, nothing is sharded."""
+    if mesh is None:
+        if patterns:
+            raise TensorMismatchError("spec names the axes of a mesh: pass mesh, too")
+        return Partition(_UNSHARDED, {})
+    if (
+        not isinstance(mesh, Mapping)
+        or not mesh
+        or not all(isinstance(axis, str) and type(size) is int and size > 0 for axis, size in mesh.items())
+    ):
+        raise TensorMismatchError(f"mesh: expected the sizes of its axes by name, as {{'fsdp': 16}}, found {mesh!r}")
+    if not isinstance(patterns or {}, Mapping):
+        raise TensorMismatchError(
+            f"spec: expected axes by pattern, as {{'kernel': ('fsdp', None)}}, found {patterns!r}"
+        )
+    for pattern, spec in (patterns or {}).items():
+        check_pattern("spec", pattern)
+        if isinstance(spec, str) or not isinstance(spec, Sequence):
+            raise TensorMismatchError(f"spec: {pattern!r}: expected a tuple of axes and None, found {spec!r}")
+    return Partition(dict(mesh), dict(patterns or {}))
+
+
+def check_pattern(argument: str, pattern: str) -> None:
+    """Raises `TensorMismatchError` where `pattern` is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise TensorMismatchError(f"{argument}: {pattern!r} is no regular expression: {error}") from error

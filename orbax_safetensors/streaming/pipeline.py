@@ -1,0 +1,158 @@
+"""Tiles on their way from a source to a sink: what both have to offer, and the loop that keeps both busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.plan.view import Box
+from orbax_safetensors.transfer import batches
+
+Progress = Callable[[int, int], None]
+
+
+class Tile(NamedTuple):
+    """A box of one leaf."""
+
+    name: str
+    box: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its own shape."""
+        return tuple(stop - start for start, stop in self.box)
+
+
+class Fact(NamedTuple):
+    """Shape of a leaf, and the dtype that its tiles are read with."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Moved(NamedTuple):
+    """What this process has moved: where to, bytes of tiles, and requests to either side."""
+
+    path: str
+    nbytes: int
+    requests: int
+
+
+class TileSource(Protocol):
+    """Leaves that are read in tiles."""
+
+    @property
+    def leaves(self) -> Mapping[str, Fact]:
+        """What there is, by name."""
+
+    @property
+    def identity(self) -> str:
+        """Tells the state of what is stored apart from every other."""
+
+    @property
+    def requests(self) -> int:
+        """How many reads there were so far."""
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """The axes of a leaf, that which is innermost in storage first."""
+
+    def grain(self, name: str) -> tuple[int, ...]:
+        """The shape of what is better read as a whole; boxes begin at multiples of it."""
+
+    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+        """The elements of tiles, each row-major in memory of its own."""
+
+    def check(self) -> None:
+        """Raises `StorageError` where what is stored has changed since it was opened."""
+
+    def close(self) -> None:
+        """Closes what is open."""
+
+
+class TileSink(Protocol):
+    """A checkpoint that is written in tiles, by one thread."""
+
+    @property
+    def requests(self) -> int:
+        """How many writes there were so far."""
+
+    def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
+        """Writes tiles; when it returns, a later run that resumes will find them written."""
+
+
+def batch_bytes(memory_bytes: int) -> int:
+    """Of all memory, what one batch of tiles may have.
+
+    One batch is read while another is written, and each needs as much again on its way.
+    """
+    return max(memory_bytes // 4, 1)
+
+
+def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
+    """Raises `SafetensorsError` where what a leaf is moved in at least is more than a batch."""
+    if nbytes > batch_bytes(memory_bytes):
+        raise SafetensorsError(
+            f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
+            f"{4 * nbytes} are needed"
+        )
+
+
+Bundle = tuple[Tile, ...]  # tiles that interleave in storage, and are best moved at once
+
+
+def nbytes(tiles: Iterable[Tile], leaves: Mapping[str, Fact]) -> int:
+    """Bytes of tiles in memory."""
+    return sum(prod(tile.shape) * leaves[tile.name].dtype.itemsize for tile in tiles)
+
+
+def share(bundles: Sequence[Bundle], leaves: Mapping[str, Fact], process: int, count: int) -> list[Bundle]:
+    """What one of `count` processes moves: bundles that follow one another, of about as many bytes as the others'."""
+    sizes = [nbytes(bundle, leaves) for bundle in bundles]
+    total, before = sum(sizes), 0
+    own = []
+    for bundle, size in zip(bundles, sizes, strict=True):
+        # The process in whose part of all bytes the middle of the bundle is.
+        if min((2 * before + size) * count // max(2 * total, 1), count - 1) == process:
+            own.append(bundle)
+        before += size
+    return own
+
+
+def stream(
+    source: TileSource, sink: TileSink, bundles: Sequence[Bundle], batch_bytes: int, progress: Progress | None
+) -> int:
+    """Moves all tiles; returns their bytes. At most `batch_bytes`, or one bundle, are read while as many are written.
+
+    `progress` is called after each batch that has been written, with the bytes so far and those of all `bundles`.
+    """
+    sized = [(bundle, nbytes(bundle, source.leaves)) for bundle in bundles]
+    total = sum(size for _, size in sized)
+    done = 0
+    if progress is not None:
+        progress(0, total)
+    with ThreadPoolExecutor(1, "writer") as writer:
+        writing: tuple[Future[None], int] | None = None
+
+        def finish() -> None:
+            nonlocal done, writing
+            if writing is not None:
+                (written, size), writing = writing, None
+                written.result()
+                done += size
+                if progress is not None:
+                    progress(done, total)
+
+        for batch in batches(sized, batch_bytes):
+            tiles = [tile for bundle in batch for tile in bundle]
+            arrays = source.read(tiles)
+            finish()
+            # The list passes to the writer with its arrays, so that their memory is free once they are written.
+            writing = writer.submit(sink.write, tiles, arrays), nbytes(tiles, source.leaves)
+            del arrays
+        finish()
+    return done

@@ -1,0 +1,82 @@
+"""Safetensors files as a sink of tiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.io.store import NewFile, Store
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.streaming.beside import Beside
+from orbax_safetensors.streaming.draft import Draft
+from orbax_safetensors.streaming.layouts import Files
+from orbax_safetensors.streaming.pipeline import Tile
+from orbax_safetensors.transfer import Writer
+
+
+class SafetensorsSink:
+    """Files in the directory of a draft, which this process writes its tiles of."""
+
+    def __init__(
+        self,
+        draft: Draft,
+        files: Files,
+        numbers: Mapping[Tile, int],
+        process: int,
+        store: Store,
+        options: SafetensorsOptions,
+    ) -> None:
+        """`numbers` are those by which the draft records tiles."""
+        self._draft, self._files, self._numbers, self._process, self._store = draft, files, numbers, process, store
+        self._paths = [os.path.join(draft.directory, name) for name, _ in files.layout.files]
+        self._writer = Writer(self._create, options.threads)
+
+    def _create(self, number: int) -> NewFile:
+        return self._store.create(self._paths[number])
+
+    @property
+    def requests(self) -> int:
+        """Writes so far."""
+        return self._writer.counters.num_requests
+
+    def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
+        """See `TileSink`."""
+        blocks = [
+            Block(self._files.views[tile.name], tile.box, tile.shape, array.dtype)
+            for tile, array in zip(tiles, arrays, strict=True)
+        ]
+        plan = transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
+        self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
+        self._draft.add(self._process, [self._numbers[tile] for tile in tiles])
+
+    def close(self) -> None:
+        """Closes the files, which may be what tells that a write failed."""
+        self._draft.close()
+        self._writer.close()
+
+    def finish(self, beside: Beside) -> None:
+        """Writes what belongs `beside` the files, the index and then the headers, and gives the directory its name.
+
+        Called by one process, after all have closed.
+        """
+        beside.write(self._draft.directory)
+        if (index := self._files.layout.index) is not None:
+            self._write_whole(self._store.create(os.path.join(self._draft.directory, INDEX_NAME)), index.encode())
+        for number, (_, header) in enumerate(self._files.layout.files):
+            self._write_whole(self._create(number), header.encode())
+            found = os.stat(self._paths[number]).st_size
+            if found != header.file_bytes:
+                raise StorageError(f"{self._paths[number]}: expected {header.file_bytes} bytes, found {found}")
+        self._draft.finish()
+
+    @staticmethod
+    def _write_whole(file: NewFile, text: bytes) -> None:
+        try:
+            file.write(0, [memoryview(text)])
+        finally:
+            file.close()

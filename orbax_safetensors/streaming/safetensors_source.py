@@ -1,0 +1,75 @@
+"""Safetensors files, as they are or as a family sees them, as a source of tiles."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.io.arena import allocate
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.tiling import storage_order
+from orbax_safetensors.plan.view import View
+from orbax_safetensors.streaming.pipeline import Fact, Tile
+from orbax_safetensors.transfer import Reader
+
+# What is read in shorter runs than this is read at a fraction of the speed.
+_RUN_BYTES = 4096
+
+
+class SafetensorsSource:
+    """The leaves of a checkpoint, cast to `dtypes` where they are given. Its files stay open until `close`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        views: Mapping[str, View],
+        dtypes: Mapping[str, np.dtype],
+        options: SafetensorsOptions,
+    ) -> None:
+        """`views` are leaves of the checkpoint, by any name."""
+        self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
+        stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.mtime_ns) for stored in checkpoint.files]
+        self.identity = hashlib.sha256(repr(stamps).encode()).hexdigest()
+        self._checkpoint, self._views, self._options = checkpoint, views, options
+        self._reader = Reader(checkpoint.open_file, options.threads)
+
+    @property
+    def requests(self) -> int:
+        """Reads so far."""
+        return self._reader.counters.num_requests
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """See `TileSource`."""
+        return storage_order(self._views[name])
+
+    def grain(self, name: str) -> tuple[int, ...]:
+        """Rows as they are stored, and more of them where one is short."""
+        shape, dtype = self.leaves[name]
+        out = [1] * len(shape)
+        run = dtype.itemsize
+        for axis in self.order(name):
+            if run >= _RUN_BYTES:
+                break
+            out[axis] = shape[axis]
+            run *= shape[axis]
+        return tuple(out)
+
+    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+        """See `TileSource`."""
+        blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
+        memory = allocate([block.nbytes for block in blocks])
+        plan = transfer_plan(blocks, self._checkpoint.location, self._options.max_gap_bytes)
+        self._reader.read(plan, blocks, memory, [False] * len(blocks))
+        return [own.view(block.dtype).reshape(block.shape) for own, block in zip(memory, blocks, strict=True)]
+
+    def check(self) -> None:
+        """See `TileSource`."""
+        self._reader.check({number: file.stamp for number, file in enumerate(self._checkpoint.files)})
+
+    def close(self) -> None:
+        """See `TileSource`."""
+        self._reader.close()

@@ -1,0 +1,94 @@
+"""From any source of tiles into a directory of safetensors files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import jax
+
+from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.tiling import storage_order
+from orbax_safetensors.processes import agree, forget, new_key
+from orbax_safetensors.streaming.beside import Beside
+from orbax_safetensors.streaming.cutting import bundles
+from orbax_safetensors.streaming.draft import Draft
+from orbax_safetensors.streaming.layouts import Files
+from orbax_safetensors.streaming.pipeline import Bundle, Moved, Progress, TileSource, batch_bytes, share, stream
+from orbax_safetensors.streaming.safetensors_sink import SafetensorsSink
+
+_T = TypeVar("_T")
+
+
+def write_safetensors(
+    source: TileSource,
+    destination: str,
+    files: Files,
+    beside: Beside,
+    groups: Iterable[tuple[str, ...]],
+    identity: str,
+    options: SafetensorsOptions,
+    *,
+    memory_bytes: int,
+    resume: bool,
+    progress: Progress | None,
+) -> Moved:
+    """Writes all leaves of `source`, which are those of `files`, together with all other processes.
+
+    `groups` are leaves that interleave in the files, and `identity` tells what is made of the source from all else that
+    could be. Raises `StorageError` or `TensorMismatchError` in every process where one fails; what has been written
+    stays in `<destination>.partial`, for a run that resumes.
+    """
+    limit = batch_bytes(memory_bytes)
+    grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
+    orders = {name: storage_order(files.views[name]) for name in source.leaves}
+    cuts = bundles(source, grains, orders, groups, limit)
+    numbers = {tile: number for number, tile in enumerate(tile for bundle in cuts for tile in bundle)}
+    digest = _digest(identity, files, beside, cuts)
+    key = new_key(f"convert/{hashlib.sha256(os.fsencode(destination)).hexdigest()}")
+    primary = jax.process_index() == 0
+    draft = Draft(destination, digest)
+    together(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, digest)
+    done = together(f"{key}/done", draft.done)
+    left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
+    own = share(left, source.leaves, jax.process_index(), jax.process_count())
+    sink = SafetensorsSink(draft, files, numbers, jax.process_index(), LocalStore(), options)
+
+    def write() -> int:
+        try:
+            nbytes = stream(source, sink, own, limit, progress)
+        finally:
+            sink.close()
+        source.check()
+        return nbytes
+
+    nbytes = together(f"{key}/tiles", write)
+    together(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
+    for part in ("begin", "done", "tiles"):
+        forget(f"{key}/{part}")
+    return Moved(destination, nbytes, source.requests + sink.requests)
+
+
+def _digest(identity: str, files: Files, beside: Beside, cuts: list[Bundle]) -> str:
+    """Equal where the same tiles of the same source go to the same places."""
+    digest = hashlib.sha256(f"{identity}\0{beside}\0".encode("utf-8", "backslashreplace"))
+    for name, header in files.layout.files:
+        digest.update(f"{name}\0".encode())
+        digest.update(header.encode())
+    for bundle in cuts:
+        digest.update(repr([tuple(tile) for tile in bundle]).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+def together(key: str, do: Callable[[], _T], facts: str = "") -> _T:
+    """Does something in every process; raises in all of them where it fails in one."""
+    failure: Exception | None = None
+    try:
+        result = do()
+    except Exception as error:
+        failure = error
+    agree(key, failure, facts)
+    return result

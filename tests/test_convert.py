@@ -1,0 +1,255 @@
+"""Conversions and reshards of whole checkpoints, with MaxText's own files, stock Orbax and NumPy as oracles."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+from orbax_safetensors.orbax_store import open_orbax
+from tests.files import random_bits, write, write_indexed
+
+ROOT = Path(__file__).parents[1] / "testdata"
+MODELS = sorted(path.name for path in (ROOT / "maxtext").iterdir() if path.is_dir())
+# Whose values are scaled or offset on the way, so that rounding keeps the way back from being exact.
+ROUNDED = ("gemma2", "gemma3", "llama3.1")
+ORBAX = {"deepseek3_scanned": "deepseek3", "qwen3_unscanned": "qwen3"}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SMALL = 40_000  # bytes of memory with which everything takes many tiles
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+def variant_of(model, scanned=True):
+    return {"scan_layers": scanned} | ({"mtp": True} if model.endswith("mtp") else {})
+
+
+def restored(path):
+    """What stock Orbax has of a checkpoint: the tree, and its arrays by name."""
+    tree = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path)
+    arrays = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf
+        for at, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return tree, arrays
+
+
+def tensors(path):
+    return ost.SafetensorsHandler().restore(epath.Path(path))
+
+
+def same_bits(found, expected):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.tobytes() == expected.tobytes()
+
+
+def all_same(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name in expected:
+        same_bits(found[name], expected[name])
+
+
+def of_maxtext(model, scanned):
+    """MaxText's own arrays, by the names that they have in its checkpoints."""
+    with np.load(ROOT / "maxtext" / model / f"mt_{'scanned' if scanned else 'unscanned'}.npz") as arrays:
+        return {f"params.{key.replace('-', '.')}": arrays[key] for key in arrays}
+
+
+@pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_maxtext_there_and_back(model, scanned, memory_bytes, tmp_path):
+    hf = ROOT / "maxtext" / model / "hf"
+    result = ost.convert(
+        hf,
+        tmp_path / "orbax",
+        to="orbax",
+        family="maxtext",
+        variant=variant_of(model, scanned),
+        memory_bytes=memory_bytes,
+    )
+    assert result.path == str(tmp_path / "orbax" / "0")
+    tree, arrays = restored(tmp_path / "orbax" / "0" / "items")
+    assert arrays.pop("step") == 0
+    assert sorted(tree) == ["opt_state", "params", "step"]
+    all_same(arrays, of_maxtext(model, scanned))
+    assert result.nbytes == sum(array.nbytes for array in arrays.values())
+    assert open_orbax(tmp_path / "orbax").custom_metadata == {"scan_layers": scanned}
+
+    variant = {key: value for key, value in variant_of(model).items() if key != "scan_layers"}
+    back = ost.convert(
+        tmp_path / "orbax",
+        tmp_path / "back",
+        to="safetensors",
+        family="maxtext",
+        variant=variant,
+        config=hf,
+        memory_bytes=memory_bytes,
+    )
+    assert back.path == str(tmp_path / "back")
+    assert ost.verify(tmp_path / "back") == []
+    found, expected = tensors(tmp_path / "back"), tensors(hf)
+    left_out = {name for name in expected if ".4.embed_tokens" in name or "shared_head" in name}
+    assert expected.keys() - found.keys() == left_out
+    if model not in ROUNDED:
+        all_same(found, {name: array for name, array in expected.items() if name not in left_out})
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize("name", list(ORBAX))
+def test_what_maxtext_wrote_becomes_the_tensors_it_was_made_of(name, tmp_path):
+    hf = ROOT / "maxtext" / ORBAX[name] / "hf"
+    ost.convert(ROOT / "orbax" / name, tmp_path / "hf", to="safetensors", family="maxtext", config=hf)
+    all_same(tensors(tmp_path / "hf"), tensors(hf))
+
+
+@pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        ({"fsdp": 2}, {"kernel|embedding": ("fsdp",)}),
+        ({"fsdp": 2, "tensor": 4}, {"embedding": ("fsdp", "tensor"), "mlp": (None, None, ("fsdp", "tensor"))}),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("name", list(ORBAX))
+def test_reshard_of_what_maxtext_wrote(name, mesh, spec, memory_bytes, tmp_path):
+    if name == "qwen3_unscanned" and spec:
+        spec = {"embedding": ("fsdp",), "wi_0": (None, "fsdp")}
+    source = open_orbax(ROOT / "orbax" / name)
+    ost.reshard(ROOT / "orbax" / name, tmp_path, mesh=mesh, spec=spec, memory_bytes=memory_bytes)
+    found = open_orbax(tmp_path)
+    assert (found.step, found.custom_metadata) == (source.step, source.custom_metadata)
+    arrays = restored(tmp_path / "0" / "items")[1]
+    assert arrays.pop("step") == 0
+    all_same(arrays, of_maxtext(ORBAX[name], name.endswith("_scanned")))
+    sizes = mesh or {"checkpoint_sharding_axis": 1}
+    for leaf_name in arrays:
+        leaf = found.leaves[leaf_name]
+        assert dict(zip(leaf.sharding.axis_names, leaf.sharding.shape, strict=True)) == sizes
+
+
+def test_resharded_chunks_are_shards(tmp_path, mesh):
+    arrays = {"a": random_bits(np.random.default_rng(0), (16, 8, 12), BF16), "b": np.arange(6, dtype=np.float32)}
+    there = {"a": jax.device_put(arrays["a"], NamedSharding(mesh, P("x"))), "b": jax.numpy.asarray(arrays["b"])}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "from" / "7" / "default", there)
+    ost.reshard(
+        tmp_path / "from" / "7" / "default", tmp_path / "to", mesh={"fsdp": 4}, spec={"^a$": (None, None, "fsdp")}
+    )
+    found = open_orbax(tmp_path / "to")
+    assert found.step == 7
+    assert found.path == str(tmp_path / "to" / "7" / "default")
+    assert found.leaves["a"].chunk_shape == (16, 8, 3)
+    target = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("fsdp",)), P(None, None, "fsdp"))
+    item = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
+        found.path,
+        args=ocp.args.PyTreeRestore(
+            restore_args={"a": ocp.ArrayRestoreArgs(sharding=target), "b": ocp.RestoreArgs(restore_type=np.ndarray)}
+        ),
+    )
+    all_same(item, arrays)
+
+
+def checkpoint(path, **more):
+    rng = np.random.default_rng(0)
+    path.mkdir()
+    parts = [
+        {"layers.0.w": random_bits(rng, (24, 16), BF16), "layers.0.b": random_bits(rng, (16,), np.dtype("f4"))},
+        {"layers.1.w": random_bits(rng, (24, 16), BF16), "scalar": random_bits(rng, (), np.dtype("f4")), **more},
+    ]
+    write_indexed(path, parts)
+    (path / "config.json").write_text('{"quantization_config": 1}')
+    (path / "tokenizer.json").write_text("{}")
+    (path / "README.md").write_text("-")
+    return {name: array for part in parts for name, array in part.items()}
+
+
+@pytest.mark.parametrize("memory_bytes", [400, 1 << 30])
+def test_safetensors_are_laid_out_anew(tmp_path, memory_bytes):
+    arrays = checkpoint(tmp_path / "from", empty=np.zeros((0, 3), np.float32))
+    ost.reshard(tmp_path / "from", tmp_path / "one", memory_bytes=memory_bytes)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    all_same(tensors(tmp_path / "one"), arrays)
+    ost.reshard(tmp_path / "from", tmp_path / "many", max_file_bytes=800, memory_bytes=memory_bytes)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) == 3
+    assert (tmp_path / "many" / "config.json").read_text() == '{"quantization_config": 1}'
+    all_same(tensors(tmp_path / "many"), arrays)
+
+
+@pytest.mark.parametrize("memory_bytes", [400, 1 << 30])
+def test_safetensors_in_a_file_for_each_device(tmp_path, memory_bytes):
+    arrays = checkpoint(tmp_path / "from", empty=np.zeros((0, 3), np.float32))
+    ost.reshard(
+        tmp_path / "from",
+        tmp_path / "to",
+        mesh={"x": 2, "y": 4},
+        spec={"w": ("x", "y"), "b": ("y",)},
+        memory_bytes=memory_bytes,
+    )
+    assert len(list((tmp_path / "to").glob("shard-0000?-model-00001-of-00001.safetensors"))) == 8
+    all_same(tensors(tmp_path / "to"), arrays)
+    assert ost.verify(tmp_path / "to") == []
+    # Each device's shard is one range.
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    target = {"layers.0.w": jax.ShapeDtypeStruct((24, 16), BF16, sharding=NamedSharding(mesh, P("x", "y")))}
+    plan = ost.plan_restore(tmp_path / "to", target, process_count=8)
+    assert [process.num_requests for process in plan.processes] == [1] * 8
+
+
+def test_names_are_kept_without_a_family(tmp_path):
+    arrays = checkpoint(tmp_path / "from")
+    ost.convert(tmp_path / "from", tmp_path / "orbax", to="orbax", step=3)
+    all_same(restored(tmp_path / "orbax" / "3" / "items")[0], arrays)
+    ost.convert(tmp_path / "orbax", tmp_path / "back", to="safetensors")
+    all_same(tensors(tmp_path / "back"), arrays)
+    assert not (tmp_path / "back" / "config.json").exists()
+
+
+def test_casts(tmp_path):
+    arrays = {
+        "w": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),
+        "b": np.ones(3, np.float32),
+        "n": np.arange(3),
+    }
+    write(tmp_path / "model.safetensors", arrays)
+    ost.convert(tmp_path / "model.safetensors", tmp_path / "all", to="orbax", dtype="bfloat16")
+    found = restored(tmp_path / "all" / "0" / "items")[0]
+    same_bits(found["w"], arrays["w"].astype(BF16))
+    same_bits(found["b"], arrays["b"].astype(BF16))
+    assert open_orbax(tmp_path / "all").leaves["n"].dtype == np.int64
+    ost.convert(tmp_path / "model.safetensors", tmp_path / "some", to="orbax", dtype={"^w": np.float16, "": np.float32})
+    assert {name: leaf.dtype.name for name, leaf in open_orbax(tmp_path / "some").leaves.items()} == {
+        "w": "float16",
+        "b": "float32",
+        "n": "float32",
+    }
+    ost.convert(tmp_path / "some", tmp_path / "back", to="safetensors", dtype={"w": np.float32})
+    same_bits(tensors(tmp_path / "back")["w"], arrays["w"].astype(np.float16).astype(np.float32))
+
+
+def test_what_is_beside_comes_along(tmp_path):
+    shutil.copytree(ROOT / "maxtext" / "qwen3" / "hf", tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "weights.bin"):
+        (tmp_path / "hf" / name).write_text(name)
+    source = ROOT / "orbax" / "qwen3_unscanned"
+    ost.convert(source, tmp_path / "to", to="safetensors", family="maxtext", config=tmp_path / "hf")
+    assert (tmp_path / "to" / "tokenizer.model").read_text() == "tokenizer.model"
+    assert not (tmp_path / "to" / "weights.bin").exists()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == config
+    for number, given in enumerate((config, tmp_path / "hf" / "config.json")):
+        ost.convert(source, tmp_path / str(number), to="safetensors", family="maxtext", config=given)
+        assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == ["config.json", "model.safetensors"]
