@@ -23,8 +23,8 @@ from orbax_safetensors.plan.strided import Copy
 
 _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
-# Elements. What is smaller is in the cache whatever its strides are, and a second and third call would cost more.
-_SMALL = 4096
+# Elements. Of less, the second and third call would take longer than the one that they spare.
+_SMALL = 2**13
 # Shorter axes are no innermost loop: NumPy takes about as long to begin a loop as to copy ten elements.
 _SHORT = 16
 # The constants from here on are in order: a line of 16-byte elements fits in a slab, and a slab in a piece.
@@ -188,16 +188,19 @@ def _reordered(
         fit //= source.shape[at]
         at -= 1
     rows = _even(source.shape[at], fit)
+    slab_axes, row_axes = range(2, at + 2), range(at + 2, source.ndim + 2)
+    slabs_first, line_last = (0, *slab_axes, 1, *row_axes), (*range(at + 1), *row_axes, at + 1)
     for (lines, length), (slabs, height) in product(_cuts(source.shape[0], line), _cuts(source.shape[at], rows)):
         piece, into = (array[(lines, *[slice(None)] * (at - 1), slabs)] for array in (bits, destination))
         shape = (-1, length, *piece.shape[1:at], piece.shape[at] // height, height, *piece.shape[at + 1 :])
         # The axes of slabs come first, then the line, then the rows of a slab.
-        piece, into = (np.moveaxis(array.reshape(shape), 1, at + 1) for array in (piece, into))
+        piece, into = (array.reshape(shape).transpose(slabs_first) for array in (piece, into))
         by_line, by_row = buffers[:, : piece.size]
-        by_line = by_line.reshape(*piece.shape[: at + 1], *piece.shape[at + 2 :], length)
         by_row = by_row.reshape(piece.shape)
-        by_line[...] = np.moveaxis(piece, at + 1, -1)
-        by_row[...] = np.moveaxis(by_line, -1, at + 1)
+        piece = piece.transpose(line_last)
+        by_line = by_line.reshape(piece.shape)
+        by_line[...] = piece
+        by_row.transpose(line_last)[...] = by_line
         yield by_row.view(source.dtype), into
 
 
