@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_safetensors import arrays, replicas, targets
+from orbax_safetensors import replicas, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.io.local import LocalStore
-from orbax_safetensors.leaves import Target
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.report import Leaf, RestorePlan, restore_plan
-from orbax_safetensors.plan.view import Box
+from orbax_safetensors.plan.report import RestorePlan
+from orbax_safetensors.planning import no_collection, planned
 
 PathLike = str | os.PathLike[str]
 
@@ -154,67 +151,9 @@ def plan_restore(
     options = options or SafetensorsOptions()
     if process_count is not None and process_count < 1:
         raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
-    with _no_collection():
+    with no_collection():
         checkpoint = mapped(read_checkpoint(path), family, variant, complete=False, dequantize=options.dequantize)
-        return _plan_restore(checkpoint, target, process_count, options)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Holds the cyclic garbage collector. It would look through all names and shapes again and again, in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _plan_restore(
-    checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
-) -> RestorePlan:
-    item, restore_args = (None, target) if targets.are_restore_args(target) else (target, None)
-    request = targets.resolve(checkpoint, item, restore_args, partial=True)
-    shardings = [None if wanted.sharding is None else arrays.plain(wanted.sharding) for wanted in request.targets]
-    with_devices = any(sharding is not None and not arrays.is_abstract(sharding) for sharding in shardings)
-    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
-    started = with_devices or jax.distributed.is_initialized()
-    count = process_count or (jax.process_count() if started else 1)
-    boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
-    leaves = []
-    for wanted, sharding in zip(request.targets, shardings, strict=True):
-        key = (wanted.kind, sharding, wanted.shape)
-        if key not in boxes:
-            boxes[key] = _boxes(wanted, sharding, process_count, count)
-        readers = replicas.readers(wanted, process_count)
-        leaves.append(Leaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
-    return restore_plan(
-        leaves,
-        checkpoint.location,
-        [file.path for file in checkpoint.files],
-        process_count=count,
-        max_gap_bytes=options.max_gap_bytes,
-        threads=options.threads,
-    )
-
-
-def _boxes(
-    wanted: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
-) -> list[tuple[Box, ...]]:
-    """For each of `count` processes the boxes of its devices."""
-    whole: Box = tuple((0, size) for size in wanted.shape)
-    if sharding is None:  # every process has a NumPy array, the first the default device
-        return [(whole,) if wanted.kind is not jax.Array or process == 0 else () for process in range(count)]
-    try:
-        boxes = arrays.device_boxes(sharding, wanted.shape)
-        owners = arrays.device_owners(sharding, wanted.shape, process_count)
-    except TensorMismatchError as error:
-        raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
-    out: list[list[Box]] = [[] for _ in range(count)]
-    for owner, box in zip(owners, boxes, strict=True):
-        out[owner].append(box)
-    return [tuple(own) for own in out]
+        return planned(checkpoint, target, process_count, options).plan()
 
 
 def verify(path: PathLike) -> list[SafetensorsError]:

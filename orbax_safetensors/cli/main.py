@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from orbax_safetensors.cli.family import parse_switch
 from orbax_safetensors.cli.partition import UsageError, parse_mesh, parse_rule
 from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.cli.units import parse_bandwidth, parse_latency
 from orbax_safetensors.errors import SafetensorsError
 
 # What a shell reports for a program that was ended by the signal.
@@ -125,11 +126,32 @@ columns:
   requests     storage operations
   staging      memory that it copies through
   destination  memory of its distinct shards
+  time         with --bandwidth only: see below
 
   A last table has the leaves for which all processes together read more than
   1.1 times the bytes that they need, because their shards are short runs in
   the files, those first that waste most. On a terminal it has ten rows, and
   leaves that differ in their numbers alone are one: layers_{0..35}.
+
+  instead  AXES, as for --spec, with which the same mesh axes cut the leaf and
+           least is read, all on one dimension if that will do; - where none
+           that divides reads less
+  then     read / needed of the leaf with them, planned like all the rest
+
+several meshes:
+  With --mesh more than once there is a row for each instead. Where processes
+  differ, read, requests, memory and time are those of the process that has
+  most, which need not be the same one. memory is staging and destination;
+  over-read is that of all processes together.
+
+time:
+  A process has --streams requests in flight. Each waits for --latency, then
+  its bytes come at --bandwidth, which all requests of the process share. So
+  it is done after latency + bytes / bandwidth, or, where the latency is what
+  takes long, after the rounds in which its requests go, each a latency and
+  the bytes of one request per stream: with one stream the sum of both. The
+  slowest process counts. Reading headers, decoding and copies to accelerators
+  are not in it; of a bandwidth that processes share, give the part of one.
 
 with --json, one object:
   path               as given
@@ -146,10 +168,19 @@ with --json, one object:
                      num_requests, staging_bytes, destination_bytes, files};
                      files is a list of {file, needed_bytes, read_bytes,
                      num_requests}
-  over_reads         a list of {name, needed_bytes, read_bytes, over_read}: all
-                     of the last table
+  over_reads         a list of {name, needed_bytes, read_bytes, over_read,
+                     instead}: all of the last table; instead is a list of
+                     {axes, needed_bytes, read_bytes, over_read}, all that
+                     was tried, the best first
+  estimate           with --bandwidth only: {bandwidth, latency, streams,
+                     seconds, slowest, processes}, in bytes and seconds;
+                     processes has the seconds of each, slowest is the number
+                     of the one whose they are
   family             with --family only: its whole name
   variant            the switches that were given, {name: value}
+
+  With several meshes path, family and variant are joined by meshes, a list of
+  objects with all the rest.
 """
 )
 
@@ -232,13 +263,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
     plan = command("plan", "what a restore on a mesh will cost", _PLAN, _PLAN_MORE)
     plan.add_argument("path", metavar="PATH")
-    plan.add_argument("--mesh", type=parse_mesh, required=True, metavar="AXIS=SIZE,...", help="as in data=2,model=4")
+    plan.add_argument(
+        "--mesh",
+        type=parse_mesh,
+        action="append",
+        required=True,
+        metavar="AXIS=SIZE,...",
+        help="as in data=2,model=4; repeat it to compare several",
+    )
     plan.add_argument(
         "--processes",
         type=_positive,
-        default=1,
+        action="append",
         metavar="N",
-        help="processes that the devices are dealt to, evenly and in mesh order (default: 1)",
+        help="processes that the devices are dealt to, evenly and in mesh order (default: 1); once, or for each --mesh",
     )
     plan.add_argument(
         "--spec",
@@ -250,6 +288,21 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     add_family(plan)
     plan.add_argument("--files", action="store_true", help="also print what each process reads of each file")
+    plan.add_argument(
+        "--bandwidth",
+        type=parse_bandwidth,
+        metavar="SPEED",
+        help="estimate the time: what storage gives each process, as 2GB/s or 25Gbit/s",
+    )
+    plan.add_argument(
+        "--latency", type=parse_latency, metavar="TIME", help="from a request to its first byte, as 10ms (default: 0s)"
+    )
+    plan.add_argument(
+        "--streams",
+        type=_positive,
+        metavar="N",
+        help="requests that a process has in flight at once (default: as many as a restore on this machine)",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     demo = command("demo", "restore in two processes, compare every bit, draw what was read", _DEMO)

@@ -118,3 +118,8 @@ def shards(axes: Axes, mesh: Mapping[str, int]) -> list[int]:
 def axes_text(axes: Axes) -> str:
     """Axes as `--spec` takes them."""
     return ",".join("+".join(entry) or "-" for entry in axes)
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """A mesh as `--mesh` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())

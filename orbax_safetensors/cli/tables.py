@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from orbax_safetensors.cli.units import human_seconds
+
 # Spaces between the columns of a listing.
 _GAP = 2
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -21,6 +23,10 @@ class Size(int):
 
 class Share(float):
     """A part of a whole, from 0 to 1."""
+
+
+class Seconds(float):
+    """A time."""
 
 
 Cell = str | int | float
@@ -53,6 +59,8 @@ def _for_people(cell: Cell) -> str:
             return human_bytes(cell)
         case Share():
             return f"{cell:.2%}"
+        case Seconds():
+            return human_seconds(cell)
         case float():
             return f"{cell:.2f}"
         case int():

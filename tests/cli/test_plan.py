@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
+from orbax_safetensors import api
 from orbax_safetensors.cli.main import main
 
 QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
@@ -71,7 +72,7 @@ def test_a_pipe_gets_lines_of_fields(cli, directory):
     assert [row[0] for row in processes[1:]] == ["0", "1", "2", "3"]
     assert files[0] == ["process", "file", "needed", "read", "over-read", "requests"]
     assert [row[:2] for row in files[1:]] == [[str(process), file] for process in range(4) for file in FILES]
-    assert over_reads[0] == ["leaf", "needed", "read", "over-read"]
+    assert over_reads[0] == ["leaf", "needed", "read", "over-read", "instead", "then"]
     assert result.out.isascii()
     for row in processes[1:]:
         assert int(row[1]) == sum(int(own[2]) for own in files[1:] if own[0] == row[0])
@@ -94,6 +95,15 @@ def test_shards_that_do_not_divide(cli, single):
         (["--mesh", "data"], "argument --mesh: expected NAME=SIZE,..."),
         (["--mesh", "x=2", "--processes", "0"], "argument --processes: expected a positive number, found '0'"),
         (["--mesh", "x=4", "--processes", "3"], "4 devices cannot be dealt to 3 processes evenly"),
+        (["--mesh", "x=4", "--mesh", "x=6", "--processes", "4"], "6 devices cannot be dealt to 4 processes evenly"),
+        (["--mesh", "x=4", "--processes", "1", "--processes", "2"], "1 --mesh and 2 --processes"),
+        (["--mesh", "x=4", "--mesh", "x=2", "--files"], "--files is for one --mesh"),
+        (["--mesh", "x=4", "--mesh", "y=4", "--spec", "kernel=x"], "the mesh has no axis 'x', it has y"),
+        (["--mesh", "x=4", "--bandwidth", "2"], "argument --bandwidth: expected bytes or bits per second"),
+        (["--mesh", "x=4", "--bandwidth", "0GB/s"], "argument --bandwidth: expected bytes or bits per second"),
+        (["--mesh", "x=4", "--bandwidth", "1GB/s", "--latency", "3"], "argument --latency: expected a time"),
+        (["--mesh", "x=4", "--latency", "3ms"], "--latency is for an estimate of the time"),
+        (["--mesh", "x=4", "--streams", "0"], "argument --streams: expected a positive number"),
         (["--mesh", "x=2", "--spec", "x"], "argument --spec: expected REGEX=AXES"),
         (["--mesh", "x=2", "--spec", "(=x"], "argument --spec: '(' is not a regular expression"),
         (["--mesh", "x=2", "--spec", "kernel=y"], "the mesh has no axis 'y', it has x"),
@@ -121,6 +131,8 @@ def test_a_family_is_planned_as_the_api_plans_it(cli):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         target[path] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=sharding)
     wanted = ost.plan_restore(QWEN3, target, family="maxtext", variant=variant, process_count=2)
+    for leaf in found["over_reads"]:
+        del leaf["instead"]
     assert found.items() >= json.loads(wanted.to_json()).items()
     assert (found["family"], found["variant"]) == ("maxtext.qwen3", variant)
     assert found["num_arrays"] == len(leaves)
@@ -162,12 +174,13 @@ def test_what_is_read_for_nothing(cli, wide):
         "needed_bytes": 256 * 16 * 4,
         "read_bytes": 2 * (256 * 16 * 4 - 32),  # both read all but the other's end of the first or last row
         "over_read": pytest.approx(2, rel=0.01),
+        "instead": [{"axes": "x,-", "needed_bytes": 256 * 16 * 4, "read_bytes": 256 * 16 * 4, "over_read": 1.0}],
     }
     processes, worst = cli("plan", wide, *OVER_READ).blocks[1:]
     assert len(processes) == 3
-    assert worst[0] == ["leaf", "needed", "read", "over-read"]
+    assert worst[0] == ["leaf", "needed", "read", "over-read", "instead", "then"]
     assert [row[0] for row in worst[1:]] == [leaf["name"] for leaf in leaves]
-    assert worst[1][:3] == ["layer.0.a.big", "16384", "32704"]
+    assert worst[1] == ["layer.0.a.big", "16384", "32704", "1.99609", "x,-", "1"]
     assert len(cli("plan", wide, "--mesh", "x=2", "--processes", "2").blocks) == 2
     assert plan(cli, wide, "--mesh", "x=2", "--processes", "2")["over_reads"] == []
 
@@ -186,7 +199,93 @@ def test_a_terminal_has_the_worst_with_layers_as_one(monkeypatch, wide, columns)
     assert max(map(len, lines)) <= columns
     heading = next(number for number, line in enumerate(lines) if line.startswith(" leaf"))
     rows = [line.split() for line in lines[heading + 2 :]]
-    assert rows[0] == ["layer.0.a.big", "16.0", "KiB", "31.9", "KiB", "2.00"]
-    assert rows[1] == ["layer.{0..1}.a.kernel", "8.0", "KiB", "15.9", "KiB", "1.98"]
+    assert rows[0] == ["layer.0.a.big", "16.0", "KiB", "31.9", "KiB", "2.00", "x,-", "1.00"]
+    assert rows[1] == ["layer.{0..1}.a.kernel", "8.0", "KiB", "15.9", "KiB", "1.98", "x,-", "1.00"]
     assert len(rows) == 11
     assert rows[-1] == ["and", "3", "more;", "--json", "has", "all"]
+
+
+TIMED = ["--bandwidth", "1MB/s", "--latency", "10ms", "--streams", "2"]
+
+
+def test_an_estimate_of_the_time(cli, single):
+    found = plan(cli, single, "--mesh", "x=4", "--processes", "2", "--spec", "kernel$=x", *TIMED)
+    estimate = found["estimate"]
+    assert (estimate["bandwidth"], estimate["latency"], estimate["streams"]) == (1e6, 0.01, 2)
+    for process, seconds in zip(found["processes"], estimate["processes"], strict=True):
+        transfer, requests = process["read_bytes"] / 1e6, process["num_requests"]
+        rounds = -(-requests // 2)
+        assert max(transfer, rounds * 0.01) < seconds <= transfer + rounds * 0.01 + 1e-12
+    assert estimate["seconds"] == max(estimate["processes"]) == estimate["processes"][estimate["slowest"]]
+    assert "estimate" not in plan(cli, single, "--mesh", "x=4")
+    result = cli("plan", single, "--mesh", "x=4", "--processes", "2", "--spec", "kernel$=x", *TIMED)
+    facts, processes = result.blocks
+    assert float(dict(facts)["estimated time"]) == pytest.approx(estimate["seconds"], rel=1e-5)
+    assert dict(facts)["slowest process"] == str(estimate["slowest"])
+    assert processes[0][-1] == "time"
+    times = [float(row[-1]) for row in processes[1:]]
+    assert times == pytest.approx(estimate["processes"], rel=1e-5)
+
+
+def test_streams_are_threads(cli, wide):
+    one, four = (plan(cli, wide, *OVER_READ, "--streams", n)["processes"][0]["staging_bytes"] for n in "14")
+    assert four == 4 * one > 0
+
+
+MESHES = ["--mesh", "x=4", "--mesh", "x=2,y=4", "--mesh", "y=2,x=1"]
+
+
+def test_several_meshes_side_by_side(cli, directory):
+    argv = [directory, "--processes", "2", "--spec", "kernel$=-,x", *TIMED]
+    found = plan(cli, *argv, *MESHES)
+    assert found.keys() == {"path", "meshes"}
+    alone = [plan(cli, *argv, *MESHES[at : at + 2]) for at in range(0, 6, 2)]
+    assert [one | {"path": str(directory)} for one in found["meshes"]] == alone
+    facts, table = cli("plan", *argv, *MESHES).blocks
+    assert dict(facts) == {"arrays": "5", "parameters": "3230", "bytes": "12689"}
+    columns = ["mesh", "devices", "processes", "per device", "read", "over-read", "requests", "memory", "time"]
+    assert table[0] == columns
+    assert [row[:3] for row in table[1:]] == [["x=4", "4", "2"], ["x=2,y=4", "8", "2"], ["y=2,x=1", "2", "2"]]
+    for row, one in zip(table[1:], alone, strict=True):
+        costs = one["processes"]
+        read, needed = (sum(cost[key] for cost in costs) for key in ("read_bytes", "needed_bytes"))
+        assert [int(row[3]), int(row[4]), int(row[6]), int(row[7])] == [
+            one["largest_shard"]["nbytes"],
+            max(cost["read_bytes"] for cost in costs),
+            max(cost["num_requests"] for cost in costs),
+            max(cost["staging_bytes"] + cost["destination_bytes"] for cost in costs),
+        ]
+        assert float(row[5]) == pytest.approx(read / needed, rel=1e-5)
+        assert float(row[8]) == pytest.approx(one["estimate"]["seconds"], rel=1e-5)
+
+
+def test_processes_for_each_mesh_and_no_time(cli, single):
+    result = cli("plan", single, *MESHES, "--processes", "4", "--processes", "8", "--processes", "1")
+    table = result.blocks[1]
+    assert [row[2] for row in table] == ["processes", "4", "8", "1"]
+    assert table[0][-1] == "memory"
+
+
+def test_a_mesh_that_is_refused_is_named(cli, single):
+    result = cli("plan", single, "--mesh", "x=13", "--mesh", "x=2", "--spec", "odd=x")
+    assert result.status == 0
+    assert result.err == (
+        "warning: x=2: JAX has no arrays with shards of unequal size, so a restore is refused: 'odd' of shape (13,) "
+        "by x\n"
+    )
+
+
+def test_a_family_on_several_meshes(cli):
+    found = plan(cli, QWEN3, "--family", "maxtext", "--mesh", "x=2", "--mesh", "x=4")
+    assert found["family"] == "maxtext.qwen3"
+    assert [one["mesh"] for one in found["meshes"]] == [{"x": 2}, {"x": 4}]
+    facts, _ = cli("plan", QWEN3, "--family", "maxtext", "--mesh", "x=2", "--mesh", "x=4").blocks
+    assert facts[0] == ["family", "maxtext.qwen3"]
+
+
+def test_a_checkpoint_is_opened_once(cli, single, monkeypatch):
+    opened = []
+    read_checkpoint = api.read_checkpoint
+    monkeypatch.setattr(api, "read_checkpoint", lambda path: opened.append(path) or read_checkpoint(path))
+    assert cli("plan", single, *MESHES).status == 0
+    assert opened == [str(single)]

@@ -1,0 +1,223 @@
+"""What `plan` prints: one mesh in detail, or several side by side."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from orbax_safetensors.advice import Instead
+from orbax_safetensors.cli.braces import in_braces
+from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
+from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
+from orbax_safetensors.plan.estimate import TimeEstimate
+from orbax_safetensors.plan.report import ProcessCost, RestorePlan
+from orbax_safetensors.planning import Planned
+
+# Leaves that a terminal shows of those whose sharding makes processes read more.
+_WORST = 10
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The checkpoint on one mesh.
+
+    Attributes:
+      mesh: axis sizes by name.
+      shapes, axes: of every array, and how the mesh shards it.
+      planned, plan: the restore, and what it costs.
+      estimate: how long it takes, where storage was described.
+    """
+
+    mesh: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    axes: Mapping[str, Axes]
+    planned: Planned
+    plan: RestorePlan
+    estimate: TimeEstimate | None
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return prod(self.mesh.values())
+
+    @property
+    def replicated(self) -> int:
+        """How many arrays no axis cuts."""
+        return sum(prod(shards(own, self.mesh)) == 1 for own in self.axes.values())
+
+    @cached_property
+    def uneven(self) -> list[str]:
+        """Names of the arrays that an axis does not divide."""
+        return [name for name, shape in self.shapes.items() if not _even(shape, self.axes[name], self.mesh)]
+
+
+def _even(shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int]) -> bool:
+    return all(size % count == 0 for size, count in zip(shape, shards(axes, mesh), strict=False))
+
+
+Facts = Sequence[tuple[str, Cell]]
+
+
+def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> None:
+    """All there is to say of one mesh; `tree` are facts about the tree that is restored."""
+    plan, time = scenario.plan, scenario.estimate
+    largest, smallest = plan.largest_shard, plan.smallest_shard
+    facts: list[tuple[str, Cell]] = [
+        *tree,
+        ("mesh", mesh_text(scenario.mesh)),
+        ("devices", scenario.devices),
+        ("processes", len(plan.processes)),
+        ("arrays", plan.num_arrays),
+        ("replicated arrays", scenario.replicated),
+        ("parameters", plan.total_params),
+        ("bytes", Size(plan.total_bytes)),
+    ]
+    if largest == smallest and not scenario.uneven:
+        facts += [("shards", "even"), ("bytes per device", Size(largest.nbytes))]
+    else:
+        facts += [
+            ("shards", "uneven"),
+            ("most bytes per device", Size(largest.nbytes)),
+            ("fewest bytes per device", Size(smallest.nbytes)),
+        ]
+    if time is not None:
+        facts += [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
+    output.facts(facts)
+    output.table(
+        (
+            "process",
+            "needed",
+            "read",
+            "over-read",
+            "requests",
+            "staging",
+            "destination",
+            *(["time"] if time is not None else []),
+        ),
+        (
+            (
+                number,
+                Size(cost.needed_bytes),
+                Size(cost.read_bytes),
+                cost.over_read,
+                cost.num_requests,
+                Size(cost.staging_bytes),
+                Size(cost.destination_bytes),
+                *([Seconds(time.processes[number])] if time is not None else []),
+            )
+            for number, cost in enumerate(plan.processes)
+        ),
+    )
+    if files:
+        _files(plan, output)
+    if plan.over_reads:
+        _over_reads(plan, scenario.planned.instead(plan), output)
+
+
+def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> None:
+    """A row for each mesh. Where processes differ, the one that has most counts."""
+    plan = scenarios[0].plan
+    output.facts(
+        [*tree, ("arrays", plan.num_arrays), ("parameters", plan.total_params), ("bytes", Size(plan.total_bytes))]
+    )
+    with_time = scenarios[0].estimate is not None
+    output.table(
+        (
+            "mesh",
+            "devices",
+            "processes",
+            "per device",
+            "read",
+            "over-read",
+            "requests",
+            "memory",
+            *(["time"] if with_time else []),
+        ),
+        [_compared(scenario) for scenario in scenarios],
+    )
+
+
+def _compared(scenario: Scenario) -> list[Cell]:
+    processes = scenario.plan.processes
+    needed, read = sum(cost.needed_bytes for cost in processes), sum(cost.read_bytes for cost in processes)
+    row: list[Cell] = [
+        mesh_text(scenario.mesh),
+        scenario.devices,
+        len(processes),
+        Size(scenario.plan.largest_shard.nbytes),
+        Size(max(cost.read_bytes for cost in processes)),
+        read / needed if needed else 1.0,
+        max(cost.num_requests for cost in processes),
+        Size(max(map(_memory, processes))),
+    ]
+    return [*row, Seconds(scenario.estimate.seconds)] if scenario.estimate is not None else row
+
+
+def _memory(cost: ProcessCost) -> int:
+    return cost.staging_bytes + cost.destination_bytes
+
+
+def _files(plan: RestorePlan, output: Output) -> None:
+    output.table(
+        ("process", "file", "needed", "read", "over-read", "requests"),
+        (
+            (
+                number,
+                posixpath.basename(cost.file),
+                Size(cost.needed_bytes),
+                Size(cost.read_bytes),
+                cost.read_bytes / cost.needed_bytes if cost.needed_bytes else 1.0,
+                cost.num_requests,
+            )
+            for number, process in enumerate(plan.processes)
+            for cost in process.files
+        ),
+    )
+
+
+def _over_reads(plan: RestorePlan, others: Mapping[str, Sequence[Instead]], output: Output) -> None:
+    """Leaves for which more is read than needed, those first that waste most, and what would waste less.
+
+    On a terminal those that differ in their numbers alone are one, and the worst are shown.
+    """
+    leaves = {leaf.name: leaf for leaf in plan.over_reads}
+    together = [(name, [name]) for name in leaves]
+    if output.for_people:
+        together = in_braces(leaves)
+    rows: list[tuple[str, int, int, str, str]] = []
+    for text, names in together:
+        needed, read = (sum(getattr(leaves[name], key) for name in names) for key in ("needed_bytes", "read_bytes"))
+        best = _best([others[name] for name in names])
+        there = ("-", "-")
+        if best is not None and best.over_read < read / needed:  # what saves nothing is no advice
+            ratio = f"{best.over_read:{'.2f' if output.for_people else '.6g'}}"
+            there = (axes_text(best.axes), ratio)
+        rows.append((text, needed, read, *there))
+    rows.sort(key=lambda row: row[1] - row[2])
+    more = len(rows) - _WORST if output.for_people else 0
+    output.table(
+        ("leaf", "needed", "read", "over-read", "instead", "then"),
+        (
+            (name, Size(needed), Size(read), read / needed, instead, then)
+            for name, needed, read, instead, then in rows[: _WORST if more > 0 else None]
+        ),
+    )
+    if more > 0:
+        output.line(f" and {more:,} more; --json has all")
+
+
+def _best(choices: Sequence[Sequence[Instead]]) -> Instead | None:
+    """The partition that all of some leaves can have and that reads least; sums over the leaves."""
+    sums: dict[Axes, list[Instead]] = {}
+    for own in choices:
+        for one in own:
+            sums.setdefault(one.axes, []).append(one)
+    possible = [
+        Instead(axes, sum(one.needed_bytes for one in own), sum(one.read_bytes for one in own))
+        for axes, own in sums.items()
+        if len(own) == len(choices)
+    ]
+    return min(possible, key=lambda one: one.over_read, default=None)

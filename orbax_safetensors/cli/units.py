@@ -1,0 +1,47 @@
+"""Speeds and times as they are written on a command line."""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+
+from orbax_safetensors.cli.partition import UsageError
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+# Bits are written out, because Gb/s is taken for either.
+_BITS = {"bit/s": 8.0, "bps": 8.0, "B/s": 1.0, "B": 1.0}
+_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?|[KMGT]i)(bit/s|bps|B/s|B)")
+_LATENCY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(us|µs|ms|s)")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bandwidth(text: str) -> float:
+    """`2GB/s`, `500MiB/s` or `25Gbit/s` as bytes per second."""
+    found = _BANDWIDTH.fullmatch(text)
+    if found is not None:
+        value = float(found[1]) * _PREFIXES[found[2]] / _BITS[found[3]]
+        if isfinite(value) and value > 0:
+            return value
+    raise UsageError(f"expected bytes or bits per second above 0, as in 2GB/s, 500MiB/s or 25Gbit/s, found {text!r}")
+
+
+def parse_latency(text: str) -> float:
+    """`10ms`, `200us` or `0.01s` as seconds."""
+    found = _LATENCY.fullmatch(text)
+    if found is not None and isfinite(value := float(found[1]) * _SECONDS[found[2]]):
+        return value
+    raise UsageError(f"expected a time as in 10ms, 200us or 0.01s, found {text!r}")
+
+
+def human_seconds(seconds: float) -> str:
+    """`seconds` with about three digits, as `350 ms`, `12.3 s`, `4 min 10 s` or `2 h 05 min`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {rest:02} min"
