@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +22,16 @@ INDEX = "model.safetensors.index.json"
 PREFIX_BYTES = 8
 # Where a data section has to begin for JAX to take tensors of the mapped file as they are.
 ALIGNMENT = 64
-ITEM_BYTES = {"BF16": 2, "F32": 4}
+# Rows and columns of a block of fp8 codes that share a scale.
+BLOCK = 128
+DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+# Bits that are kept of random numbers, and bits that are set: every value is finite, and those of F32 are 0.5 to 1.
+_BITS = {"BF16": (0xBFFF, 0), "F32": (0x007F_FFFF, 0x3F00_0000), "F8_E4M3": (0xBF, 0)}
 
 _COMPLETE = "complete.json"
 
@@ -114,18 +124,89 @@ def deepseek_v3() -> Tensors:
     return tensors
 
 
+def qwen3_moe(config: Mapping[str, Any]) -> Tensors:
+    """A Qwen3 whose layers all have experts, as its `config.json` says."""
+    hidden, size = config["hidden_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    tensors = _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (heads, hidden),
+            "self_attn.k_proj": (groups, hidden),
+            "self_attn.v_proj": (groups, hidden),
+            "self_attn.o_proj": (hidden, heads),
+            "self_attn.q_norm": (size,),
+            "self_attn.k_norm": (size,),
+            "mlp.gate": (config["num_experts"], hidden),
+        }
+        for expert in range(config["num_experts"]):
+            shapes |= _feed_forward(f"mlp.experts.{expert}.", hidden, config["moe_intermediate_size"])
+        tensors |= {f"{at}{name}.weight": Tensor("BF16", shape) for name, shape in shapes.items()}
+    return tensors
+
+
+def deepseek_fp8(config: Mapping[str, Any]) -> Tensors:
+    """A DeepSeek-V3 as its `config.json` says, in fp8 with a scale for each block of 128 x 128."""
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    head, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    tensors = _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes = {
+            "self_attn.q_proj": (heads * (head + rope), hidden),
+            "self_attn.kv_a_proj_with_mqa": (latent + rope, hidden),
+            "self_attn.kv_b_proj": (heads * (head + value), latent),
+            "self_attn.o_proj": (hidden, heads * value),
+        }
+        plain = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.kv_a_layernorm": (latent,),
+        }
+        if layer < config["first_k_dense_replace"]:
+            shapes |= _feed_forward("mlp.", hidden, config["intermediate_size"])
+        else:
+            plain["mlp.gate"] = (config["n_routed_experts"], hidden)
+            tensors[f"{at}mlp.gate.e_score_correction_bias"] = Tensor("F32", (config["n_routed_experts"],))
+            width = config["moe_intermediate_size"]
+            shapes |= _feed_forward("mlp.shared_experts.", hidden, config["n_shared_experts"] * width)
+            for expert in range(config["n_routed_experts"]):
+                shapes |= _feed_forward(f"mlp.experts.{expert}.", hidden, width)
+        tensors |= {f"{at}{name}.weight": Tensor("BF16", shape) for name, shape in plain.items()}
+        for name, shape in shapes.items():
+            tensors[f"{at}{name}.weight"] = Tensor("F8_E4M3", shape)
+            tensors[f"{at}{name}.weight_scale_inv"] = Tensor("F32", tuple(-(-size // BLOCK) for size in shape))
+    return tensors
+
+
+def _ends(config: Mapping[str, Any]) -> Tensors:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    shapes = {"model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,), "lm_head": (vocabulary, hidden)}
+    return {f"{name}.weight": Tensor("BF16", shape) for name, shape in shapes.items()}
+
+
+def _feed_forward(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
 def write(directory: Path, tensors: Tensors, *, files: int) -> None:
-    """A checkpoint of finite random bf16 values, the same ones every time, in `files` files with an index."""
+    """A checkpoint of finite random values, the same ones every time, in `files` files with an index."""
 
     def fill() -> None:
         for number, (file, names) in enumerate(_split(tensors, files).items()):
             random = np.random.default_rng(number)
             arrays = {}
             for name in names:
-                shape = tensors[name].shape
-                bits = random.integers(0, 2**64, -(-prod(shape) // 4), np.uint64).view(np.uint16)[: prod(shape)]
-                bits &= 0xBFFF  # without the highest bit of the exponent: every value is finite
-                arrays[name] = bits.view(ml_dtypes.bfloat16).reshape(shape)
+                tensor = tensors[name]
+                dtype, (kept, added) = DTYPES[tensor.dtype], _BITS[tensor.dtype]
+                bits = random.integers(0, 2**64, -(-tensor.nbytes // 8), np.uint64).view(f"u{dtype.itemsize}")
+                bits &= kept
+                bits |= added
+                arrays[name] = bits[: prod(tensor.shape)].view(dtype).reshape(tensor.shape)
             save_file(arrays, directory / file, metadata={"format": "pt"})
         _write_index(directory, _split(tensors, files))
 

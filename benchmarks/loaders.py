@@ -1,9 +1,9 @@
-"""One loader on one piece of work, in a process of its own: `restore.py` starts it and reads what it prints.
+"""One loader on one piece of work, in a process of its own, which `restore.py` and `families.py` start and read.
 
 The clock runs from the call of the loader until every page of every shard has been touched. Before it runs, imports
 are done, devices are there, and memory that will be needed has been touched once and freed again, so that no loader
 pays for pages that a virtual machine gave back to its host. After it has stopped, every shard is compared with what
-the `safetensors` package reads.
+the `safetensors` package reads, or with what NumPy makes of that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 
 import jax
 import ml_dtypes
+import models
 import numpy as np
-from checkpoints import chill, read_header, read_tensors, warm
-from safetensors import safe_open
+from checkpoints import DTYPES, chill, read_header, read_tensors, warm
+from safetensors import deserialize
 from safetensors.numpy import load_file
 
 ARENA_BYTES = 2**27
@@ -38,9 +39,10 @@ Arrays = dict[str, Any]
 class Job:
     """What to load: `directory`'s tensors (those of its first file, with `subset`), sharded over `devices` devices.
 
-    `layout` is "leading", "inner" or "replicated": which dimension is cut, if any. With several `processes`, which meet
-    at `coordinator`, the devices are dealt to them evenly. `threads` are the package's own; 0 leaves its default. The
-    files are in the page cache, or, where it is `cold`, not in it.
+    `layout` is "leading", "inner" or "replicated": which dimension is cut, if any; or one of `models.LAYOUTS`. With a
+    `family`, the arrays are those of its tree, by their paths. With several `processes`, which meet at `coordinator`,
+    the devices are dealt to them evenly; where the first is `alone`, the others wait for it. `threads` are the
+    package's own; 0 leaves its default. The files are in the page cache, or, where it is `cold`, not in it.
     """
 
     loader: str
@@ -54,14 +56,23 @@ class Job:
     coordinator: str = ""
     threads: int = 0
     cold: bool = False
+    family: str = ""
+    alone: bool = False
+    check: bool = True
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Loads, measures and checks. Memory is in bytes above what the process had before, times are in seconds."""
+def run(job: Job) -> dict[str, Any] | None:
+    """Loads, measures and checks, unless this process is only there for another.
+
+    Memory is in bytes above what the process had before, times are in seconds.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
     if job.processes > 1:
         jax.distributed.initialize(job.coordinator, job.processes, job.process)
+    if job.alone and job.process:
+        jax.devices()
+        return None  # and JAX does not let this process end before the others
     wanted = abstract_arrays(job)
     load = LOADERS[job.loader](job, wanted)
     events: dict[str, float] = {}
@@ -81,7 +92,8 @@ def run(job: Job) -> dict[str, Any]:
         touch(array)
     ended = time.monotonic()
     cpu_after, reads_after, after = time.process_time(), process_reads(), memory()
-    check(Path(job.directory), arrays, wanted)
+    if job.check:
+        check(job, arrays, wanted)
     return {
         "seconds": ended - began,
         "load_seconds": loaded - began,
@@ -91,6 +103,7 @@ def run(job: Job) -> dict[str, Any]:
         "anonymous_before": before["RssAnon"] + before["RssShmem"],
         "peak_bytes": after["VmHWM"] - before["VmRSS"],
         "needed_bytes": needed_bytes(arrays),
+        "loaded_bytes": needed_bytes(arrays) or sum(array.nbytes for array in arrays.values()),
         "read_bytes": reads_after["rchar"] - reads_before["rchar"],
         "storage_bytes": reads_after["read_bytes"] - reads_before["read_bytes"],
         "event_bytes": events.get(EVENT_BYTES_READ),
@@ -100,18 +113,33 @@ def run(job: Job) -> dict[str, Any]:
 def abstract_arrays(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays that are wanted, by name, with their shardings."""
     mesh = jax.make_mesh((job.devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    files = read_tensors(Path(job.directory))
-    out = {}
-    for file in [min(files)] if job.subset else files:
-        for name, tensor in files[file].items():
+    if job.family:
+        import orbax_safetensors as ost
+
+        leaves = ost.open_checkpoint(job.directory, family=job.family).leaves
+        described = {path: (view.shape, view.dtype) for path, view in leaves.items()}
+    else:
+        files = read_tensors(Path(job.directory))
+        described = {
+            name: (tensor.shape, DTYPES[tensor.dtype])
+            for file in ([min(files)] if job.subset else files)
+            for name, tensor in files[file].items()
+        }
+    shapes = {name: shape for name, (shape, _) in described.items()}
+    if job.layout in models.LAYOUTS:
+        shardings = models.shardings(shapes, job.layout, mesh)
+    else:
+        shardings = {}
+        for name, shape in shapes.items():
             spec = {
                 "leading": ("x",),
-                "inner": (*(None for _ in tensor.shape[1:]), "x"),
+                "inner": (*(None for _ in shape[1:]), "x"),
                 "replicated": (),
             }[job.layout]
-            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-            out[name] = jax.ShapeDtypeStruct(tensor.shape, ml_dtypes.bfloat16, sharding=sharding)
-    return out
+            shardings[name] = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name]) for name, (shape, dtype) in described.items()
+    }
 
 
 def files_of(job: Job) -> list[Path]:
@@ -131,13 +159,20 @@ def package(job: Job, wanted: Wanted, *, alias: bool = False) -> Callable[[], Ar
     import orbax_safetensors as ost
 
     threads = {"threads": job.threads} if job.threads else {}
+    alone = {}
+    if job.alone:
+        active = ocp.options.MultiprocessingOptions(active_processes={job.process}, barrier_sync_key_prefix="alone")
+        alone["multiprocessing_options"] = active
     restore_args = {name: ocp.ArrayRestoreArgs(sharding=array.sharding) for name, array in wanted.items()}
 
     def load() -> Arrays:
-        with ocp.Checkpointer(ost.SafetensorsHandler(options=ost.SafetensorsOptions(alias=alias, **threads))) as it:
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(alias=alias, **threads))
+        with ocp.Checkpointer(handler, **alone) as it:
             return it.restore(
                 job.directory,
-                args=ost.SafetensorsRestore(restore_args=restore_args, partial_restore=job.subset),
+                args=ost.SafetensorsRestore(
+                    restore_args=restore_args, partial_restore=job.subset, family=job.family or None
+                ),
             )
 
     return load
@@ -168,6 +203,23 @@ def numpy(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
             arrays = load_file(path)
             for name in list(arrays):
                 out[name] = jax.device_put(arrays.pop(name), wanted[name].sharding)
+        return out
+
+    return load
+
+
+def materialise(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Every array of the family's tree with NumPy, from the mapped files, and then the shards of it."""
+
+    def load() -> Arrays:
+        arrays = models.materialised(Path(job.directory), job.family)
+        out: Arrays = {}
+        for path in list(arrays):
+            array, sharding = arrays.pop(path), wanted[path].sharding
+            if job.processes > 1:  # here `device_put` would compare what all processes have
+                out[path] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+            else:
+                out[path] = jax.device_put(array, sharding)
         return out
 
     return load
@@ -267,6 +319,7 @@ LOADERS: dict[str, Callable[[Job, Wanted], Callable[[], Arrays]]] = {
     "Orbax v1": orbax_v1,
     "safetensors.numpy": numpy,
     "safetensors.torch": torch,
+    "NumPy, then shards": materialise,
     "fastsafetensors": fastsafetensors,
     "copy limit": copy_limit,
     "read limit": read_limit,
@@ -298,23 +351,35 @@ def touch(array: Any) -> int:
     )
 
 
-def check(directory: Path, arrays: Arrays, wanted: Wanted) -> None:
-    """Raises where one bit of one shard is not that of the file."""
+def check(job: Job, arrays: Arrays, wanted: Wanted) -> None:
+    """Raises where one bit of one shard is not that of the files."""
+    directory = Path(job.directory)
     if not wanted:  # the copies of whole files
         for array, path in zip(arrays.values(), sorted(directory.glob("*.safetensors")), strict=False):
             expected = np.fromfile(path, np.uint8, offset=read_header(path)[1])
             assert np.array_equal(array, expected), path
         return
     assert arrays.keys() == wanted.keys()
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            for name in sorted(set(file.keys()) & wanted.keys()):
-                array, expected = arrays[name], wanted[name]
-                assert (array.shape, array.dtype) == (expected.shape, expected.dtype), name
-                assert array.sharding.is_equivalent_to(expected.sharding, len(expected.shape)), name
-                stored = file.get_tensor(name).view(np.uint16)
-                for shard in array.addressable_shards:
-                    assert np.array_equal(np.asarray(shard.data).view(np.uint16), stored[shard.index]), name
+    if job.family:
+        made = models.materialised(directory, job.family)
+        assert arrays.keys() == made.keys()
+        for path in list(made):
+            same(path, arrays[path], wanted[path], made.pop(path))
+        return
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, stored in deserialize(file.read_bytes()):
+            if name in wanted:
+                expected = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
+                same(name, arrays[name], wanted[name], expected)
+
+
+def same(name: str, array: Any, wanted: jax.ShapeDtypeStruct, expected: np.ndarray) -> None:
+    """Raises where an array is not the one that was wanted, or one bit of it not the expected one."""
+    assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype) == (expected.shape, expected.dtype), name
+    assert array.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape)), name
+    bits = f"u{expected.dtype.itemsize}"
+    for shard in array.addressable_shards:
+        assert np.array_equal(np.asarray(shard.data).view(bits), expected[shard.index].view(bits)), name
 
 
 def memory(process: int | str = "self") -> dict[str, int]:
@@ -344,4 +409,5 @@ def needed_bytes(arrays: Arrays) -> int:
 
 if __name__ == "__main__":
     job = Job(**json.loads(sys.argv[1]))
-    print(json.dumps({"job": asdict(job), **run(job)}))
+    result = run(job)
+    print(json.dumps(result and {"job": asdict(job), **result}))

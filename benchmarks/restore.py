@@ -60,7 +60,8 @@ class Scenario:
     """Work that all `loaders` do in turn. `job` has the fields of `loaders.Job` that are not left as they are.
 
     `rounds` has the most rounds for loaders that are too slow for all of them; `memory` the multiple of the bytes that
-    any of them needs.
+    any of them needs. `instead` has what `job` says otherwise for some loaders. Where the check is slow, it is made in
+    the first round only.
     """
 
     title: str
@@ -70,6 +71,8 @@ class Scenario:
     rounds: dict[str, int] = field(default_factory=dict)
     memory: float = 2.0
     targets: tuple[Target, ...] = ()
+    instead: dict[str, dict[str, Any]] = field(default_factory=dict)
+    slow_check: bool = False
 
 
 def seconds(runs: Runs, loader: str) -> float:
@@ -175,11 +178,15 @@ def make_checkpoints(directory: Path, quick: bool) -> None:
     checkpoints.write(directory / "wide", checkpoints.wide(rows=128 if quick else 2048), files=2)
 
 
-def measure(scenario: Scenario, loader: str, directory: Path, sample: bool) -> list[dict[str, Any]]:
-    """One run: what each of its processes measured. Raises RuntimeError where one fails or takes too long."""
+def measure(scenario: Scenario, loader: str, directory: Path, first: bool) -> list[dict[str, Any]]:
+    """One run: what each of its processes measured. Raises RuntimeError where one fails or takes too long.
+
+    Sampling takes a little time, so only the first run has it; the median does not see it.
+    """
     path = directory / scenario.checkpoint
     nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    job = {"loader": loader, "directory": os.fspath(path), **scenario.job}
+    job = {"loader": loader, "directory": os.fspath(path), **scenario.job, **scenario.instead.get(loader, {})}
+    job["check"] = first or not scenario.slow_check
     if job.get("subset"):
         nbytes = min(path.glob("*.safetensors")).stat().st_size
     job["pretouch_bytes"] = int(scenario.memory * nbytes)
@@ -187,10 +194,11 @@ def measure(scenario: Scenario, loader: str, directory: Path, sample: bool) -> l
     if processes > 1:
         job["coordinator"] = f"localhost:{_free_port()}"
     with ThreadPoolExecutor(processes) as pool:
-        return list(pool.map(lambda process: _process({**job, "process": process}, sample), range(processes)))
+        results = pool.map(lambda process: _process({**job, "process": process}, first), range(processes))
+        return [result for result in results if result is not None]
 
 
-def _process(job: dict[str, Any], sample: bool) -> dict[str, Any]:
+def _process(job: dict[str, Any], sample: bool) -> dict[str, Any] | None:
     command = [sys.executable, os.fspath(Path(__file__).with_name("loaders.py")), json.dumps(job)]
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -211,7 +219,9 @@ def _process(job: dict[str, Any], sample: bool) -> dict[str, Any]:
         if process.returncode:
             errors.seek(0)
             raise RuntimeError("failed:\n" + errors.read()[-2000:])
-    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    result: dict[str, Any] | None = json.loads(output.splitlines()[-1])
+    if result is None:
+        return None
     within = [nbytes for at, nbytes in samples if result["began"] <= at <= result["ended"]]
     if within:
         result["peak_anonymous_bytes"] = max(within) - result["anonymous_before"]
@@ -251,8 +261,7 @@ def run(scenario: Scenario, directory: Path, rounds: int, console: Console) -> R
             if loader in failed or number >= scenario.rounds.get(loader, rounds):
                 continue
             try:
-                # Sampling takes a little time, so only the first round has it; the median does not see it.
-                runs[loader] += measure(scenario, loader, directory, sample=number == 0)
+                runs[loader] += measure(scenario, loader, directory, first=number == 0)
             except RuntimeError as error:
                 failed.add(loader)
                 console.print(f"{scenario.title}: {loader} {error}", style="red", markup=False)
@@ -265,6 +274,7 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
     columns = (
         "loader",
         "median s",
+        "GB/s",
         "of copy limit",
         "of read limit",
         "time / package",
@@ -287,6 +297,7 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
         table.add_row(
             loader,
             f"{took:.3f}",
+            f"{own[0]['loaded_bytes'] / took / 1e9:.2f}",
             *(f"{seconds(runs, limit) / took:.2f}" if limit in runs else "" for limit in (LIMIT, READ_LIMIT)),
             f"{took / seconds(runs, base):.2f}",
             f"{statistics.median(run['cpu_seconds'] for run in own):.2f}",
@@ -312,21 +323,26 @@ def versions() -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return measure_all(SCENARIOS, make_checkpoints, __doc__ or "")
+
+
+def measure_all(scenarios: dict[str, Scenario], make: Callable[[Path, bool], None], description: str) -> int:
+    """What the command line asks for. Returns 1 where this package failed, else 0."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round of 0.1 GB: shows that everything runs")
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="SCENARIO")
+    parser.add_argument("--only", nargs="+", choices=scenarios, default=list(scenarios), metavar="SCENARIO")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
     args = parser.parse_args()
     console = Console(width=140)
     directory = args.directory / ("orbax-safetensors-bench-quick" if args.quick else "orbax-safetensors-bench")
-    make_checkpoints(directory, args.quick)
+    make(directory, args.quick)
     report: dict[str, Any] = {"versions": versions(), "scenarios": {}}
     console.print(report["versions"])
     broken = False
     for name in args.only:
-        scenario = SCENARIOS[name]
+        scenario = scenarios[name]
         runs = run(scenario, directory, 1 if args.quick else args.rounds, console)
         show(scenario, runs, console)
         broken = broken or not all(runs[loader] for loader in (PACKAGE, ALIAS) if loader in runs)
