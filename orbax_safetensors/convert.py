@@ -31,7 +31,7 @@ from orbax_safetensors.sources import Source
 from orbax_safetensors.streaming import layouts
 from orbax_safetensors.streaming.beside import Beside, beside, copied
 from orbax_safetensors.streaming.casts import Casts
-from orbax_safetensors.streaming.cutting import groups
+from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
 from orbax_safetensors.streaming.partition import Partition, Spec, partition
 from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource
@@ -243,7 +243,7 @@ def _safetensors_to_orbax(
         compression=compression,
     )
     identity = f"{source.identity} {None if found is None else found.name} {sorted((variant or {}).items())!r}"
-    return source, lambda: write_orbax(source, target, groups(views), identity, **how.options)
+    return source, lambda: write_orbax(source, target, interleaved(views), identity, **how.options)
 
 
 def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool) -> Plan:
@@ -294,7 +294,7 @@ def _orbax_to_safetensors(
         Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
-    viewed, tensors = taken_apart(given, found, variant, around.config or {})
+    viewed, tensors = taken_apart(given, family, variant, around.config or {})
     dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
     layout = lay_out(
         [(name, from_numpy(dtypes[name]), shape) for name, (_, shape) in tensors.items()],
@@ -305,7 +305,7 @@ def _orbax_to_safetensors(
     files = layouts.whole(layout, {one.name: one.view for one in viewed})
     identity = f"{source.identity} {None if found is None else found.name} {sorted(variant.items())!r}"
     return source, lambda: write_safetensors(
-        source, how.destination, files, around, groups(files.views), identity, SafetensorsOptions(), **how.options
+        source, how.destination, files, around, interleaved(files.views), identity, SafetensorsOptions(), **how.options
     )
 
 

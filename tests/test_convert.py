@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import jax
@@ -253,3 +254,88 @@ def test_what_is_beside_comes_along(tmp_path):
     for number, given in enumerate((config, tmp_path / "hf" / "config.json")):
         ost.convert(source, tmp_path / str(number), to="safetensors", family="maxtext", config=given)
         assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_disk_that_is_full(tmp_path):
+    checkpoint(tmp_path / "from", large=np.zeros((64, 1 << 14), np.uint8))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
+    try:
+        with pytest.raises(ost.StorageError, match="No space left"):
+            ost.reshard(tmp_path / "from", disk / "to", memory_bytes=100_000)
+        with pytest.raises(ost.StorageError, match=r"(?i)no space left"):
+            ost.convert(tmp_path / "from", disk / "orbax", to="orbax", memory_bytes=100_000, compression=False)
+        assert sorted(path.name for path in disk.iterdir()) == ["orbax", "to.partial"]
+        with pytest.raises(ost.StorageError, match="finished"):
+            open_orbax(disk / "orbax")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
+        ({"to": "safetensors"}, "is no checkpoint of Orbax; reshard lays out safetensors files anew"),
+        ({"to": "orbax", "dtype": "int5"}, "dtype: expected one that arrays can have, found 'int5'"),
+        ({"to": "orbax", "dtype": {"(": "int8"}}, "no regular expression"),
+        ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
+        ({"to": "orbax", "step": -1}, "expected the number of a step, found -1"),
+        ({"to": "orbax", "spec": {"w": ("x",)}}, "pass mesh"),
+        ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "24 does not divide by 5"),
+        ({"to": "orbax", "family": "maxtext"}, "no family is for"),
+        ({"to": "orbax", "variant": {"scan_layers": True}}, "for a family"),
+        ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path, arguments, message):
+    checkpoint(tmp_path / "from")
+    with pytest.raises(ost.SafetensorsError, match=message):
+        ost.convert(tmp_path / "from", tmp_path / "to", **arguments)
+    assert not (tmp_path / "to" / "0").exists()
+
+
+def test_orbax_to_orbax_is_a_reshard(tmp_path):
+    with pytest.raises(ost.SafetensorsError, match="is a checkpoint of Orbax already"):
+        ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path, to="orbax")
+    with pytest.raises(ost.SafetensorsError, match="max_file_bytes is 0"):
+        checkpoint(tmp_path / "from")
+        ost.reshard(tmp_path / "from", tmp_path / "to", max_file_bytes=0)
+    with pytest.raises(ost.StorageError):
+        ost.reshard(tmp_path / "nothing", tmp_path / "to")
+
+
+def test_chunks_of_a_resharded_checkpoint_belong_to_one_shard_each(tmp_path):
+    ost.reshard(ROOT / "orbax" / "deepseek3_scanned", tmp_path, mesh={"x": 8}, spec={"wi|wo": (None, None, "x")},
+                memory_bytes=40_000)  # fmt: skip
+    found = open_orbax(tmp_path)
+    cut = 0
+    for name, leaf in found.leaves.items():
+        if "wi" in name or "wo" in name:
+            shard = (*leaf.shape[:2], leaf.shape[2] // 8, *leaf.shape[3:])
+            assert all(own % chunk == 0 for own, chunk in zip(shard, leaf.chunk_shape, strict=True))
+            cut += shard != leaf.chunk_shape
+    assert cut
+
+
+def test_what_happens_is_told(tmp_path, caplog):
+    arrays = checkpoint(tmp_path / "from")
+    total = sum(array.nbytes for array in arrays.values())
+    told = []
+    with caplog.at_level("INFO"):
+        result = ost.convert(
+            tmp_path / "from", tmp_path / "to", to="orbax", memory_bytes=2000, progress=lambda *now: told.append(now)
+        )
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert len(told) > 3
+    assert result.nbytes == total
+    assert result.requests > len(arrays)
+    assert result.peak_bytes > 1 << 20
+    assert json.loads(json.dumps(result.to_json()))["path"] == str(tmp_path / "to" / "0")
+    assert f"{total} bytes" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
+from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.tiling import common, tile_shape, tiles
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource
@@ -46,14 +47,7 @@ def _boxes(
     return tiles(shape, tile_shape(shape, both if prod(both) <= elements else grain, order, elements), order)
 
 
-def groups(views: Mapping[str, View]) -> list[tuple[str, ...]]:
+def interleaved(views: Mapping[str, View]) -> list[tuple[str, ...]]:
     """The names of views in their order, together with those that are made of the same tensors."""
-    group_of: dict[str, int] = {}
-    found: dict[int, list[str]] = {}
-    for number, (name, view) in enumerate(views.items()):
-        found[number] = [name]
-        for other in sorted({group_of[tensor] for tensor in view.tensors if tensor in group_of}):
-            found[number] = found.pop(other) + found[number]
-            group_of |= {tensor: number for one in found[number] for tensor in views[one].tensors}
-        group_of |= dict.fromkeys(view.tensors, number)
-    return [tuple(names) for names in found.values()]
+    names = list(views)
+    return [tuple(names[at] for at in group) for group in by_tensors(list(views.values()))]

@@ -1,0 +1,67 @@
+"""Conversions in several real processes: what one makes, each byte moved once, and all fail where one does."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import orbax_safetensors as ost
+from tests.multiprocess.launch import launch
+from tests.multiprocess.workers_convert import BOTH
+from tests.streaming.interrupted import CALLS
+from tests.streaming.test_resume import arrays, check, make_source, opens
+
+TOTAL = sum(array.nbytes for array in arrays().values())
+PROCESSES = 3
+
+
+def start(function, root):
+    return launch(f"tests.multiprocess.workers_convert:{function}", str(root), processes=PROCESSES, devices=1)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Where several processes converted, and what each of them moved."""
+    root = tmp_path_factory.mktemp("together")
+    make_source("to_orbax", root / "hf")
+    make_source("to_safetensors", root / "from")
+    return root, start("run", root)
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_what_one_process_makes(together, kind, tmp_path):
+    root, moved = together
+    check(kind, root / kind)
+    own = [of_process[kind] for of_process in moved]
+    assert sum(own) == TOTAL
+    assert max(own) < 1.3 * TOTAL / PROCESSES
+    if kind in ("to_safetensors", "reshard_safetensors"):
+        CALLS[kind](root / ("hf" if kind in BOTH else "from/0/items"), tmp_path / kind)
+        for path in (tmp_path / kind).iterdir():
+            assert path.read_bytes() == (root / kind / path.name).read_bytes()
+        assert not (root / f"{kind}.partial").exists()
+
+
+def test_all_fail_and_resume_together(tmp_path):
+    make_source("to_orbax", tmp_path / "hf")
+    told = start("fail", tmp_path)
+    for kind in BOTH:
+        assert told[-1][kind][0] == "the disk is gone"
+        assert all("the disk is gone" in of_process[kind][0] for of_process in told)
+        assert 0 < sum(of_process[kind][1] for of_process in told) < TOTAL
+        check(kind, tmp_path / f"{kind} failing")
+
+
+def test_processes_that_do_not_mean_the_same(tmp_path):
+    make_source("to_orbax", tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "hf2")
+    told = start("disagree", tmp_path)
+    for of_process in told:
+        for kind in BOTH:
+            assert "nothing" in of_process[f"{kind} missing"]
+            assert "process 2" in of_process[f"{kind} other"]
+    for kind in BOTH:
+        assert not opens(kind, tmp_path / f"{kind} missing")
+        assert not opens(kind, tmp_path / f"{kind} other")
+    assert ost.verify(tmp_path / "hf") == []

@@ -1,0 +1,61 @@
+"""What each process of `test_convert.py` runs: conversions that several share, one of which may fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import orbax_safetensors as ost
+from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from tests.streaming.interrupted import CALLS
+
+BOTH = ("to_orbax", "reshard_safetensors")
+
+
+def run(root: str) -> dict[str, Any]:
+    """Every conversion once, and bytes that this process has moved."""
+    moved = {}
+    for kind, call in CALLS.items():
+        source = Path(root) / ("hf" if kind in BOTH else "from/0/items")
+        moved[kind] = call(source, Path(root) / kind).nbytes
+    return moved
+
+
+def fail(root: str) -> dict[str, Any]:
+    """The last process cannot read; then all resume, and are told what was left."""
+    told: dict[str, Any] = {}
+    read = SafetensorsSource.read
+
+    def failing(self: SafetensorsSource, tiles: Any) -> Any:
+        if jax.process_index() == jax.process_count() - 1 and any(tile.name == "w9" for tile in tiles):
+            raise ost.StorageError("the disk is gone")
+        return read(self, tiles)
+
+    for kind in BOTH:
+        source, destination = Path(root) / "hf", Path(root) / f"{kind} failing"
+        SafetensorsSource.read = failing  # type: ignore[method-assign]
+        try:
+            CALLS[kind](source, destination)
+        except ost.StorageError as error:
+            told[kind] = [str(error)]
+        SafetensorsSource.read = read  # type: ignore[method-assign]
+        told[kind].append(CALLS[kind](source, destination, resume=True).nbytes)
+    return told
+
+
+def disagree(root: str) -> dict[str, str]:
+    """One process has a source that is not there, or asks for something else."""
+    told = {}
+    last = jax.process_index() == jax.process_count() - 1
+    for kind in BOTH:
+        for name, more, source in (
+            ("missing", {}, "nothing" if last else "hf"),
+            ("other", {}, "hf2" if last else "hf"),
+        ):
+            try:
+                CALLS[kind](Path(root) / source, Path(root) / f"{kind} {name}", **more)
+            except ost.SafetensorsError as error:
+                told[f"{kind} {name}"] = f"{type(error).__name__}: {error}"
+    return told

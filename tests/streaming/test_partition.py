@@ -1,0 +1,51 @@
+"""How arrays are sharded over meshes that are not there: as JAX would, or refused."""
+
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.streaming.partition import partition
+
+
+def test_the_first_pattern_that_is_found_counts():
+    rules = partition({"x": 2, "y": 4}, {"wi": ("x", None), "kernel$": (None, ("x", "y")), ".*": ("y",)})
+    assert rules.spec("mlp.wi.kernel", (8, 8)) == ("x", None)
+    assert rules.spec("mlp.wo.kernel", (8, 8)) == (None, ("x", "y"))
+    assert rules.shard("mlp.wo.kernel", (8, 8)) == (8, 1)
+    assert rules.shard("norm", (8, 3)) == (2, 3)
+    assert rules.spec("scalar", ()) == ()
+    assert partition({"x": 2}, {"a": ("x",)}).shard("b", (3, 5)) == (3, 5)
+    assert partition(None, None).shard("b", (3, 5)) == (3, 5)
+
+
+def test_boxes_are_those_of_jax(mesh):
+    rules = partition({"x": 2, "y": 4}, {"": ("y", None, "x")})
+    sharding = NamedSharding(mesh, PartitionSpec("y", None, "x"))
+    indices = sharding.devices_indices_map((8, 3, 4))
+    expected = [
+        tuple(part.indices(n)[:2] for part, n in zip(indices[device], (8, 3, 4), strict=True))
+        for device in mesh.devices.flat
+    ]
+    assert rules.boxes("a", (8, 3, 4)) == expected
+    assert rules.shard("a", (8, 3, 4)) == sharding.shard_shape((8, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("mesh_", "spec", "shape", "message"),
+    [
+        ({"x": 2}, {"a": ("z",)}, (4,), r"'a' of shape \(4,\), .* the mesh has no axis 'z', it has \['x'\]"),
+        ({"x": 2}, {"a": ("x", "x")}, (4, 4), "an axis of a mesh can shard one dimension only"),
+        ({"x": 2}, {"a": (None, "x")}, (4,), "expected at most 1 entries"),
+        ({"x": 4}, {"a": ("x",)}, (6,), "6 does not divide by 4"),
+        ({"x": 0}, {}, (6,), "mesh: expected the sizes"),
+        ({}, {}, (6,), "mesh: expected the sizes"),
+        ([2], {}, (6,), "mesh: expected the sizes"),
+        ({"x": 2}, ["x"], (6,), "spec: expected axes by pattern"),
+        ({"x": 2}, {"(": ("x",)}, (6,), r"spec: '\(' is no regular expression"),
+        ({"x": 2}, {"a": "x"}, (6,), "spec: 'a': expected a tuple"),
+        (None, {"a": ("x",)}, (6,), "pass mesh"),
+    ],
+)
+def test_what_does_not_fit(mesh_, spec, shape, message):
+    with pytest.raises(TensorMismatchError, match=message):
+        partition(mesh_, spec).spec("a", shape)

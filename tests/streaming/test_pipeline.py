@@ -1,0 +1,131 @@
+"""Tiles from a source to a sink: all of them once, in batches that fit, two at a time, whatever fails."""
+
+import threading
+import time
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbax_safetensors.plan.tiling import row_major_order
+from orbax_safetensors.streaming.cutting import bundles
+from orbax_safetensors.streaming.pipeline import Fact, batch_bytes, check_fits, nbytes, share, stream
+
+I4 = np.dtype(np.int32)
+
+
+class Memory:
+    """A source and a sink of arrays in memory, which counts what passes through it."""
+
+    def __init__(self, arrays, grains=None, fail_at=None):
+        self.arrays, self.grains, self.fail_at = arrays, grains or {}, fail_at
+        self.leaves = {name: Fact(array.shape, array.dtype) for name, array in arrays.items()}
+        self.out = {name: np.zeros_like(array) for name, array in arrays.items()}
+        self.times = {name: np.zeros(array.shape, int) for name, array in arrays.items()}
+        self.lock = threading.Lock()
+        self.held = self.most = self.requests = self.writes = 0
+        self.identity = "memory"
+
+    def order(self, name):
+        return row_major_order(self.leaves[name].shape)
+
+    def grain(self, name):
+        return self.grains.get(name, (1,) * len(self.leaves[name].shape))
+
+    def read(self, tiles):
+        with self.lock:
+            self.held += nbytes(tiles, self.leaves)
+            self.most = max(self.most, self.held)
+        return [self.arrays[tile.name][index(tile.box)].copy() for tile in tiles]
+
+    def write(self, tiles, arrays):
+        time.sleep(0.0005)
+        self.writes += 1
+        if self.writes == self.fail_at:
+            raise OSError("full")
+        for tile, array in zip(tiles, arrays, strict=True):
+            self.out[tile.name][index(tile.box)] = array
+            self.times[tile.name][index(tile.box)] += 1
+        with self.lock:
+            self.held -= nbytes(tiles, self.leaves)
+
+
+def index(box):
+    return (*(slice(*ends) for ends in box), ...)
+
+
+@st.composite
+def memories(draw):
+    arrays, grains, sinks = {}, {}, {}
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
+        arrays[f"a{number}"] = np.arange(prod(shape), dtype=I4).reshape(shape) + 1
+        grains[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
+        sinks[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
+    return Memory(arrays, grains), sinks, draw(st.integers(1, 800)), draw(st.integers(1, 4))
+
+
+@given(memories())
+def test_every_element_passes_once(drawn):
+    memory, sinks, limit, processes = drawn
+    cuts = bundles(memory, sinks, {}, [(name,) for name in memory.arrays], limit)
+    for bundle in cuts:
+        for tile in bundle:
+            for (start, stop), grain, size in zip(
+                tile.box, sinks[tile.name], memory.leaves[tile.name].shape, strict=True
+            ):
+                assert start % grain == 0
+                assert stop % grain == 0 or stop == size
+    total = 0
+    for process in range(processes):
+        told = []
+        own = share(cuts, memory.leaves, process, processes)
+        done = stream(memory, memory, own, limit, lambda *now, told=told: told.append(now))
+        assert told[0] == (0, done)
+        assert told[-1] == (done, done)
+        assert told == sorted(told)
+        total += done
+    assert total == sum(array.nbytes for array in memory.arrays.values())
+    for name, array in memory.arrays.items():
+        np.testing.assert_array_equal(memory.out[name], array)
+        assert (memory.times[name] == 1).all()
+    largest = max([prod(grain) * 4 for grain in sinks.values()], default=0)
+    assert memory.most <= 2 * max(limit, largest)
+
+
+def test_shares_are_even():
+    memory = Memory({f"a{number}": np.zeros((10, 10), I4) for number in range(10)})
+    cuts = bundles(memory, dict.fromkeys(memory.arrays, (1, 10)), {}, [(name,) for name in memory.arrays], 40)
+    sizes = [
+        nbytes([tile for bundle in share(cuts, memory.leaves, p, 7) for tile in bundle], memory.leaves)
+        for p in range(7)
+    ]
+    assert sum(sizes) == 4000
+    assert max(sizes) - min(sizes) <= 40
+
+
+def test_tiles_of_leaves_that_interleave_stay_together():
+    memory = Memory({"a": np.zeros((8, 4), I4), "b": np.zeros((8, 4), I4), "c": np.zeros((3,), I4)})
+    cuts = bundles(memory, dict.fromkeys("ab", (1, 1)) | {"c": (1,)}, {}, [("a", "b"), ("c",)], 128)
+    assert [[tile.name for tile in bundle] for bundle in cuts] == [["a", "b"], ["a", "b"], ["c"]]
+    assert all(len({tile.box for tile in bundle}) == 1 for bundle in cuts)
+    # Cut for sinks in which they differ, they are moved alone.
+    cuts = bundles(memory, {"a": (1, 1), "b": (8, 1)}, {}, [("a", "b")], 64)
+    assert {len(bundle) for bundle in cuts} == {1}
+
+
+def test_a_write_that_fails_ends_all():
+    memory = Memory({"a": np.zeros((100,), I4)}, fail_at=3)
+    cuts = bundles(memory, {"a": (1,)}, {}, [("a",)], 40)
+    with pytest.raises(OSError, match="full"):
+        stream(memory, memory, cuts, 40, None)
+    assert memory.writes == 3
+
+
+def test_chunks_that_are_too_large():
+    check_fits("a", 100, 400)
+    with pytest.raises(ValueError, match="memory_bytes is 399: 'a' is moved in chunks of 100 bytes, .* 400 are needed"):
+        check_fits("a", 100, 399)
+    assert batch_bytes(1) == 1

@@ -1,0 +1,167 @@
+"""Conversions that are killed at any time: nothing opens as complete, and the next one takes up what is there."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import orbax_safetensors as ost
+from orbax_safetensors.orbax_store import open_orbax
+from tests.files import random_bits, write_indexed
+from tests.streaming import interrupted
+from tests.streaming.interrupted import CALLS
+
+ROOT = Path(__file__).parents[2]
+F4 = np.dtype(np.float32)
+SHAPES = {f"w{number}": (16, 64 + 8 * number) for number in range(12)} | {"b": (40,)}
+TO_ORBAX = ("to_orbax", "reshard_orbax")
+OF_SAFETENSORS = ("to_orbax", "reshard_safetensors")
+
+
+def arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: random_bits(rng, shape, F4) for name, shape in SHAPES.items()}
+
+
+def make_source(kind, path, seed=0):
+    if kind in OF_SAFETENSORS:
+        path.mkdir(exist_ok=True)
+        whole = list(arrays(seed).items())
+        write_indexed(path, [dict(whole[:5]), dict(whole[5:])])
+    else:
+        tree = {name: jax.numpy.asarray(array) for name, array in arrays(seed).items()}
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(path / "0" / "items", tree, force=True)
+        path = path / "0" / "items"
+    return path
+
+
+def check(kind, destination, seed=0):
+    if kind in TO_ORBAX:
+        found = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
+            destination / "0" / "items",
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in SHAPES},
+        )
+    else:
+        found = ost.SafetensorsHandler().restore(epath.Path(destination))
+    for name, array in arrays(seed).items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def opens(kind, destination):
+    try:
+        if kind in TO_ORBAX:
+            open_orbax(destination)
+        else:
+            ost.open_checkpoint(destination)
+    except ost.SafetensorsError:
+        return False
+    return True
+
+
+def killed(kind, source, destination, where):
+    process = subprocess.run(
+        [sys.executable, interrupted.__file__, kind, str(source), str(destination), str(where)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+
+
+@pytest.mark.parametrize("where", [0, 1, 5, "before_the_end"])
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_killed_and_resumed(kind, where, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    killed(kind, source, destination, where)
+    assert not opens(kind, destination)
+    told = []
+    result = CALLS[kind](source, destination, resume=True, progress=lambda *now: told.append(now))
+    check(kind, destination)
+    total = sum(array.nbytes for array in arrays().values())
+    assert told[0] == (0, result.nbytes)
+    assert told[-1] == (result.nbytes, result.nbytes)
+    assert 0 < result.nbytes < total if where in (1, 5) else result.nbytes == (total if where == 0 else 0)
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+@pytest.mark.parametrize("where", ["before_the_rename", "after_the_rename"])
+def test_killed_at_the_very_end(where, tmp_path):
+    kind = "to_safetensors"
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    killed(kind, source, destination, where)
+    if where == "after_the_rename":
+        check(kind, destination)
+        with pytest.raises(ost.StorageError, match="to: already exists"):
+            CALLS[kind](source, destination, resume=True)
+        return
+    assert not opens(kind, destination)
+    assert CALLS[kind](source, destination, resume=True).nbytes == 0
+    check(kind, destination)
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_without_resume_all_begins_anew(kind, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    killed(kind, source, destination, 3)
+    result = CALLS[kind](source, destination)
+    assert result.nbytes == sum(array.nbytes for array in arrays().values())
+    check(kind, destination)
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_another_source_is_not_mixed_in(kind, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    killed(kind, source, destination, 3)
+    make_source(kind, tmp_path / "from", seed=1)
+    with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
+        CALLS[kind](source, destination, resume=True)
+    CALLS[kind](source, destination)
+    check(kind, destination, seed=1)
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_a_source_that_changes_meanwhile(kind, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    file = next(path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix != ".json")
+
+    def touch(done, total):
+        if done == total:
+            os.utime(file, ns=(1, 1))
+
+    with pytest.raises(ost.StorageError, match="changed while"):
+        CALLS[kind](source, destination, progress=touch)
+    assert not opens(kind, destination)
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_a_destination_that_is_there(kind, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    (destination / "0").mkdir(parents=True)
+    for resume in (False, True):
+        with pytest.raises(ost.StorageError, match="already exists"):
+            CALLS[kind](source, destination, resume=resume)
+    assert list(destination.rglob("*")) == [destination / "0"]
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_a_callback_that_fails(kind, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+
+    def fail(done, total):
+        if done > total // 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises((RuntimeError, ost.StorageError), match="enough"):
+        CALLS[kind](source, destination, progress=fail)
+    assert not opens(kind, destination)
+    CALLS[kind](source, destination, resume=True)
+    check(kind, destination)
