@@ -154,14 +154,7 @@ def restore_plan(
 
     `locate` knows the stored tensors of their views; `files` has the names of the files.
     """
-    numbers: dict[Hashable, int] = {}
-    layouts: list[Layout] = []
-    layout_of = []
-    for leaf in leaves:
-        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers)
-        layout_of.append(numbers.setdefault(key, len(layouts)))
-        if layout_of[-1] == len(layouts):
-            layouts.append(Layout(leaf.view.shape, leaf.shape, leaf.dtype, leaf.boxes, leaf.readers))
+    layouts, layout_of = layouts_of(leaves)
     leaf_counts = np.bincount(layout_of, minlength=len(layouts)).tolist()
     tensors = Tensors([leaf.view for leaf in leaves], layout_of, layouts, locate)
     counter = _Counter(tensors, files, max_gap_bytes, threads)
@@ -190,6 +183,19 @@ def restore_plan(
         processes=tuple(costs[process] for process in range(process_count)),
         over_reads=_over_reads(leaves, tensors, needed_and_read),
     )
+
+
+def layouts_of(leaves: Sequence[Leaf]) -> tuple[list[Layout], list[int]]:
+    """The distinct layouts of leaves, and the position among them of each leaf's."""
+    numbers: dict[Hashable, int] = {}
+    layouts: list[Layout] = []
+    layout_of = []
+    for leaf in leaves:
+        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers)
+        layout_of.append(numbers.setdefault(key, len(layouts)))
+        if layout_of[-1] == len(layouts):
+            layouts.append(Layout(leaf.view.shape, leaf.shape, leaf.dtype, leaf.boxes, leaf.readers))
+    return layouts, layout_of
 
 
 class _Counter:
