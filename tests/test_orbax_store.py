@@ -9,18 +9,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import hypothesis
 import jax
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, flow, named_sharding, open_orbax
 from orbax_safetensors.orbax_store import draft as drafts
 
@@ -549,10 +551,21 @@ def test_trees_that_cannot_be_stored(tmp_path, tree):
 
 
 @pytest.mark.parametrize(
-    "options", [{"step": -1}, {"step": "0"}, {"custom_metadata": {"a": {1}}}, {"tree_custom_metadata": {"a": {1}}}]
+    "options",
+    [
+        {"step": -1},
+        {"step": "0"},
+        {"custom_metadata": {"a": {1}}},
+        {"custom_metadata": ["a"]},
+        {"tree_custom_metadata": {"a": {1}}},
+        {"item": ""},
+        {"item": "../items"},
+        {"item": "items.orbax-checkpoint-tmp"},
+        {"memory_bytes": 0},
+    ],
 )
 def test_options_that_make_no_sense(tmp_path, options):
-    with pytest.raises(TensorMismatchError):
+    with pytest.raises(SafetensorsError):
         OrbaxSink(tmp_path / "new", tree_of(leaf_of), **options)
     assert not (tmp_path / "new").exists()
 
@@ -878,6 +891,11 @@ def test_where_nothing_is(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="found a file"):
         open_orbax(tmp_path / "file")
+    for nowhere in ("gs://bucket/0", "s3://bucket"):
+        with pytest.raises(StorageError, match="only local and mounted"):
+            open_orbax(nowhere)
+        with pytest.raises(StorageError, match="only local and mounted"):
+            OrbaxSink(nowhere, tree_of(leaf_of))
 
 
 def test_places_of_a_checkpoint(tmp_path):
@@ -906,6 +924,30 @@ def test_several_items(tmp_path):
         open_orbax(tmp_path)
     assert open_orbax(tmp_path / "5" / "state").step == 5
     assert open_orbax(tmp_path / "5" / "state").value("b").tolist() == [0, 1, 2, 3]
+
+
+def test_any_tree(tmp_path):
+    """Names and structure are Orbax's own, whatever the tree is made of. Numbers may be NumPy's."""
+
+    class Pair(NamedTuple):
+        left: Any
+        right: Any
+
+    leaf = OrbaxLeaf((np.int64(4),), np.dtype(np.int8), (np.int64(2),))
+    tree = {"pair": Pair(leaf, [leaf, (leaf, 1.5)]), "state": optax.EmptyState(), "by number": {1: leaf}}
+    with OrbaxSink(tmp_path, tree) as sink:
+        assert list(sink.leaves) == ["by number.1", "pair.left", "pair.right.0", "pair.right.1.0"]
+        fill(sink, {name: np.arange(4, dtype=np.int8) for name in sink.leaves})
+        sink.commit()
+    target = jax.tree.map(lambda leaf: 0.0 if leaf == 1.5 else np.zeros(4, np.int8), tree)
+    args = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray if np.ndim(leaf) else float), target)
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "0" / "items", item=target, restore_args=args)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    checkpoint = open_orbax(tmp_path)
+    assert list(checkpoint.leaves) == [*sink.leaves, "pair.right.1.1"]
+    names = checkpoint.tree(lambda name, leaf: name)
+    assert names["pair"] == {"left": "pair.left", "right": ["pair.right.0", ["pair.right.1.0", "pair.right.1.1"]]}
+    assert names["state"] is None
 
 
 def test_names_of_steps(tmp_path):

@@ -158,7 +158,7 @@ class Draft:
             synchronization.OperationIdGenerator.next_operation_id()
             self._handler.save(self.item_directory, args=ocp.args.PyTreeSave(tree, custom_metadata=custom_metadata))
 
-    def finish(self, custom_metadata: Mapping[str, Any] | None) -> None:
+    def finish(self, custom_metadata: dict[str, Any] | None) -> None:
         """Makes it a checkpoint, as `Checkpointer.save` does with an item: merges, renames the item, then the step."""
         with stored(self.path):
             self._metadata.update(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
+
+
+def local(path: str | os.PathLike[str]) -> str:
+    """An absolute path; `StorageError` where it is no path of a file system."""
+    path = os.fsdecode(path)
+    if "://" in path:
+        raise StorageError(f"{path}: only local and mounted file systems can be read and written")
+    return os.path.abspath(path)
 
 
 @contextlib.contextmanager
@@ -30,6 +39,8 @@ class Budget:
 
     def __init__(self, nbytes: int) -> None:
         """A request for more than `nbytes` is granted when nothing else is in flight."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise SafetensorsError(f"memory_bytes is {nbytes!r}, must be an integer of at least 1")
         self._nbytes = self._free = nbytes
         self._turn = threading.Lock()
         self._changed = threading.Condition()

@@ -19,7 +19,7 @@ from orbax.checkpoint._src.metadata import array_metadata_store
 # The public names of these return specs only, and not the record of how an array is stored that belongs to them.
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, OrbaxLeaf
+from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, OrbaxLeaf
 
 
 class Streamed:
@@ -43,7 +43,7 @@ def write_spec(info: type_handlers.ParamInfo, leaf: OrbaxLeaf, process: int | No
         dtype=leaf.dtype,
         use_ocdbt=info.is_ocdbt_checkpoint,
         process_index=process if info.is_ocdbt_checkpoint else None,
-        ext_metadata={"random_key_impl": leaf.random_key} if leaf.random_key else None,
+        ext_metadata={RANDOM_KEY: leaf.random_key} if leaf.random_key else None,
     )
 
 

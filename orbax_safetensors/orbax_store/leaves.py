@@ -18,6 +18,9 @@ from orbax_safetensors.plan.view import Box
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 ARRAYS = (JAX_ARRAY, NUMPY_ARRAY)
 
+# Under this key Orbax records the implementation of random keys with their data.
+RANDOM_KEY = "random_key_impl"
+
 
 @dataclass(frozen=True, slots=True)
 class OrbaxLeaf:

@@ -26,7 +26,7 @@ from orbax.checkpoint._src.multihost import multihost
 from orbax_safetensors import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.draft import Draft
-from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
+from orbax_safetensors.orbax_store.flow import Budget, Operations, local, stored
 from orbax_safetensors.orbax_store.handlers import streamed, write_spec
 from orbax_safetensors.orbax_store.leaves import (
     ARRAYS,
@@ -40,7 +40,10 @@ from orbax_safetensors.orbax_store.leaves import (
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
 
-# What a write costs besides its bytes.
+# What Orbax adds to the name of a directory that is not finished.
+_UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
+
+# What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.
 _WRITE_OVERHEAD = 32 << 10
 
 # Seconds between two looks at whether another process has given up.
@@ -85,21 +88,23 @@ class OrbaxSink:
           ocdbt: store arrays in Orbax's database of few files rather than in one file for each chunk.
           zarr3: store them in version 3 of Zarr.
           compression: compress chunks as Orbax does.
-          fsync: a tile is done once it is on the disk rather than with the operating system. Orbax does the same.
+          fsync: a tile is done once it is on the disk, as Orbax has it, rather than with the operating system, where
+            a kill of the process cannot undo it but a loss of power can.
           memory_bytes: of tiles and what is made of them, at most this much is in flight, or one tile.
-          resume: go on with what a sink has left behind that was made with the same arguments; `written` tells what is
-            there. Where nothing was left, and without `resume`, all begins anew.
+          resume: go on with what a sink has left behind that was made with the same leaves, formats and `source`;
+            `written` tells what is there. Where nothing was left, and without `resume`, all begins anew.
           source: tells apart what must not be mixed, as two sources of one shape; compared where a sink resumes.
 
         Raises `StorageError` where the step is there already or storage fails, and `TensorMismatchError` where a leaf
         cannot be stored or what was left behind is of another sink; in every process, before anything is written.
         """
-        destination = os.path.abspath(os.fsdecode(destination))
+        destination = local(destination)
         self.path = os.path.join(destination, str(step))
         self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
         self._budget = Budget(memory_bytes)
         self._compression = compression
-        self._custom_metadata, self._tree_custom_metadata = custom_metadata, tree_custom_metadata
+        self._custom_metadata = dict(custom_metadata) if isinstance(custom_metadata, Mapping) else custom_metadata
+        self._tree_custom_metadata = tree_custom_metadata
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._ended = False
@@ -107,11 +112,10 @@ class OrbaxSink:
         self._process = jax.process_index()
         failure, facts = None, ""
         try:
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise TensorMismatchError(f"{destination}: expected the number of a step, found {step!r}")
+            self._check_options(step, item)
             self._draft = Draft(destination, step, item, ocdbt=ocdbt, zarr3=zarr3, compression=compression)
-            self._check_metadata()
-            leaves, values = self._parted(tree)
+            structure, named = trees.flatten(tree)
+            leaves, values = self._parted(named)
             # Orbax itself may store an array in smaller chunks than it is asked for.
             context = _context(ocdbt, fsync)
             specs = {
@@ -122,9 +126,8 @@ class OrbaxSink:
                 name: replace(leaf, chunk_shape=tuple(specs[name].metadata.chunk_shape))
                 for name, leaf in leaves.items()
             }
-            self._tree = jax.tree.map(
-                lambda leaf: streamed(leaf) if isinstance(leaf, OrbaxLeaf) else leaf,
-                tree,
+            self._tree = jax.tree.unflatten(
+                structure, [streamed(leaves[name]) if name in leaves else values[name] for name in named]
             )
             record = self._record_of(values, ocdbt=ocdbt, zarr3=zarr3, compression=compression, source=source)
             facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
@@ -134,6 +137,21 @@ class OrbaxSink:
         self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
         self._together("list", self._list)
         self._together("open", partial(self._open, {name: spec.json for name, spec in specs.items()}, context))
+
+    def _check_options(self, step: int, item: str) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise TensorMismatchError(f"{self.path}: expected the number of a step, found {step!r}")
+        if not isinstance(item, str) or item in ("", ".", "..") or "/" in item or _UNFINISHED in item:
+            raise TensorMismatchError(f"{self.path}: expected the name of an item, found {item!r}")
+        if self._custom_metadata is not None and not isinstance(self._custom_metadata, dict):
+            raise TensorMismatchError(
+                f"{self.path}: expected a dict of custom metadata, found {self._custom_metadata!r}"
+            )
+        for metadata in (self._custom_metadata, self._tree_custom_metadata):
+            try:
+                json.dumps(metadata)
+            except (TypeError, ValueError) as error:
+                raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error
 
     def _info(self, name: str, ocdbt: bool, zarr3: bool, context: ts.Context) -> ocp.type_handlers.ParamInfo:
         return ocp.type_handlers.ParamInfo(
@@ -145,17 +163,10 @@ class OrbaxSink:
             ts_context=context,
         )
 
-    def _check_metadata(self) -> None:
-        for metadata in (self._custom_metadata, self._tree_custom_metadata):
-            try:
-                json.dumps(metadata)
-            except (TypeError, ValueError) as error:
-                raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error
-
-    def _parted(self, tree: Any) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
+    def _parted(self, named: Mapping[str, Any]) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
         """The leaves that are streamed, and those that are given by value."""
         leaves, values = {}, {}
-        for name, leaf in trees.flatten(tree)[1].items():
+        for name, leaf in named.items():
             where = f"{self.path}: {name!r}"
             if not name:
                 raise TensorMismatchError(f"{self.path}: expected a tree, found one leaf")
@@ -226,7 +237,8 @@ class OrbaxSink:
 
         Waits while `memory_bytes` are in flight. Safe from any thread. `tile` is not copied: it must not change before
         the future is done, which it is when no kill of the process can undo the write. Raises what made this or another
-        process fail, so that an error is noticed although nobody waits for futures.
+        process fail, so that an error is noticed although nobody waits for futures. What is called when the future is
+        done must not call the sink: it runs in a thread that other writes need.
         """
         leaf, where = self._leaf(name), f"{self.path}: {name!r}"
         check_box(box, leaf.shape, where)

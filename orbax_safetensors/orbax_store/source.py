@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import glob
 import json
 import logging
 import os
@@ -25,10 +26,11 @@ from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 from orbax.checkpoint._src.metadata import tree as tree_metadata
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
+from orbax_safetensors.orbax_store.flow import Budget, Operations, local, stored
 from orbax_safetensors.orbax_store.leaves import (
     ARRAYS,
     JAX_ARRAY,
+    RANDOM_KEY,
     SCALAR,
     STRING,
     OrbaxLeaf,
@@ -67,7 +69,7 @@ class _Empty:
     node: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OrbaxCheckpoint:
     """A finished checkpoint.
 
@@ -83,7 +85,7 @@ class OrbaxCheckpoint:
     path: str
     step: int | None
     leaves: Mapping[str, OrbaxLeaf]
-    custom_metadata: Mapping[str, Any]
+    custom_metadata: dict[str, Any]
     tree_custom_metadata: Any
     ocdbt: bool
     zarr3: bool
@@ -176,7 +178,10 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
     most `memory_bytes` besides the memory that they fill, or what one chunk needs. Raises `StorageError` where there
     is no finished checkpoint, and `TensorMismatchError` where it has a leaf of a kind that is not known here.
     """
-    item, step = _find(os.path.abspath(os.fsdecode(path)))
+    budget = Budget(memory_bytes)
+    path = local(path)
+    with stored(path):
+        item, step = _find(path)
     parent = posixpath.dirname(item)
     metadata = _tree_metadata(item)
     with stored(f"{posixpath.join(item, TREE_FILE)}: is not what Orbax writes"):
@@ -222,7 +227,7 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
         zarr3=zarr3,
         _structure=structure,
         _stores=stores,
-        _budget=Budget(memory_bytes),
+        _budget=budget,
         _read_bytes=min(_READ_BYTES, memory_bytes // (2 * _COPIES)),
     )
 
@@ -348,18 +353,14 @@ def _shardings(item: str) -> dict[str, ocp.metadata.ShardingMetadata]:
 
 def _random_keys(item: str) -> dict[str, str]:
     """The implementations of the leaves that are the data of random keys. Every process's file has all of them."""
-    directory = posixpath.join(item, _ARRAY_METADATAS)
-    try:
-        names = sorted(os.listdir(directory))
-    except FileNotFoundError:
+    files = sorted(glob.glob(posixpath.join(glob.escape(item), _ARRAY_METADATAS, "process_*")))
+    if not files:
         return {}
-    for name in names[:1]:
-        content = _json(posixpath.join(directory, name))
-        with stored(f"{posixpath.join(directory, name)}: is not what Orbax writes"):
-            arrays = [entry["array_metadata"] for entry in content["array_metadatas"]]
-            return {
-                array["param_name"]: array["ext_metadata"]["random_key_impl"]
-                for array in arrays
-                if (array.get("ext_metadata") or {}).get("random_key_impl")
-            }
-    return {}
+    content = _json(files[0])
+    with stored(f"{files[0]}: is not what Orbax writes"):
+        arrays = [entry["array_metadata"] for entry in content["array_metadatas"]]
+        return {
+            array["param_name"]: array["ext_metadata"][RANDOM_KEY]
+            for array in arrays
+            if (array.get("ext_metadata") or {}).get(RANDOM_KEY)
+        }
