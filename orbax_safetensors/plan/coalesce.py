@@ -23,6 +23,11 @@ MAX_REQUEST_BYTES = 16 * 2**20
 # The longest read into a staging buffer, which is then copied out of. Small enough to be in a core's cache still when
 # it is, so that the second copy is cheap; below this, the work for each copy in Python costs more than that saves.
 MAX_STAGED_BYTES = 4 * 2**20
+# Rows of a window that is transposed: what each becomes a part of is then written in runs of as many elements, which
+# take long to write where they are shorter than this, and longer where they begin and end within a cache line.
+_TRANSPOSED_ROWS = 128
+_TALLEST_BYTES = 16 * 2**20
+_LINE_BYTES = 64
 _DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer
 
 
@@ -140,7 +145,9 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
         if direct is None:
             uses = tuple(Use(index, packed(copies[index][0], runs, itemsize)) for index in members)
             rows = [stride * itemsize for use in uses for _, stride, _ in use.copy.modes]
-            windowed.append(Staged(runs, _pitch(runs, rows, MAX_STAGED_BYTES), uses))
+            transposed = not all(keeps_order(use.copy) for use in uses)
+            pitch = _tall(runs, rows, itemsize) if transposed else _pitch(runs, rows, MAX_STAGED_BYTES)
+            windowed.append(Staged(runs, pitch, uses))
         elif runs.modes:
             windowed += direct
         else:
@@ -213,6 +220,15 @@ def _pitch(runs: Runs, rows: Iterable[int], longest: int) -> int:
     """
     row = max((row for row in (*rows, runs.length) if row <= longest), default=longest)
     return longest // row * row
+
+
+def _tall(runs: Runs, rows: Sequence[int], itemsize: int) -> int:
+    """`_pitch` where elements are transposed: of many rows, and whole cache lines of what they become."""
+    pitch = _pitch(runs, rows, MAX_STAGED_BYTES)
+    row = max((row for row in (*rows, runs.length) if row <= MAX_STAGED_BYTES), default=pitch)
+    count = max(pitch // row, min(_TRANSPOSED_ROWS, _TALLEST_BYTES // row))
+    line = _LINE_BYTES // itemsize
+    return (count - count % line if count > line else count) * row
 
 
 def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
