@@ -34,10 +34,10 @@ from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
 from orbax_safetensors.streaming.partition import Partition, Spec, partition
-from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource
+from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
-from orbax_safetensors.streaming.to_safetensors import together, write_safetensors
+from orbax_safetensors.streaming.to_safetensors import in_all_processes, write_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class _Run:
     def run(self, plan: Callable[[], Plan]) -> Conversion:
         started = time.perf_counter()
         key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
-        source, move = together(key, plan)
+        source, move = in_all_processes(key, plan)
         with closing(source):
             moved = move()
         seconds = time.perf_counter() - started
@@ -303,9 +303,13 @@ def _orbax_to_safetensors(
         alignment=SafetensorsOptions().alignment,
     )
     files = layouts.whole(layout, {one.name: one.view for one in viewed})
+    together = interleaved(files.views)
+    for names in together:
+        for name in names:
+            check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
     identity = f"{source.identity} {None if found is None else found.name} {sorted(variant.items())!r}"
     return source, lambda: write_safetensors(
-        source, how.destination, files, around, interleaved(files.views), identity, SafetensorsOptions(), **how.options
+        source, how.destination, files, around, together, identity, SafetensorsOptions(), **how.options
     )
 
 

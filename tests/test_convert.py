@@ -339,3 +339,29 @@ def test_what_happens_is_told(tmp_path, caplog):
     assert result.peak_bytes > 1 << 20
     assert json.loads(json.dumps(result.to_json()))["path"] == str(tmp_path / "to" / "0")
     assert f"{total} bytes" in caplog.text
+
+
+@pytest.mark.parametrize("memory_bytes", [60_000, 1 << 30])
+def test_quantised_tensors_are_decoded(tmp_path, memory_bytes):
+    """As a restore through the family decodes them, which is compared with NumPy elsewhere."""
+    rng = np.random.default_rng(5)
+    stored = {}
+    for name in ("a", "b"):
+        stored[f"{name}.weight"] = random_bits(rng, (96, 80), np.dtype(ml_dtypes.float8_e4m3fn))
+        stored[f"{name}.weight_scale_inv"] = rng.standard_normal((3, 2)).astype(np.float32)
+    (tmp_path / "from").mkdir()
+    write(tmp_path / "from" / "model.safetensors", stored)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48]}
+    (tmp_path / "from" / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+    def tree(config):
+        own = [ost.mapping.tensor(f"{name}.weight", (96, 80)).T for name in "ab"]
+        return {"w": ost.mapping.stack(own, axis=1)}
+
+    family = ost.mapping.Family("toy.stack", (), tree)
+    handler = ost.SafetensorsHandler(family=family)
+    expected = handler.restore(epath.Path(tmp_path / "from"))
+    ost.convert(tmp_path / "from", tmp_path / "to", to="orbax", family=family, memory_bytes=memory_bytes)
+    found = open_orbax(tmp_path / "to").value("w")
+    assert found.dtype == BF16
+    same_bits(found, expected["w"])

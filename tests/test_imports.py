@@ -49,6 +49,25 @@ def test_rooms(module):
         "decoding.py": ("errors", "format", "plan"),
         "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
     }
+    streaming = ("errors", "format", "plan", "io", "options", "processes", "transfer", "streaming")
+    below |= {
+        f"streaming/{own}": (*streaming, *more)
+        for own, more in {
+            "pipeline.py": (),
+            "cutting.py": (),
+            "draft.py": (),
+            "layouts.py": (),
+            "casts.py": (),
+            "partition.py": ("arrays",),
+            "beside.py": ("mapped",),
+            "safetensors_source.py": ("checkpoint",),
+            "safetensors_sink.py": (),
+            "to_safetensors.py": (),
+            "orbax_tiles.py": ("orbax_store",),
+            "to_orbax.py": ("orbax_store",),
+        }.items()
+    }
+    room = module if module in below else room
     if room in below:
         for name in ours(module):
             assert name.startswith(below[room]), f"{module} imports {name}"
@@ -72,6 +91,11 @@ def test_facts_and_geometry_know_no_jax(module):
 )
 def test_bytes_move_without_jax(module):
     assert others(module) <= {"numpy", "ml_dtypes"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("orbax_store/")])
+def test_only_the_store_of_orbax_knows_tensorstore(module):
+    assert "tensorstore" not in others(module)
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("handlers/")])

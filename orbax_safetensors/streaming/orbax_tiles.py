@@ -20,7 +20,7 @@ class OrbaxSource:
 
     def __init__(self, checkpoint: OrbaxCheckpoint, stored: Mapping[str, str], memory_bytes: int) -> None:
         """`stored` has for each leaf the name of its array. A chunk has to fit a batch of `memory_bytes`."""
-        self._checkpoint, self._stored = checkpoint, stored
+        self._checkpoint, self.stored = checkpoint, stored
         self._of = {name: checkpoint.leaves[own] for name, own in stored.items()}
         self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._of.items()}
         for name, leaf in self._of.items():
@@ -47,7 +47,7 @@ class OrbaxSource:
         reading = []
         try:
             for tile, array in zip(tiles, arrays, strict=True):
-                reading.append(self._checkpoint.read(self._stored[tile.name], tile.box, array))
+                reading.append(self._checkpoint.read(self.stored[tile.name], tile.box, array))
         finally:
             failures = [future.exception() for future in reading]
         for failure in failures:

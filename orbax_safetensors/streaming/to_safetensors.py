@@ -51,8 +51,8 @@ def write_safetensors(
     key = new_key(f"convert/{hashlib.sha256(os.fsencode(destination)).hexdigest()}")
     primary = jax.process_index() == 0
     draft = Draft(destination, digest)
-    together(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, digest)
-    done = together(f"{key}/done", draft.done)
+    in_all_processes(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, digest)
+    done = in_all_processes(f"{key}/done", draft.done)
     left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
     own = share(left, source.leaves, jax.process_index(), jax.process_count())
     sink = SafetensorsSink(draft, files, numbers, jax.process_index(), LocalStore(), options)
@@ -65,8 +65,8 @@ def write_safetensors(
         source.check()
         return nbytes
 
-    nbytes = together(f"{key}/tiles", write)
-    together(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
+    nbytes = in_all_processes(f"{key}/tiles", write)
+    in_all_processes(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
     for part in ("begin", "done", "tiles"):
         forget(f"{key}/{part}")
     return Moved(destination, nbytes, source.requests + sink.requests)
@@ -83,7 +83,7 @@ def _digest(identity: str, files: Files, beside: Beside, cuts: list[Bundle]) -> 
     return digest.hexdigest()
 
 
-def together(key: str, do: Callable[[], _T], facts: str = "") -> _T:
+def in_all_processes(key: str, do: Callable[[], _T], facts: str = "") -> _T:
     """Does something in every process; raises in all of them where it fails in one."""
     failure: Exception | None = None
     try:
