@@ -58,7 +58,7 @@ class Wanted:
       location: of one of the tensors.
       copies: for each also whether it moves bits unchanged. So that equal copies are found equal, they count from
         `begin`, and where their destinations begin is left out.
-      begin: offset in the tensor, in bytes.
+      begin: offset in the tensor, in bytes; of no meaning where it is encoded.
     """
 
     location: Location
@@ -176,13 +176,22 @@ class Tensors:
             for box in boxes[number]:
                 for _, copy, ops in view.copies(view.clipped(box), [stop - start for start, stop in box]):
                     copies.append((copy, same_bits(ops, location.dtype, layout.dtype)))
-        # What is read of an encoded tensor depends on where in a block it begins.
-        first = 0 if location.encoding is not None else min((copy.source for copy, _ in copies), default=0)
+        step = _step(location)
+        first = min((copy.source for copy, _ in copies), default=0) // step * step
         return Wanted(
             location,
             tuple((Copy(copy.source - first, 0, copy.modes), same) for copy, same in copies),
             first * location.dtype.itemsize,
         )
+
+
+def _step(location: Location) -> int:
+    """As many elements further on, the same is read of a tensor for the same copies."""
+    if location.encoding is None:
+        return 1
+    # Rows of blocks have as many scales each, unless the last one is smaller and the next matrix begins early.
+    (rows, columns), (height, _) = location.encoding.shape[-2:], location.encoding.block
+    return columns * (height if rows % height == 0 else rows)
 
 
 class _Axis:
