@@ -289,6 +289,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     add_family(plan)
     plan.add_argument("--files", action="store_true", help="also print what each process reads of each file")
     plan.add_argument(
+        "--picture", metavar="FILE", help="also draw which process reads which bytes of each file, as an HTML page"
+    )
+    plan.add_argument(
         "--bandwidth",
         type=parse_bandwidth,
         metavar="SPEED",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from orbax_safetensors.cli.family import full_name, switches_text, variant
 from orbax_safetensors.cli.partition import Axes, UsageError, assign, axes_text, mesh_text, spread
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details
 from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.errors import StorageError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.estimate import estimate_time
 from orbax_safetensors.planning import no_collection, planned
@@ -32,8 +34,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     counts = _process_counts(args)
     if args.latency is not None and args.bandwidth is None:
         raise UsageError("--latency is for an estimate of the time, which also needs --bandwidth")
-    if args.files and len(args.mesh) > 1:
-        raise UsageError("--files is for one --mesh")
+    for option in ("files", "picture"):
+        if getattr(args, option) and len(args.mesh) > 1:
+            raise UsageError(f"--{option} is for one --mesh")
+    if args.picture is not None and not Path(args.picture).absolute().parent.is_dir():
+        raise StorageError(f"{args.picture}: there is no directory to write it to")
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
@@ -42,16 +47,24 @@ def run(args: argparse.Namespace, output: Output) -> int:
             _scenario(checkpoint, mesh, count, args, options) for mesh, count in zip(args.mesh, counts, strict=True)
         ]
         family = None if args.family is None else full_name(checkpoint, args.family)
+        tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
+        if args.picture is not None:
+            from orbax_safetensors.cli.heat_map import draw  # only who asks for a picture waits for it
+
+            page = draw(scenarios[0], tree[0][1] if tree else None)
+            Path(args.picture).write_text(page, encoding="utf-8")
         if args.json:
             named = {} if family is None else {"family": family, "variant": switches}
             plans = [_document(scenario, args, options) for scenario in scenarios]
             output.json({"path": args.path} | (plans[0] if len(plans) == 1 else {"meshes": plans}) | named)
             return 0
-        tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
         if len(scenarios) == 1:
             details(scenarios[0], tree, output, files=args.files)
         else:
             comparison(scenarios, tree, output)
+    if args.picture is not None:
+        output.line("")
+        output.line(f"Which bytes each process reads: {args.picture}")
     output.flush()
     for scenario in scenarios:
         if scenario.uneven:

@@ -114,7 +114,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
     if files:
         _files(plan, output)
     if plan.over_reads:
-        _over_reads(plan, scenario.planned.instead(plan), output)
+        _over_reads(scenario, output)
 
 
 def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> None:
@@ -178,31 +178,60 @@ def _files(plan: RestorePlan, output: Output) -> None:
     )
 
 
-def _over_reads(plan: RestorePlan, others: Mapping[str, Sequence[Instead]], output: Output) -> None:
-    """Leaves for which more is read than needed, those first that waste most, and what would waste less.
+@dataclass(frozen=True)
+class Worst:
+    """Leaves for which more is read than needed, and the partition that would waste less, if there is one."""
 
-    On a terminal those that differ in their numbers alone are one, and the worst are shown.
+    text: str
+    needed: int
+    read: int
+    instead: Instead | None
+
+    @property
+    def over_read(self) -> float:
+        """Bytes read for each byte needed."""
+        return self.read / self.needed
+
+    @property
+    def axes(self) -> str:
+        """The better partition as `--spec` takes it."""
+        return "-" if self.instead is None else axes_text(self.instead.axes)
+
+
+def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
+    """Leaves for which more is read than needed, those first that waste most.
+
+    With `grouped`, those that differ in their numbers alone are one.
     """
-    leaves = {leaf.name: leaf for leaf in plan.over_reads}
-    together = [(name, [name]) for name in leaves]
-    if output.for_people:
-        together = in_braces(leaves)
-    rows: list[tuple[str, int, int, str, str]] = []
-    for text, names in together:
-        needed, read = (sum(getattr(leaves[name], key) for name in names) for key in ("needed_bytes", "read_bytes"))
+    leaves = {leaf.name: leaf for leaf in scenario.plan.over_reads}
+    others = scenario.planned.instead(scenario.plan)
+    out = []
+    for text, names in in_braces(leaves) if grouped else [(name, [name]) for name in leaves]:
+        needed = sum(leaves[name].needed_bytes for name in names)
+        read = sum(leaves[name].read_bytes for name in names)
         best = _best([others[name] for name in names])
-        there = ("-", "-")
-        if best is not None and best.over_read < read / needed:  # what saves nothing is no advice
-            ratio = f"{best.over_read:{'.2f' if output.for_people else '.6g'}}"
-            there = (axes_text(best.axes), ratio)
-        rows.append((text, needed, read, *there))
-    rows.sort(key=lambda row: row[1] - row[2])
+        # What saves nothing is no advice.
+        out.append(Worst(text, needed, read, best if best and best.over_read < read / needed else None))
+    return sorted(out, key=lambda row: row.needed - row.read)
+
+
+def _over_reads(scenario: Scenario, output: Output) -> None:
+    """The worst leaves: on a terminal grouped and only some, elsewhere all."""
+    rows = worst_leaves(scenario, grouped=output.for_people)
     more = len(rows) - _WORST if output.for_people else 0
+    digits = ".2f" if output.for_people else ".6g"
     output.table(
         ("leaf", "needed", "read", "over-read", "instead", "then"),
         (
-            (name, Size(needed), Size(read), read / needed, instead, then)
-            for name, needed, read, instead, then in rows[: _WORST if more > 0 else None]
+            (
+                row.text,
+                Size(row.needed),
+                Size(row.read),
+                row.over_read,
+                row.axes,
+                "-" if row.instead is None else f"{row.instead.over_read:{digits}}",
+            )
+            for row in rows[: _WORST if more > 0 else None]
         ),
     )
     if more > 0:
