@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
-from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
@@ -215,7 +215,7 @@ def _safetensors_to_orbax(
     compression: bool,
 ) -> Plan:
     if is_orbax(path):
-        raise SafetensorsError(f"{path}: is a checkpoint of Orbax already; reshard makes another one of it")
+        raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
     found = registry.find(family, read_config(checkpoint))
     maxtext = _is_maxtext(found)
@@ -342,7 +342,10 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
 
 def is_orbax(path: str) -> bool:
     """Whether `path` is meant as a checkpoint of Orbax: a directory that has no safetensors files."""
-    return os.path.isdir(path) and not any(name.endswith(SUFFIX) for name in os.listdir(path))
+    try:
+        return os.path.isdir(path) and not any(name.endswith(SUFFIX) for name in os.listdir(path))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:

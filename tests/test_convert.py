@@ -301,7 +301,7 @@ def test_arguments_that_do_not_fit(tmp_path, arguments, message):
 
 
 def test_orbax_to_orbax_is_a_reshard(tmp_path):
-    with pytest.raises(ost.SafetensorsError, match="is a checkpoint of Orbax already"):
+    with pytest.raises(ost.SafetensorsError, match="reshard makes another checkpoint"):
         ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path, to="orbax")
     with pytest.raises(ost.SafetensorsError, match="max_file_bytes is 0"):
         checkpoint(tmp_path / "from")
