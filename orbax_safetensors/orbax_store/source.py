@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import glob
 import json
 import logging
@@ -100,7 +101,7 @@ class OrbaxCheckpoint:
         def mapped(node: Any, name: str) -> Any:
             below = f"{name}." if name else ""
             if isinstance(node, _Empty):
-                return node.node
+                return copy.copy(node.node)
             if isinstance(node, dict):
                 return {key: mapped(child, f"{below}{key}") for key, child in node.items()}
             if isinstance(node, list):
@@ -151,7 +152,7 @@ class OrbaxCheckpoint:
         return operations.future
 
     def value(self, name: str) -> Any:
-        """A whole leaf: an array, or the scalar or string that Orbax restores."""
+        """A whole leaf: an array, a string, or a scalar, which is NumPy's to keep the dtype that Python's would lose."""
         leaf = self._leaf(name)
         if leaf.kind == STRING:
             with stored(f"{self.path}: {name!r}"):
@@ -163,7 +164,9 @@ class OrbaxCheckpoint:
                 return str(ts.open(spec, read=True, open=True).result().read().result().item())
         out: np.ndarray = np.empty(leaf.shape, leaf.dtype)
         self.read(name, tuple((0, size) for size in leaf.shape), out).result()
-        return out.item() if leaf.kind == SCALAR else out
+        if leaf.kind != SCALAR:
+            return out
+        return out[()] if isinstance(out[()], np.number) else out.item()
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:
