@@ -152,7 +152,7 @@ class OrbaxCheckpoint:
         return operations.future
 
     def value(self, name: str) -> Any:
-        """A whole leaf: an array, a string, or a scalar, which is NumPy's to keep the dtype that Python's would lose."""
+        """A whole leaf: an array, a string, or a scalar of NumPy, whose dtype a Python scalar would lose."""
         leaf = self._leaf(name)
         if leaf.kind == STRING:
             with stored(f"{self.path}: {name!r}"):

@@ -214,6 +214,7 @@ def taken_up_again(root: Path) -> Any:
         if jax.process_index() < jax.process_count() - 1:
             write(sink, dealt(sink))
         sink.wait()
+        agree("written in part", None)  # who leaves first tells the others to give up
     with OrbaxSink(root, tree(), resume=True) as sink:
         missing = tiles(sink)
         write(sink, dealt(sink))
