@@ -48,6 +48,7 @@ def test_rooms(module):
         "strided_copy.py": ("errors", "plan"),
         "decoding.py": ("errors", "format", "plan"),
         "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
+        "orbax_store": ("errors", "plan", "trees", "processes", "orbax_store"),
     }
     streaming = ("errors", "format", "plan", "io", "options", "processes", "transfer", "streaming")
     below |= {
@@ -95,6 +96,11 @@ def test_bytes_move_without_jax(module):
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("orbax_store/")])
 def test_only_the_store_of_orbax_knows_tensorstore(module):
+    assert "tensorstore" not in others(module)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("orbax_store/")])
+def test_one_room_knows_tensorstore(module):
     assert "tensorstore" not in others(module)
 
 

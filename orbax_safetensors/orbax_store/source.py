@@ -244,7 +244,7 @@ def _find(path: str) -> tuple[str, int | None]:
             raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
     if os.path.isfile(posixpath.join(path, TREE_FILE)):
         return path, _step(path) if _step(path) is not None else _step(posixpath.dirname(path))
-    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    names = _directories(path)
     items = [name for name in names if os.path.isfile(posixpath.join(path, name, TREE_FILE))]
     finished = [name for name in items if _UNFINISHED not in name]
     named_as_steps = all(_STEP.fullmatch(name) for name in finished)
@@ -268,8 +268,13 @@ def _find(path: str) -> tuple[str, int | None]:
 
 def _is_step(path: str) -> bool:
     return os.path.isfile(posixpath.join(path, STEP_FILE)) or any(
-        os.path.isfile(posixpath.join(entry.path, TREE_FILE)) for entry in os.scandir(path) if entry.is_dir()
+        os.path.isfile(posixpath.join(path, name, TREE_FILE)) for name in _directories(path)
     )
+
+
+def _directories(path: str) -> list[str]:
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
 
 
 def _what(path: str) -> str:
