@@ -26,7 +26,7 @@ from orbax_safetensors.format.dtypes import from_numpy, held
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Store
-from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, as_config, taken_apart
+from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, transfer_plan
@@ -88,20 +88,37 @@ def plan_save(
             raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
         config = as_config(config)
         sources, tensors = taken_apart(resolve(item, save_args), family, variant, config or {})
-        layout = lay_out(
-            [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
-            _METADATA | dict(metadata),
-            max_file_bytes=max_file_bytes,
-            alignment=options.alignment,
-        )
+        layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if config is None else json.dumps(config, indent=2) + "\n"
         facts = _digest(sources, layout, text)
     except Exception as error:
         failure = error
     agree(f"{key}/plan", failure, facts)
-    # What belongs together is written together, in runs that are longer than what each leaf has of them.
-    groups = [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
-    return Save(layout, text, tuple(_owned(groups)), key, options)
+    return Save(layout, text, tuple(_owned(grouped(sources))), key, options)
+
+
+def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
+    """The files of tensors, which come in order with dtype and shape."""
+    return lay_out(
+        [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
+        _METADATA | dict(metadata),
+        max_file_bytes=max_file_bytes,
+        alignment=options.alignment,
+    )
+
+
+def locations(layout: Layout) -> dict[str, Location]:
+    """Where each tensor of a layout lies."""
+    return {
+        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
+        for number, (_, header) in enumerate(layout.files)
+        for name, entry in header.tensors.items()
+    }
+
+
+def grouped(sources: Sequence[Source]) -> list[list[Source]]:
+    """Leaves that belong together: written together, their runs are longer than what each has of them."""
+    return [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
 
 
 def _digest(sources: Sequence[Source], layout: Layout, config: str | None) -> str:
@@ -118,32 +135,43 @@ def _digest(sources: Sequence[Source], layout: Layout, config: str | None) -> st
 
 
 def _owned(groups: Iterable[Sequence[Source]]) -> Iterator[tuple[Owned, ...]]:
-    """The boxes of each leaf that this process writes.
-
-    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
-    just these processes; in a group, it is the same one for the same box of all leaves. All processes see these boxes
-    in the same order, so that they agree without a word.
-    """
+    """The boxes of each leaf that this process writes."""
     process = jax.process_index()
     everyone = tuple(range(jax.process_count()))
+
+    def holders(source: Source) -> Mapping[Box, tuple[int, ...]]:
+        if isinstance(source.value, jax.Array):
+            return arrays.local_holders(source.value.sharding, source.shape)
+        return {tuple((0, size) for size in source.shape): everyone}
+
+    for group in deal(groups, holders):
+        yield tuple(
+            (source, tuple(box for box, writer in writers.items() if writer == process)) for source, writers in group
+        )
+
+
+def deal(
+    groups: Iterable[Sequence[Source]], holders: Callable[[Source], Mapping[Box, tuple[int, ...]]]
+) -> Iterator[list[tuple[Source, dict[Box, int]]]]:
+    """Which process writes which box of each leaf, given the processes that hold each box, in the order of the boxes.
+
+    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
+    just these processes; in a group, it is the same one for the same box of all leaves. All processes see the boxes
+    that they hold in the same order, so that they agree without a word.
+    """
     dealt: dict[tuple[int, ...], list[int]] = {}
     for group in groups:
         writers: dict[tuple[Box, tuple[int, ...]], int] = {}
-        owned = []
+        out = []
         for source in group:
-            if isinstance(source.value, jax.Array):
-                holders = arrays.local_holders(source.value.sharding, source.shape)
-            else:
-                holders = {tuple((0, size) for size in source.shape): everyone}
-            own = []
-            for box, held_by in holders.items():
+            own = {}
+            for box, held_by in holders(source).items():
                 loads = dealt.setdefault(held_by, [0] * len(held_by))
                 at = writers.setdefault((box, held_by), loads.index(min(loads)))
                 loads[at] += _volume(box) * source.dtype.itemsize
-                if held_by[at] == process:
-                    own.append(box)
-            owned.append((source, tuple(own)))
-        yield tuple(owned)
+                own[box] = held_by[at]
+            out.append((source, own))
+        yield out
 
 
 class Shards:
@@ -256,16 +284,12 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
 
 
 def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) -> int:
-    locations = {
-        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
-        for number, (_, header) in enumerate(save.layout.files)
-        for name, entry in header.tensors.items()
-    }
+    places = locations(save.layout)
     num_writes = 0
     with Writer(create, save.options.threads) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
-            plan = transfer_plan(blocks, locations.__getitem__, max_gap_bytes=0)
+            plan = transfer_plan(blocks, places.__getitem__, max_gap_bytes=0)
             writer.run(plan, blocks, [memory for _, memory in batch])
             num_writes += plan.num_requests
             del batch, blocks  # before the next batch comes to the host

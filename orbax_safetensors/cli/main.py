@@ -144,6 +144,13 @@ several meshes:
   most, which need not be the same one. memory is staging and destination;
   over-read is that of all processes together.
 
+saving:
+  With --save what is planned is a save of that tree, sharded like that, into
+  new files with at most 5 GB of tensors each. written is what a process
+  writes; where several hold the same shard, one of them does.
+  Headers and the index, which the first process adds at the end, are not
+  counted. --files has what each process writes into each file.
+
 time:
   A process has --streams requests in flight. Each waits for --latency, then
   its bytes come at --bandwidth, which all requests of the process share. So
@@ -181,6 +188,10 @@ with --json, one object:
 
   With several meshes path, family and variant are joined by meshes, a list of
   objects with all the rest.
+
+  With --save: path, mesh, estimate, family and variant, files, a list of
+  {file, nbytes}, and processes, a list of {written_bytes, num_requests,
+  files}, where files is a list of {file, written_bytes, num_requests}.
 """
 )
 
@@ -291,6 +302,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     plan.add_argument(
         "--picture", metavar="FILE", help="also draw which process reads which bytes of each file, as an HTML page"
     )
+    plan.add_argument("--save", action="store_true", help="plan a save of that tree instead; see below")
     plan.add_argument(
         "--bandwidth",
         type=parse_bandwidth,

@@ -18,12 +18,13 @@ from orbax_safetensors import api
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.cli.family import full_name, switches_text, variant
 from orbax_safetensors.cli.partition import Axes, UsageError, assign, axes_text, mesh_text, spread
-from orbax_safetensors.cli.plan_tables import Scenario, comparison, details
+from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.estimate import estimate_time
+from orbax_safetensors.plan.estimate import TimeEstimate, estimate, estimate_time
 from orbax_safetensors.planning import no_collection, planned
+from orbax_safetensors.save_planning import plan_save
 
 # Arrays that a warning lists before it says how many more there are.
 _LISTED = 3
@@ -34,9 +35,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     counts = _process_counts(args)
     if args.latency is not None and args.bandwidth is None:
         raise UsageError("--latency is for an estimate of the time, which also needs --bandwidth")
-    for option in ("files", "picture"):
+    for option in ("files", "picture", "save"):
         if getattr(args, option) and len(args.mesh) > 1:
             raise UsageError(f"--{option} is for one --mesh")
+    if args.save and args.picture is not None:
+        raise UsageError("--picture is of a restore, and --save asks for a save")
     if args.picture is not None and not Path(args.picture).absolute().parent.is_dir():
         raise StorageError(f"{args.picture}: there is no directory to write it to")
     switches = variant(args)
@@ -48,6 +51,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         ]
         family = None if args.family is None else full_name(checkpoint, args.family)
         tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
+        if args.save:
+            return _run_save(scenarios[0], tree, args, switches, output)
         if args.picture is not None:
             from orbax_safetensors.cli.heat_map import draw  # only who asks for a picture waits for it
 
@@ -71,6 +76,32 @@ def run(args: argparse.Namespace, output: Output) -> int:
             where = f"{mesh_text(scenario.mesh)}: " if len(scenarios) > 1 else ""
             print(f"warning: {where}{_refusal(scenario)}", file=sys.stderr)
     return 0
+
+
+def _run_save(
+    scenario: Scenario, tree: Facts, args: argparse.Namespace, switches: dict[str, Any], output: Output
+) -> int:
+    """Prints what saving the tree costs."""
+    plan = plan_save(scenario.planned, args.family, switches)
+    time = None
+    if args.bandwidth is not None:
+        writes = [(cost.written_bytes, cost.num_requests) for cost in plan.processes]
+        time = estimate(writes, args.bandwidth, args.latency or 0.0, scenario.planned.options.threads)
+    if args.json:
+        document: dict[str, Any] = {"path": args.path, "mesh": scenario.mesh} | asdict(plan)
+        if time is not None:
+            document["estimate"] = _estimate_document(time, args, scenario.planned.options)
+        if args.family is not None:
+            document |= {"family": full_name(scenario.planned.checkpoint, args.family), "variant": switches}
+        output.json(document)
+    else:
+        saved(scenario, plan, time, tree, output, files=args.files)
+    return 0
+
+
+def _estimate_document(time: TimeEstimate, args: argparse.Namespace, options: SafetensorsOptions) -> dict[str, Any]:
+    asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": options.threads}
+    return asked | asdict(time)
 
 
 def _process_counts(args: argparse.Namespace) -> list[int]:
@@ -97,10 +128,10 @@ def _scenario(
         axes = {name: spread(shape, mesh) for name, shape in shapes.items()}
     found = planned(checkpoint, _target(arrays, axes, mesh), count, options)
     plan = found.plan()
-    estimate = None
+    time = None
     if args.bandwidth is not None:
-        estimate = estimate_time(plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=options.threads)
-    return Scenario(mesh, shapes, axes, found, plan, estimate)
+        time = estimate_time(plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=options.threads)
+    return Scenario(mesh, shapes, axes, found, plan, time)
 
 
 def _document(scenario: Scenario, args: argparse.Namespace, options: SafetensorsOptions) -> dict[str, Any]:
@@ -115,12 +146,7 @@ def _document(scenario: Scenario, args: argparse.Namespace, options: Safetensors
             for other in instead[leaf["name"]]
         ]
     if (time := scenario.estimate) is not None:
-        document["estimate"] = {
-            "bandwidth": args.bandwidth,
-            "latency": args.latency or 0.0,
-            "streams": options.threads,
-            **asdict(time),
-        }
+        document["estimate"] = _estimate_document(time, args, options)
     return document
 
 

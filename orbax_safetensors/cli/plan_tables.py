@@ -15,6 +15,7 @@ from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.plan.estimate import TimeEstimate
 from orbax_safetensors.plan.report import ProcessCost, RestorePlan
 from orbax_safetensors.planning import Planned
+from orbax_safetensors.save_planning import SavePlan
 
 # Leaves that a terminal shows of those whose sharding makes processes read more.
 _WORST = 10
@@ -115,6 +116,45 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
         _files(plan, output)
     if plan.over_reads:
         _over_reads(scenario, output)
+
+
+def saved(
+    scenario: Scenario, plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
+) -> None:
+    """What a save writes: the files, and what each process writes into them."""
+    facts: list[tuple[str, Cell]] = [
+        *tree,
+        ("mesh", mesh_text(scenario.mesh)),
+        ("devices", scenario.devices),
+        ("processes", len(plan.processes)),
+        ("files", len(plan.files)),
+        ("bytes", Size(sum(file.nbytes for file in plan.files))),
+    ]
+    if time is not None:
+        facts += [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
+    output.facts(facts)
+    output.table(
+        ("process", "written", "requests", "files", *(["time"] if time is not None else [])),
+        (
+            (
+                number,
+                Size(cost.written_bytes),
+                cost.num_requests,
+                len(cost.files),
+                *([Seconds(time.processes[number])] if time is not None else []),
+            )
+            for number, cost in enumerate(plan.processes)
+        ),
+    )
+    if files:
+        output.table(
+            ("process", "file", "written", "requests"),
+            (
+                (number, file.file, Size(file.written_bytes), file.num_requests)
+                for number, cost in enumerate(plan.processes)
+                for file in cost.files
+            ),
+        )
 
 
 def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> None:

@@ -289,3 +289,32 @@ def test_a_checkpoint_is_opened_once(cli, single, monkeypatch):
     monkeypatch.setattr(api, "read_checkpoint", lambda path: opened.append(path) or read_checkpoint(path))
     assert cli("plan", single, *MESHES).status == 0
     assert opened == [str(single)]
+
+
+def test_a_save(cli):
+    argv = [QWEN3, "--family", "maxtext", "--mesh", "x=4", "--processes", "2", "--save"]
+    found = plan(cli, *argv, *TIMED)
+    assert (found["family"], found["variant"], found["mesh"]) == ("maxtext.qwen3", {}, {"x": 4})
+    assert [file["file"] for file in found["files"]] == ["model.safetensors"]
+    assert sum(process["written_bytes"] for process in found["processes"]) == 4 * 34_624
+    assert found["estimate"]["seconds"] > 0
+    facts, processes, files = cli("plan", *argv, *TIMED, "--files").blocks
+    assert facts[0] == ["family", "maxtext.qwen3"]
+    assert dict(facts)["files"] == "1"
+    assert float(dict(facts)["estimated time"]) == pytest.approx(found["estimate"]["seconds"], rel=1e-5)
+    assert processes[0] == ["process", "written", "requests", "files", "time"]
+    for row, process in zip(processes[1:], found["processes"], strict=True):
+        assert [int(cell) for cell in row[1:3]] == [process["written_bytes"], process["num_requests"]]
+    assert [row[:2] for row in files] == [["process", "file"], ["0", "model.safetensors"], ["1", "model.safetensors"]]
+    processes = cli("plan", *argv).blocks[1]
+    assert processes[0][-1] == "files"
+
+
+def test_a_save_is_of_one_mesh_and_has_no_picture(cli, single, tmp_path):
+    for more, message in (
+        (["--mesh", "x=2"], "--save is for one --mesh"),
+        (["--picture", tmp_path / "a.html"], "--picture is of a restore, and --save asks for a save"),
+    ):
+        result = cli("plan", single, "--mesh", "x=4", "--save", *more)
+        assert (result.status, result.out) == (2, "")
+        assert message in result.err

@@ -1,0 +1,128 @@
+"""A save that is only counted: what each process would write where. No arrays and no devices are needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import jax
+
+from orbax_safetensors import save as saving
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.mapped import AskedFamily, as_config, read_config, taken_apart
+from orbax_safetensors.plan.report import Leaf, restore_plan
+from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.planning import Planned
+from orbax_safetensors.sources import Source
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a save, its name and its size."""
+
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileWrites:
+    """What one process writes into one file. A request is one storage operation."""
+
+    file: str
+    written_bytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True)
+class ProcessWrites:
+    """What a save costs one process, in all and for each file that it writes into."""
+
+    written_bytes: int
+    num_requests: int
+    files: tuple[FileWrites, ...]
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What a save will cost. Headers, config and index, which the first process adds at the end, are not counted."""
+
+    files: tuple[SavedFile, ...]
+    processes: tuple[ProcessWrites, ...]
+
+    def to_json(self) -> str:
+        """The plan as a JSON object with the names of the attributes."""
+        return json.dumps(asdict(self))
+
+
+def plan_save(
+    planned: Planned, family: AskedFamily, variant: Mapping[str, Any] | None, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> SavePlan:
+    """What saving the tree costs that `planned` restores, sharded alike, in all of its processes.
+
+    With a family, the config is that of the checkpoint. Figures are those of arrays on CPU devices; from accelerators
+    leaves come in batches, between which requests are not joined. Raises what `SafetensorsSave` does of a tree that
+    cannot be stored.
+    """
+    sources = [
+        Source(
+            leaf.name,
+            cast(Any, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)),
+            leaf.dtype,
+            View.tensor(leaf.name, leaf.shape, leaf.dtype),
+        )
+        for leaf in planned.leaves
+    ]
+    config = as_config(read_config(planned.checkpoint)) or {}
+    sources, tensors = taken_apart(sources, family, variant, config)
+    layout = saving.laid_out(tensors, {}, max_file_bytes, planned.options)
+    holders = _Holders(planned)
+    boxes: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves dealt alike share a list
+    leaves = []
+    for group in saving.deal(saving.grouped(sources), holders.of):
+        for source, writers in group:
+            own: list[list[Box]] = [[] for _ in range(planned.process_count)]
+            for box, writer in writers.items():
+                own[writer].append(box)
+            dealt = tuple(map(tuple, own))
+            shared = boxes.setdefault(dealt, list(dealt))
+            leaves.append(Leaf(source.name, source.view, source.shape, source.value.dtype, shared))
+    plan = restore_plan(
+        leaves,
+        saving.locations(layout).__getitem__,
+        [name for name, _ in layout.files],
+        process_count=planned.process_count,
+        max_gap_bytes=0,  # what lies in a gap is another process's
+        threads=planned.options.threads,
+    )
+    return SavePlan(
+        tuple(SavedFile(name, header.file_bytes) for name, header in layout.files),
+        tuple(
+            ProcessWrites(
+                cost.read_bytes,
+                cost.num_requests,
+                tuple(FileWrites(file.file, file.read_bytes, file.num_requests) for file in cost.files),
+            )
+            for cost in plan.processes
+        ),
+    )
+
+
+class _Holders:
+    """The processes that hold each box of a leaf."""
+
+    def __init__(self, planned: Planned) -> None:
+        self._boxes = {leaf.name: leaf.boxes for leaf in planned.leaves}
+        self._known: dict[int, dict[Box, tuple[int, ...]]] = {}
+
+    def of(self, source: Source) -> Mapping[Box, tuple[int, ...]]:
+        """For each distinct box, in order, all processes that have it; as `arrays.local_holders`, but of everyone."""
+        boxes = self._boxes[source.name]
+        if id(boxes) not in self._known:
+            holders: dict[Box, list[int]] = {}
+            for process, own in enumerate(boxes):
+                for box in dict.fromkeys(own):
+                    holders.setdefault(box, []).append(process)
+            self._known[id(boxes)] = {box: tuple(holders[box]) for box in sorted(holders)}
+        return self._known[id(boxes)]

@@ -1,0 +1,115 @@
+"""What a save is said to cost is what each of its processes finds that it has to write."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import orbax_safetensors as ost
+from orbax_safetensors import arrays, mapped, sources
+from orbax_safetensors import save as saving
+from orbax_safetensors.api import open_checkpoint
+from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.planning import planned
+from orbax_safetensors.save_planning import plan_save
+
+QWEN3 = Path(__file__).parents[1] / "testdata" / "qwen3"
+SIZES, AXES = (2, 4), ("data", "model")
+
+
+def leading(shape):
+    return ["model"] if shape and shape[0] % 4 == 0 else []
+
+
+def inner(shape):
+    return [None] * (len(shape) - 1) + ["model"] if shape and shape[-1] % 4 == 0 else []
+
+
+def both(shape):
+    return ["data", "model"] if len(shape) > 1 and shape[0] % 2 == 0 and shape[1] % 4 == 0 else []
+
+
+def abstract(partition, process_count, **family):
+    checkpoint = open_checkpoint(QWEN3, **family)
+    mesh = AbstractMesh(SIZES, AXES)
+    target = {
+        name: jax.ShapeDtypeStruct(
+            view.shape, view.dtype, sharding=NamedSharding(mesh, PartitionSpec(*partition(view.shape)))
+        )
+        for name, view in checkpoint.leaves.items()
+    }
+    return planned(checkpoint, target, process_count, ost.SafetensorsOptions())
+
+
+def real_writes(monkeypatch, found, partition, process, max_file_bytes, family, variant):
+    """Bytes and requests of one of several processes, as it plans its own part of a save of arrays on devices."""
+    mesh = Mesh(np.array(jax.devices()).reshape(SIZES), AXES)
+
+    def local_holders(sharding, shape):
+        """As if the devices were dealt to processes evenly."""
+        holders = {}
+        boxes = arrays.device_boxes(sharding, shape)
+        for owner, box in zip(arrays.device_owners(sharding, shape, found.process_count), boxes, strict=True):
+            holders.setdefault(box, set()).add(owner)
+        return {box: tuple(sorted(own)) for box, own in sorted(holders.items()) if process in own}
+
+    tree = {
+        leaf.name: jax.device_put(
+            np.zeros(leaf.shape, leaf.dtype), NamedSharding(mesh, PartitionSpec(*partition(leaf.shape)))
+        )
+        for leaf in found.leaves
+    }
+    config = mapped.read_config(found.checkpoint)
+    given, tensors = mapped.taken_apart(sources.resolve(tree, None), family, variant, config)
+    # Leaves in the order of the checkpoint, in which the abstract ones come.
+    order = {leaf.name: number for number, leaf in enumerate(found.leaves)}
+    given = sorted(given, key=lambda source: order[source.name])
+    if family is None:
+        tensors = {source.name: tensors[source.name] for source in given}
+    layout = saving.laid_out(tensors, {}, max_file_bytes, found.options)
+    with monkeypatch.context() as patched:
+        patched.setattr(arrays, "local_holders", local_holders)
+        patched.setattr(jax, "process_index", lambda: process)
+        owned = [one for group in saving._owned(saving.grouped(given)) for one in group]
+    blocks = [
+        Block(source.view, box, tuple(stop - start for start, stop in box), source.value.dtype)
+        for source, boxes in owned
+        for box in boxes
+    ]
+    plan = transfer_plan(blocks, saving.locations(layout).__getitem__, max_gap_bytes=0)
+    return plan.moved_bytes, plan.num_requests
+
+
+@pytest.mark.parametrize("family", [None, "maxtext"])
+@pytest.mark.parametrize("partition", [leading, inner, both, lambda shape: []])
+@pytest.mark.parametrize("process_count", [1, 2, 4])
+def test_each_process_would_write_what_the_plan_says(monkeypatch, family, partition, process_count):
+    variant = None if family is None else {"scan_layers": True}
+    found = abstract(partition, process_count, family=family, variant=variant)
+    plan = plan_save(found, family, variant, max_file_bytes=40_000)
+    assert len(plan.processes) == process_count
+    for process, cost in enumerate(plan.processes):
+        real = real_writes(monkeypatch, found, partition, process, 40_000, family, variant)
+        assert (cost.written_bytes, cost.num_requests) == real
+        assert cost.written_bytes == sum(file.written_bytes for file in cost.files)
+        assert cost.num_requests == sum(file.num_requests for file in cost.files)
+    # Every byte once, and each process a fair part.
+    written = [cost.written_bytes for cost in plan.processes]
+    whole = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
+    assert sum(written) == whole
+    assert max(written) <= whole / process_count + max(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
+    assert len(plan.files) > 1
+    assert 0 < sum(file.nbytes for file in plan.files) - whole < 8192 * len(plan.files)
+
+
+def test_json():
+    plan = plan_save(abstract(leading, 2), None, None)
+    found = json.loads(plan.to_json())
+    assert [file["file"] for file in found["files"]] == ["model.safetensors"]
+    assert [process["written_bytes"] for process in found["processes"]] == [
+        cost.written_bytes for cost in plan.processes
+    ]
