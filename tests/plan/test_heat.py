@@ -103,11 +103,12 @@ def test_full_size_models_encoded_or_not(model):  # noqa: F811
     for read, needed, cost in zip(drawn.read, drawn.needed, found.plan().processes, strict=True):
         assert read.sum() == pytest.approx(cost.read_bytes)
         assert needed.sum() == pytest.approx(cost.needed_bytes)
+        if found.checkpoint.quantized:  # in the plan, scales in another file count for the codes' file
+            continue
         files = {file.file: file for file in cost.files}
         for number, path in enumerate(found.files):
-            # The scales of codes in another file count for the codes' file in the plan.
             own = files[path].read_bytes if path in files else 0
-            assert read[11 * number : 11 * (number + 1)].sum() == pytest.approx(own, rel=0.05, abs=2**20)
+            assert read[11 * number : 11 * (number + 1)].sum() == pytest.approx(own)
 
 
 @given(st.data())
