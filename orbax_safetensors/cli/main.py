@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from orbax_safetensors.cli.convert import parse_bytes, parse_cast, parse_step
 from orbax_safetensors.cli.family import parse_switch
 from orbax_safetensors.cli.partition import UsageError, parse_mesh, parse_rule
 from orbax_safetensors.cli.tables import Output, clean
@@ -24,7 +25,7 @@ _BROKEN_PIPE = 141
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Looks at .safetensors checkpoints, and at what restoring them as sharded JAX
-arrays costs.
+arrays costs; converts them to Orbax and back.
 
 A PATH is one .safetensors file, or a directory with such files and perhaps an
 index. On a terminal tables are made for reading; elsewhere they are lines of
@@ -195,6 +196,111 @@ with --json, one object:
 """
 )
 
+_CONVERT = """\
+Makes an Orbax checkpoint of safetensors files, or safetensors files of an
+Orbax checkpoint, in bounded memory whatever the size of the model."""
+
+_PARTITIONS = """\
+partitions:
+  --mesh has the axes of the mesh of devices that will restore the arrays; no
+  device is needed. --spec REGEX=AXES says how the arrays are sharded in whose
+  names REGEX is found (as by re.search); the first --spec that matches counts.
+  AXES has an entry for each dimension, separated by commas: a mesh axis,
+  several joined by +, or - (or nothing) where the dimension is not sharded.
+  Dimensions at the end may be left out. Axes have to divide the dimensions.
+  Arrays that no --spec matches are not sharded.
+"""
+
+_RUN = """\
+memory:
+  --memory is for bytes on their way; the rest of the process, some hundred
+  megabytes, is not in it.
+
+several hosts:
+  With --distributed the same command is started once on each host, and each
+  moves its part. jax.distributed.initialize() has to find the others by
+  itself, as it does on Cloud TPUs and under Slurm, Kubernetes and Open MPI.
+  All hosts see SOURCE and DESTINATION under the same paths. Process 0 says
+  how far it is, and its figures are of its own part.
+
+resume:
+  Until all is done, nothing has the name of DESTINATION that opens. What a
+  killed, failed or interrupted run has left is taken up by the same command
+  with --resume, and deleted by one without.
+
+output:
+  On a terminal stderr has a bar, elsewhere a line every five seconds. Then
+  stdout has what was done, with --json as one object:
+    path        what was made: the directory of the step, or of the files
+    nbytes      bytes of arrays that were moved by this run
+    seconds     how long it took
+    peak_bytes  the most memory that the process had
+    requests    reads and writes of storage
+    processes   how many there were
+
+exit status:
+  0  all is done
+  1  something is wrong with SOURCE or DESTINATION, or with what is asked of it
+  2  something is wrong with the command line
+  130  interrupted
+"""
+
+_CONVERT_MORE = (
+    """\
+SOURCE is a .safetensors file, a directory with such files, or a checkpoint of
+Orbax: the directory of an item, of a step, or of steps, whose latest is taken.
+DESTINATION is for Orbax a directory of steps, of which STEP/items is made, and
+for safetensors a directory that is not there yet.
+
+families:
+  --family makes a model's own tree of the stored tensors, or the other way
+  round: maxtext, or one as maxtext.qwen3. --to orbax takes the architecture
+  from the config.json beside the files, --to safetensors from --config.
+  --variant sets a switch, as scan_layers=false; to safetensors scan_layers is
+  taken from the checkpoint where MaxText has written it there. Without a
+  family, names stay as they are.
+
+dtypes:
+  --dtype DTYPE casts all arrays of floating point, --dtype REGEX=DTYPE those
+  in whose names in DESTINATION REGEX is found; the first that matches counts.
+  Without it every bit stays as it is, but for what a family has to compute.
+
+"""
+    + _PARTITIONS
+    + """
+examples:
+  orbax-safetensors convert qwen3/ maxtext/ --to orbax --family maxtext \\
+      --mesh fsdp=16 --spec 'kernel$=fsdp' --spec 'embedding=fsdp'
+  orbax-safetensors convert maxtext/ tuned/ --to safetensors --family maxtext \\
+      --config qwen3/ --dtype bfloat16
+
+"""
+    + _RUN
+)
+
+_RESHARD = """\
+Stores a checkpoint anew in the format that it has, Orbax or safetensors, so
+that a restore on another mesh reads whole chunks or ranges."""
+
+_RESHARD_MORE = (
+    """\
+SOURCE is as for convert. Of Orbax all is kept but the chunks: step, metadata,
+and what is no array. Of safetensors each device of the mesh gets a file with
+its shards; without --mesh the files are laid out anew, of at most
+--max-file-bytes. config.json and the tokenizer's files are copied.
+
+"""
+    + _PARTITIONS
+    + """
+examples:
+  orbax-safetensors reshard maxtext/ for-16/ --mesh fsdp=16 \\
+      --spec 'kernel$=fsdp' --spec 'embedding=fsdp'
+  orbax-safetensors reshard model/ fewer/ --max-file-bytes 20GB
+
+"""
+    + _RUN
+)
+
 _DEMO = """\
 Restores PATH in two processes with four simulated CPU devices each, every
 array sharded over all eight as far as it divides, and compares every shard bit
@@ -319,6 +425,57 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         help="requests that a process has in flight at once (default: as many as a restore on this machine)",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
+
+    def add_run(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="that will restore it, as fsdp=16; see below"
+        )
+        parser.add_argument(
+            "--spec",
+            type=parse_rule,
+            action="append",
+            default=[],
+            metavar="REGEX=AXES",
+            help="how arrays of these names are sharded; see below; may be repeated",
+        )
+        parser.add_argument("--no-compression", action="store_true", help="to Orbax: chunks are stored as they are")
+        parser.add_argument(
+            "--memory", type=parse_bytes, metavar="BYTES", help="for bytes on their way, as 2GB (default: 2GiB)"
+        )
+        parser.add_argument("--resume", action="store_true", help="go on with what such a command has left unfinished")
+        parser.add_argument(
+            "--distributed", action="store_true", help="be one process of several: call jax.distributed.initialize()"
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    convert = command("convert", "make an Orbax checkpoint of safetensors files, or back", _CONVERT, _CONVERT_MORE)
+    convert.add_argument("source", metavar="SOURCE")
+    convert.add_argument("destination", metavar="DESTINATION")
+    convert.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="what to make")
+    add_family(convert)
+    convert.add_argument(
+        "--config",
+        metavar="PATH",
+        help="to safetensors: a config.json to write, or a directory with one and a tokenizer's files, all copied",
+    )
+    convert.add_argument(
+        "--dtype",
+        type=parse_cast,
+        action="append",
+        default=[],
+        metavar="[REGEX=]DTYPE",
+        help="to cast to, as bfloat16 or 'norm=float32'; with REGEX may be repeated",
+    )
+    convert.add_argument("--step", type=parse_step, metavar="N", help="to Orbax: the number of the step (default: 0)")
+    add_run(convert)
+
+    reshard = command("reshard", "store a checkpoint anew, as suits another mesh", _RESHARD, _RESHARD_MORE)
+    reshard.add_argument("source", metavar="SOURCE")
+    reshard.add_argument("destination", metavar="DESTINATION")
+    reshard.add_argument(
+        "--max-file-bytes", type=parse_bytes, metavar="BYTES", help="of safetensors files without --mesh (default: 5GB)"
+    )
+    add_run(reshard)
 
     demo = command("demo", "restore in two processes, compare every bit, draw what was read", _DEMO)
     demo.add_argument("path", metavar="PATH", nargs="?")

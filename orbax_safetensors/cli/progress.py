@@ -1,0 +1,78 @@
+"""How far a long run is, on stderr: a bar on a terminal, a line every few seconds in a log."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from orbax_safetensors.cli.tables import human_bytes
+from orbax_safetensors.cli.units import human_seconds
+
+# Between two lines in a log.
+_LINE_SECONDS = 5.0
+
+
+class Reporter:
+    """Says how many bytes of how many there are, at what rate, and for how long this will take at that rate.
+
+    Used as a context manager and called with both numbers, from one thread.
+    """
+
+    def __init__(self, label: str, stream: TextIO | None) -> None:
+        """Nothing is said where `stream` is None."""
+        self._label, self._stream = label, stream
+        self._started: float | None = None
+        self._told = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was called, thus bytes were about to move."""
+        return self._started is not None
+
+    def __enter__(self) -> Self:
+        if self._stream is not None and self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[state]}"),
+                console=Console(file=self._stream),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=None, state="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` bytes of `total` have been moved."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now
+        state = progress_text(done, total, now - self._started)
+        if self._bar is not None:
+            # A bar without a length is full only if it has one.
+            self._bar.update(self._task, completed=done or not total, total=total or 1, state=state)
+        elif self._stream is not None and (done in (0, total) or now - self._told >= _LINE_SECONDS):
+            self._told = now
+            print(f"{self._label}: {state}", file=self._stream, flush=True)
+
+
+def progress_text(done: int, total: int, seconds: float) -> str:
+    """`1.2 GiB of 4.8 GiB, 310.5 MiB/s, 12.3 s left`, as far as there is something to say."""
+    text = f"{human_bytes(done)} of {human_bytes(total)}"
+    if done and seconds > 0:
+        text += f", {human_bytes(round(done / seconds))}/s"
+        if done < total:
+            text += f", {human_seconds(seconds * (total - done) / done)} left"
+    return text

@@ -1,0 +1,26 @@
+"""`reshard`: a checkpoint stored anew in the format that it has, as suits another mesh."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from orbax_safetensors.cli.convert import common, report
+from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.tables import Output
+from orbax_safetensors.convert import is_orbax, reshard
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Stores `args.source` anew and prints what was done."""
+    asked = common(args)
+    if args.max_file_bytes is not None and args.mesh is not None:
+        raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
+    if is_orbax(os.path.abspath(args.source)):
+        if args.max_file_bytes is not None:
+            raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
+    elif args.no_compression:
+        raise UsageError("--no-compression is for Orbax, and SOURCE is no checkpoint of it")
+    asked["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
+    return report(args, output, lambda progress: reshard(args.source, args.destination, progress=progress, **asked))
