@@ -58,7 +58,7 @@ class Wanted:
       location: of one of the tensors.
       copies: for each also whether it moves bits unchanged. So that equal copies are found equal, they count from
         `begin`, and where their destinations begin is left out.
-      begin: offset in the tensor, in bytes; of no meaning where it is encoded.
+      begin: offset in the tensor, in bytes; where it is encoded, in those of its decoded elements.
     """
 
     location: Location

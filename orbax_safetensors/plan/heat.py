@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orbax_safetensors.plan.alike import Tensors
+from orbax_safetensors.plan.alike import Tensors, Wanted
 from orbax_safetensors.plan.coalesce import Gather
 from orbax_safetensors.plan.plan import Location, gather_at
 from orbax_safetensors.plan.report import Leaf, layouts_of
@@ -52,7 +52,7 @@ def heat(
         if boxes not in columns:
             signature, wanted = tensors.signatures(boxes)
             gathers = [gather_at(one.location, one.copies, max_gap_bytes) if one.copies else None for one in wanted]
-            own = [_Own.of(gathered, one.begin) for gathered, one in zip(gathers, wanted, strict=True)]
+            own = [_Own.of(gathered, one) for gathered, one in zip(gathers, wanted, strict=True)]
             columns[boxes] = ruler.measure(signature[tensors.group], own)
         out[:, process] = columns[boxes]
     return Heat(*out)
@@ -68,9 +68,12 @@ class _Own:
     needed: float
 
     @staticmethod
-    def of(gathered: Gather | None, begin: int) -> _Own:
+    def of(gathered: Gather | None, wanted: Wanted) -> _Own:
         if gathered is None:
             return _Own((), 0, 0, 1.0)
+        begin, stored = wanted.begin, wanted.location
+        if stored.encoding is not None:  # from decoded elements to bytes of codes
+            begin = begin // stored.dtype.itemsize // stored.encoding.elements_per_byte
         runs = tuple(reads.runs for reads in (*gathered.ranges, *gathered.windowed))
         scale_bytes = gathered.read_bytes - sum(own.nbytes for own in runs)
         return _Own(runs, begin, scale_bytes, gathered.needed_bytes / gathered.read_bytes)
