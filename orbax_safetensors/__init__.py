@@ -27,6 +27,7 @@ from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpo
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.estimate import TimeEstimate, estimate_time
 from orbax_safetensors.plan.report import RestorePlan
 
 __all__ = [
@@ -46,7 +47,9 @@ __all__ = [
     "SafetensorsTypeHandler",
     "StorageError",
     "TensorMismatchError",
+    "TimeEstimate",
     "convert",
+    "estimate_time",
     "mapping",
     "open_checkpoint",
     "plan_restore",
