@@ -2,20 +2,25 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import flax.training.train_state
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.cli.main import main
 from orbax_safetensors.mapping import Family, tensor
+from orbax_safetensors.orbax_store import open_orbax
 from tests.files import random_bits, write, write_indexed
 
 README = Path(__file__).parent.parent / "README.md"
@@ -58,7 +63,7 @@ def test_the_examples(tmp_path, mesh, unregistered):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
@@ -90,4 +95,33 @@ def test_the_examples(tmp_path, mesh, unregistered):
         assert len(saved.files) == count
         assert saved.metadata["format"] == "pt"
     assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
-    assert len(found[10]["plan"].processes) == 64
+    assert len(found[11]["plan"].processes) == 64
+
+    wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
+    leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
+    assert (leaf.dtype, leaf.chunk_shape) == (BF16, wanted.shard_shape(leaf.shape))
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("page", [README, README.parent / "docs" / "converting.md"], ids=["README", "converting"])
+def test_from_files_to_files(tmp_path, page, capsys):
+    shutil.copytree(QWEN3, tmp_path / "qwen3")
+    text = page.read_text()
+    lines = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if "/models/" in line and " --" in line]
+    assert len(commands) >= 3
+    for command in commands:
+        assert main([part.replace("/models/", f"{tmp_path}/") for part in command]) == 0, capsys.readouterr().err
+    if page is not README:
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(block.replace("/models/", f"{tmp_path}/"), {"ost": ost})
+        assert open_orbax(tmp_path / "unstacked").custom_metadata == {"scan_layers": False}
+        assert len(list((tmp_path / "qwen3-for-4").glob("*.safetensors"))) == 4
+    leaf = open_orbax(tmp_path / "for-16").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
+    assert leaf.chunk_shape[0] * 16 == leaf.shape[0]
+    back = tmp_path / ("back" if page is README else "tuned")
+    for file in back.glob("*.safetensors"):
+        for name, array in load_file(file).items():
+            stored = ost.SafetensorsHandler().restore(epath.Path(QWEN3))[name]
+            assert array.tobytes() == stored.astype(array.dtype).tobytes()
+            assert array.dtype == (stored.dtype if page is README else BF16)
