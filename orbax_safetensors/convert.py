@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
@@ -33,7 +33,7 @@ from orbax_safetensors.streaming.beside import Beside, beside, copied
 from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.partition import Partition, Spec, partition
+from orbax_safetensors.streaming.partition import Partition, Spec, check_found, partition
 from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
@@ -168,7 +168,7 @@ def reshard(
     path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
     if is_orbax(path):
         return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
-    sharding = None if mesh is None else partition(mesh, spec)
+    sharding = None if mesh is None and not spec else partition(mesh, spec)
     return how.run(lambda: _reshard_safetensors(path, how, sharding, max_file_bytes))
 
 
@@ -223,6 +223,7 @@ def _safetensors_to_orbax(
     source = SafetensorsSource(
         checkpoint, views, casts.of({name: view.dtype for name, view in views.items()}), SafetensorsOptions()
     )
+    check_found("spec", sharding.patterns, views)
 
     def leaf(name: str, view: View) -> OrbaxLeaf:
         name = f"params.{name}" if maxtext else name
@@ -250,6 +251,7 @@ def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool)
     checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
     arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
     source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
+    check_found("spec", sharding.patterns, arrays)
 
     def leaf(name: str, facts: OrbaxLeaf) -> Any:
         if name not in source.leaves:
@@ -284,6 +286,8 @@ def _orbax_to_safetensors(
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
     checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
     around = beside(config)
+    if isinstance(family, str) and around.config is None:
+        raise MappingError(f"{path}: a family needs the config of the model: pass config")
     found = registry.find(family, around.config or {})
     variant = dict(variant or {})
     if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
@@ -330,6 +334,7 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
         )
         files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:
+        check_found("spec", sharding.patterns, stored)
         boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
         files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
     directory = path if os.path.isdir(path) else None

@@ -288,6 +288,8 @@ def test_a_disk_that_is_full(tmp_path):
         ({"to": "orbax", "step": -1}, "expected the number of a step, found -1"),
         ({"to": "orbax", "spec": {"w": ("x",)}}, "pass mesh"),
         ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "24 does not divide by 5"),
+        ({"to": "orbax", "mesh": {"x": 2}, "spec": {"kernle": ("x",)}}, "spec: 'kernle' is found in none of the"),
+        ({"to": "orbax", "dtype": {"kernle": "int8"}}, "dtype: 'kernle' is found in none of the"),
         ({"to": "orbax", "family": "maxtext"}, "no family is for"),
         ({"to": "orbax", "variant": {"scan_layers": True}}, "for a family"),
         ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
@@ -298,6 +300,18 @@ def test_arguments_that_do_not_fit(tmp_path, arguments, message):
     with pytest.raises(ost.SafetensorsError, match=message):
         ost.convert(tmp_path / "from", tmp_path / "to", **arguments)
     assert not (tmp_path / "to" / "0").exists()
+
+
+def test_patterns_that_nothing_is_called_like(tmp_path):
+    checkpoint(tmp_path / "from")
+    for source in (tmp_path / "from", ROOT / "orbax" / "qwen3_unscanned"):
+        with pytest.raises(ost.TensorMismatchError, match="spec: 'kernle' is found in none of the"):
+            ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
+
+
+def test_a_family_needs_a_config(tmp_path):
+    with pytest.raises(ost.MappingError, match="pass config"):
+        ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")
 
 
 def test_orbax_to_orbax_is_a_reshard(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.streaming.partition import check_pattern
+from orbax_safetensors.streaming.partition import check_found, check_pattern
 
 
 class Casts:
@@ -29,7 +29,11 @@ class Casts:
         self._patterns = [(re.compile(pattern), _dtype(dtype)) for pattern, dtype in patterns.items()]
 
     def of(self, own: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
-        """The dtypes of arrays, by name, whose own dtypes are given."""
+        """The dtypes of arrays, by name, whose own dtypes are given.
+
+        Raises `TensorMismatchError` where a pattern is found in none of the names, or where a cast is not possible.
+        """
+        check_found("dtype", [pattern.pattern for pattern, _ in self._patterns], own)
         return {name: self._of(name, dtype) for name, dtype in own.items()}
 
     def _of(self, name: str, own: np.dtype) -> np.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -95,3 +95,11 @@ def check_pattern(argument: str, pattern: str) -> None:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise TensorMismatchError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
+
+
+def check_found(argument: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raises `TensorMismatchError` where one of `patterns` is found in none of `names`: it may be misspelt."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise TensorMismatchError(f"{argument}: {pattern!r} is found in none of the {len(names)} names of arrays")
