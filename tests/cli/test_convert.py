@@ -73,9 +73,10 @@ def run(*argv, code="", env=None, **options):
     )
 
 
-# A signal to the process itself after some batches.
+# A signal to the process itself after some batches. Programs that a shell starts in the background ignore interrupts.
 AFTER_BATCHES = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from orbax_safetensors.cli import progress
 told, batches = progress.Reporter.__call__, 0
 def call(self, done, total):
