@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import resource
@@ -243,7 +244,9 @@ def _safetensors_to_orbax(
         zarr3=True,
         compression=compression,
     )
-    identity = f"{source.identity} {None if found is None else found.name} {sorted((variant or {}).items())!r}"
+    # The config decides what leaves are made of.
+    told = hashlib.sha256(json.dumps(read_config(checkpoint), sort_keys=True).encode()).hexdigest()
+    identity = f"{source.identity} {None if found is None else found.name} {sorted((variant or {}).items())!r} {told}"
     return source, lambda: write_orbax(source, target, interleaved(views), identity, **how.options)
 
 

@@ -309,6 +309,16 @@ def test_patterns_that_nothing_is_called_like(tmp_path):
             ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_is_no_draft_is_never_deleted(tmp_path, resume):
+    """Not even a source that is called like one."""
+    checkpoint(tmp_path / "new.partial")
+    before = {path: path.read_bytes() for path in (tmp_path / "new.partial").iterdir()}
+    with pytest.raises(ost.StorageError, match="is no unfinished conversion"):
+        ost.reshard(tmp_path / "new.partial", tmp_path / "new", resume=resume)
+    assert {path: path.read_bytes() for path in (tmp_path / "new.partial").iterdir()} == before
+
+
 def test_a_family_needs_a_config(tmp_path):
     with pytest.raises(ost.MappingError, match="pass config"):
         ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")

@@ -50,6 +50,7 @@ class Draft:
                     )
                 return
             if os.path.lexists(self.path):
+                self._check_own()
                 shutil.rmtree(self.path)
             os.makedirs(self.directory)
             with open(f"{record}.new", "w", encoding="utf-8") as file:
@@ -59,6 +60,13 @@ class Draft:
             if isinstance(error, StorageError):
                 raise
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
+
+    def _check_own(self) -> None:
+        """Raises `StorageError` where something is there that no draft has: it may be the source."""
+        names = os.listdir(self.path) if os.path.isdir(self.path) and not os.path.islink(self.path) else [self.path]
+        own = (_RECORD, f"{_RECORD}.new", _FILES)
+        if other := [name for name in names if name not in own and not name.startswith(_DONE)]:
+            raise StorageError(f"{self.path}: is no unfinished conversion, it holds {other[0]!r}; move it away")
 
     def _check_free(self) -> None:
         if os.path.lexists(self.destination):
