@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import resource
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
-from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError
+from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
@@ -35,7 +34,7 @@ from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
 from orbax_safetensors.streaming.partition import Partition, Spec, check_found, partition
-from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits
+from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
 from orbax_safetensors.streaming.to_safetensors import in_all_processes, write_safetensors
@@ -106,9 +105,9 @@ def convert(
         what it has said of `scan_layers` from Orbax's. Without a family, arrays are tensors of the same names.
       config: to safetensors, the content of the `config.json` to write, something with a `to_dict` that gives it, its
         path, or a directory with one, of which the tokenizer's files and their like are copied too.
-      dtype: to cast to: one for all floating-point arrays, or dtypes by pattern, the first of which is used that is
-        found (`re.search`) in the name that the destination has for an array. What no pattern is found in keeps its
-        dtype, as all do without it.
+      dtype: to cast floating-point arrays to: one for all of them, which the config then says, too; or dtypes by
+        pattern, the first of which is used that is found (`re.search`) in the name that the destination has for an
+        array. What no pattern is found in keeps its dtype, as all do without it.
       mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
         array's dimensions, as for `reshard`. Arrays are stored in chunks of what each device will have.
       step: to Orbax, its number.
@@ -244,14 +243,11 @@ def _safetensors_to_orbax(
         zarr3=True,
         compression=compression,
     )
-    # The config decides what leaves are made of.
-    told = hashlib.sha256(json.dumps(read_config(checkpoint), sort_keys=True).encode()).hexdigest()
-    identity = f"{source.identity} {None if found is None else found.name} {sorted((variant or {}).items())!r} {told}"
-    return source, lambda: write_orbax(source, target, interleaved(views), identity, **how.options)
+    return source, lambda: write_orbax(source, target, interleaved(views), **how.options)
 
 
 def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool) -> Plan:
-    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    checkpoint = _opened(path, how)
     arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
     source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
     check_found("spec", sharding.patterns, arrays)
@@ -274,7 +270,7 @@ def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool)
         compression=compression,
     )
     alone = [(name,) for name in source.leaves]
-    return source, lambda: write_orbax(source, target, alone, source.identity, **how.options)
+    return source, lambda: write_orbax(source, target, alone, **how.options)
 
 
 def _orbax_to_safetensors(
@@ -287,7 +283,7 @@ def _orbax_to_safetensors(
 ) -> Plan:
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    checkpoint = _opened(path, how)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
@@ -309,14 +305,15 @@ def _orbax_to_safetensors(
         max_file_bytes=MAX_FILE_BYTES,
         alignment=SafetensorsOptions().alignment,
     )
+    if casts.everywhere is not None:
+        around = around.stored_as(casts.everywhere)
     files = layouts.whole(layout, {one.name: one.view for one in viewed})
     together = interleaved(files.views)
     for names in together:
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
-    identity = f"{source.identity} {None if found is None else found.name} {sorted(variant.items())!r}"
     return source, lambda: write_safetensors(
-        source, how.destination, files, around, together, identity, SafetensorsOptions(), **how.options
+        source, how.destination, files, around, together, SafetensorsOptions(), **how.options
     )
 
 
@@ -339,13 +336,21 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
     else:
         check_found("spec", sharding.patterns, stored)
         boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
+        for name, (dtype, shape) in stored.items():
+            if dtype.bits < 8 and sharding.shard(name, shape) != shape:
+                raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
         files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
     directory = path if os.path.isdir(path) else None
     around = Beside(copies=copied(directory) if directory else {})
     alone = [(name,) for name in source.leaves]
-    return source, lambda: write_safetensors(
-        source, how.destination, files, around, alone, source.identity, options, **how.options
-    )
+    return source, lambda: write_safetensors(source, how.destination, files, around, alone, options, **how.options)
+
+
+def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
+    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    if is_below(how.destination, checkpoint.path):
+        raise StorageError(f"{how.destination}: is in the source, {checkpoint.path}")
+    return checkpoint
 
 
 def is_orbax(path: str) -> bool:
@@ -378,6 +383,12 @@ def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
     if not maxtext:
+        for what, lost in (
+            ("strings are left out", [name for name in checkpoint.leaves if name not in names]),
+            ("random keys become their data", [name for name in names if checkpoint.leaves[name].random_key]),
+        ):
+            if lost:
+                logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
         return {name: name for name in names}
     above = "params." if any(name.startswith("params.params.") for name in names) else ""
     return {name.removeprefix(above): name for name in names if name.startswith(f"{above}params.")}

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.format.header import Header
 from orbax_safetensors.orbax_store import open_orbax
 from tests.files import random_bits, write, write_indexed
 
@@ -162,7 +164,7 @@ def test_resharded_chunks_are_shards(tmp_path, mesh):
 
 def checkpoint(path, **more):
     rng = np.random.default_rng(0)
-    path.mkdir()
+    path.mkdir(parents=True)
     parts = [
         {"layers.0.w": random_bits(rng, (24, 16), BF16), "layers.0.b": random_bits(rng, (16,), np.dtype("f4"))},
         {"layers.1.w": random_bits(rng, (24, 16), BF16), "scalar": random_bits(rng, (), np.dtype("f4")), **more},
@@ -235,7 +237,7 @@ def test_casts(tmp_path):
     assert {name: leaf.dtype.name for name, leaf in open_orbax(tmp_path / "some").leaves.items()} == {
         "w": "float16",
         "b": "float32",
-        "n": "float32",
+        "n": "int64",
     }
     ost.convert(tmp_path / "some", tmp_path / "back", to="safetensors", dtype={"w": np.float32})
     same_bits(tensors(tmp_path / "back")["w"], arrays["w"].astype(np.float16).astype(np.float32))
@@ -282,14 +284,17 @@ def test_a_disk_that_is_full(tmp_path):
     [
         ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
         ({"to": "safetensors"}, "is no checkpoint of Orbax; reshard lays out safetensors files anew"),
-        ({"to": "orbax", "dtype": "int5"}, "dtype: expected one that arrays can have, found 'int5'"),
-        ({"to": "orbax", "dtype": {"(": "int8"}}, "no regular expression"),
+        ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype of files, found 'int5'"),
+        ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype of files, found 'int8'"),
+        ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
+        ({"to": "orbax", "dtype": {"(": "float16"}}, "no regular expression"),
         ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
         ({"to": "orbax", "step": -1}, "expected the number of a step, found -1"),
         ({"to": "orbax", "spec": {"w": ("x",)}}, "pass mesh"),
         ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "24 does not divide by 5"),
         ({"to": "orbax", "mesh": {"x": 2}, "spec": {"kernle": ("x",)}}, "spec: 'kernle' is found in none of the"),
-        ({"to": "orbax", "dtype": {"kernle": "int8"}}, "dtype: 'kernle' is found in none of the"),
+        ({"to": "orbax", "mesh": {"x": 2}, "spec": {"w": (1,)}}, "expected a tuple of axes and None, found"),
+        ({"to": "orbax", "dtype": {"kernle": "float16"}}, "dtype: 'kernle' is found in none of the"),
         ({"to": "orbax", "family": "maxtext"}, "no family is for"),
         ({"to": "orbax", "variant": {"scan_layers": True}}, "for a family"),
         ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
@@ -310,13 +315,59 @@ def test_patterns_that_nothing_is_called_like(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_is_no_draft_is_never_deleted(tmp_path, resume):
+@pytest.mark.parametrize("source", ["elsewhere", "new.partial", "new.partial/files"])
+def test_what_is_no_draft_is_never_deleted(tmp_path, source, resume):
     """Not even a source that is called like one."""
-    checkpoint(tmp_path / "new.partial")
-    before = {path: path.read_bytes() for path in (tmp_path / "new.partial").iterdir()}
-    with pytest.raises(ost.StorageError, match="is no unfinished conversion"):
-        ost.reshard(tmp_path / "new.partial", tmp_path / "new", resume=resume)
-    assert {path: path.read_bytes() for path in (tmp_path / "new.partial").iterdir()} == before
+    checkpoint(tmp_path / source)
+    (tmp_path / "new.partial").mkdir(exist_ok=True)
+    (tmp_path / "new.partial" / "mine").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    message = "is no unfinished conversion" if source == "elsewhere" else "which is what becomes"
+    with pytest.raises(ost.StorageError, match=message):
+        ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_destination_in_its_source(tmp_path):
+    shutil.copytree(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "from")
+    inside = Path(open_orbax(tmp_path / "from").path) / "to"
+    with pytest.raises(ost.StorageError, match="is in the source"):
+        ost.convert(tmp_path / "from", inside, to="safetensors")
+    with pytest.raises(ost.StorageError, match="is in the source"):
+        ost.reshard(tmp_path / "from", inside)
+    assert not inside.exists()
+
+
+def test_elements_that_share_bytes_are_not_cut(tmp_path):
+    header = Header.layout([("f4", DTYPES["F4"], (4, 8)), ("w", DTYPES["F32"], (4, 2))], {}, alignment=8)
+    data = bytes(range(48))
+    (tmp_path / "model.safetensors").write_bytes(header.encode() + data)
+    with pytest.raises(ost.TensorMismatchError, match="'f4': elements of F4 share bytes"):
+        ost.reshard(tmp_path / "model.safetensors", tmp_path / "to", mesh={"x": 2}, spec={"": ("x",)})
+    ost.reshard(tmp_path / "model.safetensors", tmp_path / "to", mesh={"x": 2}, spec={"w": ("x",)})
+    found = ost.SafetensorsHandler().restore(epath.Path(tmp_path / "to"))
+    assert found["w"].tobytes() + found["f4"].tobytes() == data  # wide elements come first
+
+
+def test_what_safetensors_cannot_hold_is_told(tmp_path, caplog):
+    tree = {"w": np.ones(3, np.float32), "name": "a model", "key": jax.random.key(0)}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
+    with caplog.at_level("WARNING", "orbax_safetensors.convert"):
+        ost.convert(tmp_path, tmp_path / "to", to="safetensors")
+    assert "strings are left out: ['name']" in caplog.text
+    assert "random keys become their data: ['key']" in caplog.text
+    assert sorted(tensors(tmp_path / "to")) == ["key", "w"]
+
+
+def test_a_config_says_what_all_is_cast_to(tmp_path):
+    asked = {"to": "safetensors", "family": "maxtext", "config": ROOT / "maxtext" / "qwen3" / "hf"}
+    source = ROOT / "orbax" / "qwen3_unscanned"
+    ost.convert(source, tmp_path / "all", dtype="float16", **asked)
+    ost.convert(source, tmp_path / "some", dtype={"norm": "float16"}, **asked)
+    config = json.loads((ROOT / "maxtext" / "qwen3" / "hf" / "config.json").read_text())
+    (key,) = {"dtype", "torch_dtype"} & set(config)
+    assert json.loads((tmp_path / "all" / "config.json").read_text()) == config | {key: "float16"}
+    assert json.loads((tmp_path / "some" / "config.json").read_text()) == config
 
 
 def test_a_family_needs_a_config(tmp_path):

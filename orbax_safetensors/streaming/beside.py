@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from orbax_safetensors.errors import MappingError, StorageError
 from orbax_safetensors.mapped import CONFIG_NAME, as_config
@@ -23,6 +25,8 @@ _PATTERNS = (
     "*preprocessor_config.json",
     "processor_config.json",
     "special_tokens_map.json",
+    "*.bpe.model",
+    "spiece.model",
     "*.tiktoken",
     "tokenizer*.json",
     "tokenizer*.model",
@@ -48,6 +52,16 @@ class Beside:
                     file.write(json.dumps(self.config, indent=2) + "\n")
         except OSError as error:
             raise StorageError(f"{directory}: {error}") from error
+
+    def stored_as(self, dtype: np.dtype) -> Beside:
+        """The same for tensors that are all cast to `dtype`: transformers loads a model in what its config says."""
+        if self.config is None:
+            return self
+        own = dict(self.config)
+        for key in ("dtype", "torch_dtype"):
+            if key in own:
+                own[key] = dtype.name
+        return replace(self, config=own)
 
 
 def beside(config: Any) -> Beside:

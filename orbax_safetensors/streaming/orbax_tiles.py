@@ -20,13 +20,15 @@ class OrbaxSource:
 
     def __init__(self, checkpoint: OrbaxCheckpoint, stored: Mapping[str, str], memory_bytes: int) -> None:
         """`stored` has for each leaf the name of its array. A chunk has to fit a batch of `memory_bytes`."""
+        self.path = checkpoint.path
         self._checkpoint, self.stored = checkpoint, stored
         self._of = {name: checkpoint.leaves[own] for name, own in stored.items()}
         self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._of.items()}
         for name, leaf in self._of.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
         self._state = _state(checkpoint.path)
-        self.identity = hashlib.sha256(repr((checkpoint.path, self._state)).encode()).hexdigest()
+        moved = (checkpoint.path, sorted(self._state.items()), sorted(stored.items()))
+        self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.requests = 0
 
     def order(self, name: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -84,9 +85,19 @@ def partition(mesh: Mapping[str, int] | None, patterns: Mapping[str, Spec] | Non
         )
     for pattern, spec in (patterns or {}).items():
         check_pattern("spec", pattern)
-        if isinstance(spec, str) or not isinstance(spec, Sequence):
+        if not _is_spec(spec):
             raise TensorMismatchError(f"spec: {pattern!r}: expected a tuple of axes and None, found {spec!r}")
     return Partition(dict(mesh), dict(patterns or {}))
+
+
+def _is_spec(spec: Any) -> bool:
+    def is_tuple(value: Any) -> bool:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+
+    return is_tuple(spec) and all(
+        part is None or isinstance(part, str) or (is_tuple(part) and all(isinstance(axis, str) for axis in part))
+        for part in spec
+    )
 
 
 def check_pattern(argument: str, pattern: str) -> None:
@@ -97,9 +108,9 @@ def check_pattern(argument: str, pattern: str) -> None:
         raise TensorMismatchError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
 
 
-def check_found(argument: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+def check_found(argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "arrays") -> None:
     """Raises `TensorMismatchError` where one of `patterns` is found in none of `names`: it may be misspelt."""
     names = list(names)
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
-            raise TensorMismatchError(f"{argument}: {pattern!r} is found in none of the {len(names)} names of arrays")
+            raise TensorMismatchError(f"{argument}: {pattern!r} is found in none of the {len(names)} names of {what}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
@@ -51,8 +52,12 @@ class TileSource(Protocol):
         """What there is, by name."""
 
     @property
+    def path(self) -> str:
+        """The file or directory that they are in."""
+
+    @property
     def identity(self) -> str:
-        """Tells the state of what is stored apart from every other."""
+        """Tells these leaves, what they are made of and the state that it is in apart from all others."""
 
     @property
     def requests(self) -> int:
@@ -100,6 +105,12 @@ def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
             f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
             f"{4 * nbytes} are needed"
         )
+
+
+def is_below(path: str, directory: str) -> bool:
+    """Whether `path` is `directory` or in it, whatever links lead there."""
+    own, other = os.path.realpath(path), os.path.realpath(directory)
+    return os.path.commonpath([own, other]) == other
 
 
 Bundle = tuple[Tile, ...]  # tiles that interleave in storage, and are best moved at once

@@ -31,9 +31,11 @@ class SafetensorsSource:
         options: SafetensorsOptions,
     ) -> None:
         """`views` are leaves of the checkpoint, by any name."""
+        self.path = checkpoint.path
         self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.mtime_ns) for stored in checkpoint.files]
-        self.identity = hashlib.sha256(repr(stamps).encode()).hexdigest()
+        moved = (stamps, sorted(views.items()), self.leaves, sorted(checkpoint.quantized.items()))
+        self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self._checkpoint, self._views, self._options = checkpoint, views, options
         self._reader = Reader(checkpoint.open_file, options.threads)
 

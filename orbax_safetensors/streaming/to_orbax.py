@@ -49,7 +49,6 @@ def write_orbax(
     source: TileSource,
     target: OrbaxTarget,
     groups: Iterable[tuple[str, ...]],
-    identity: str,
     *,
     memory_bytes: int,
     resume: bool,
@@ -57,8 +56,8 @@ def write_orbax(
 ) -> Moved:
     """Writes all leaves of `source`, together with all other processes.
 
-    `groups` are leaves that interleave in the source, and `identity` tells what is made of it from all else that could
-    be. Raises what `OrbaxSink` raises; what has been written stays, for a run that resumes.
+    `groups` are leaves that interleave in the source. Raises what `OrbaxSink` raises; what has been written stays, for
+    a run that resumes.
     """
     groups = list(groups)
     limit = batch_bytes(memory_bytes)
@@ -90,7 +89,7 @@ def write_orbax(
         compression=target.compression,
         memory_bytes=memory_bytes // 2,
         resume=resume,
-        source=identity,
+        source=source.identity,
     ) as sink:
         grains = {name: leaf.chunk_shape for name, leaf in sink.leaves.items()}
         for name, leaf in sink.leaves.items():

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import jax
 
+from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.tiling import storage_order
@@ -17,7 +18,16 @@ from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.layouts import Files
-from orbax_safetensors.streaming.pipeline import Bundle, Moved, Progress, TileSource, batch_bytes, share, stream
+from orbax_safetensors.streaming.pipeline import (
+    Bundle,
+    Moved,
+    Progress,
+    TileSource,
+    batch_bytes,
+    is_below,
+    share,
+    stream,
+)
 from orbax_safetensors.streaming.safetensors_sink import SafetensorsSink
 
 _T = TypeVar("_T")
@@ -29,7 +39,6 @@ def write_safetensors(
     files: Files,
     beside: Beside,
     groups: Iterable[tuple[str, ...]],
-    identity: str,
     options: SafetensorsOptions,
     *,
     memory_bytes: int,
@@ -38,20 +47,26 @@ def write_safetensors(
 ) -> Moved:
     """Writes all leaves of `source`, which are those of `files`, together with all other processes.
 
-    `groups` are leaves that interleave in the files, and `identity` tells what is made of the source from all else that
-    could be. Raises `StorageError` or `TensorMismatchError` in every process where one fails; what has been written
-    stays in `<destination>.partial`, for a run that resumes.
+    `groups` are leaves that interleave in the files. Raises `StorageError` or `TensorMismatchError` in every process
+    where one fails; what has been written stays in `<destination>.partial`, for a run that resumes.
     """
     limit = batch_bytes(memory_bytes)
     grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
     orders = {name: storage_order(files.views[name]) for name in source.leaves}
     cuts = bundles(source, grains, orders, groups, limit)
     numbers = {tile: number for number, tile in enumerate(tile for bundle in cuts for tile in bundle)}
-    digest = _digest(identity, files, beside, cuts)
+    digest = _digest(source, files, beside, cuts)
     key = new_key(f"convert/{hashlib.sha256(os.fsencode(destination)).hexdigest()}")
     primary = jax.process_index() == 0
     draft = Draft(destination, digest)
-    in_all_processes(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, digest)
+
+    def begin() -> None:
+        if is_below(source.path, draft.path):
+            raise StorageError(f"{source.path}: is in {draft.path}, which is what becomes {destination}; move it away")
+        if primary:
+            draft.begin(resume=resume)
+
+    in_all_processes(f"{key}/begin", begin, digest)
     done = in_all_processes(f"{key}/done", draft.done)
     left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
     own = share(left, source.leaves, jax.process_index(), jax.process_count())
@@ -72,9 +87,10 @@ def write_safetensors(
     return Moved(destination, nbytes, source.requests + sink.requests)
 
 
-def _digest(identity: str, files: Files, beside: Beside, cuts: list[Bundle]) -> str:
+def _digest(source: TileSource, files: Files, beside: Beside, cuts: list[Bundle]) -> str:
     """Equal where the same tiles of the same source go to the same places."""
-    digest = hashlib.sha256(f"{identity}\0{beside}\0".encode("utf-8", "backslashreplace"))
+    views = sorted(files.views.items())
+    digest = hashlib.sha256(f"{source.identity}\0{beside}\0{views}\0".encode("utf-8", "backslashreplace"))
     for name, header in files.layout.files:
         digest.update(f"{name}\0".encode())
         digest.update(header.encode())

@@ -13,6 +13,7 @@ import pytest
 from etils import epath
 
 import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.orbax_store import open_orbax
 from tests.files import random_bits, write_indexed
 from tests.streaming import interrupted
@@ -126,6 +127,46 @@ def test_another_source_is_not_mixed_in(kind, tmp_path):
         CALLS[kind](source, destination, resume=True)
     CALLS[kind](source, destination)
     check(kind, destination, seed=1)
+
+
+def stopped(call, *args, **arguments):
+    """A call that ends after the first tiles, with all that it has written left behind."""
+
+    def stop(done, total):
+        if done:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        call(*args, progress=stop, **arguments)
+
+
+def family_of(view):
+    """A family of one leaf, always of the same name."""
+    return Family("mine", ("Mine",), lambda config: Tree({"w": view()}, unused=[".*"]))
+
+
+OF_W0 = family_of(lambda: tensor("w0", (16, 64)))
+OF_W1 = family_of(lambda: tensor("w1", (16, 72)).slice(slice(None), slice(64)))
+TWICE = family_of(lambda: tensor("w0", (16, 64)).scale(2))
+
+
+@pytest.mark.parametrize(
+    ("begun", "now"),
+    [
+        ({"dtype": "bfloat16"}, {"dtype": "float16"}),
+        ({"dtype": "bfloat16"}, {}),
+        ({"family": OF_W0}, {"family": OF_W1}),
+        ({"family": OF_W0}, {"family": TWICE}),
+    ],
+)
+def test_other_arguments_are_not_mixed_in(begun, now, tmp_path):
+    source, small = make_source("to_orbax", tmp_path / "from"), {"to": "orbax", "memory_bytes": 5_000}
+    stopped(ost.convert, source, tmp_path / "to", **small, **begun)
+    with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
+        ost.convert(source, tmp_path / "to", resume=True, **small, **now)
+    moved = ost.convert(source, tmp_path / "to", resume=True, **small, **begun).nbytes
+    leaves = open_orbax(tmp_path / "to").leaves.values()
+    assert 0 < moved < sum(leaf.dtype.itemsize * np.prod(leaf.shape) for leaf in leaves)
 
 
 @pytest.mark.parametrize("kind", list(CALLS))
