@@ -124,12 +124,14 @@ def convert(
     """
     path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
     if to == "orbax":
+        _not_for("to='orbax'", config=config)
         return how.run(
             lambda: _safetensors_to_orbax(
                 path, how, family, variant, Casts(dtype), partition(mesh, spec), step, compression
             )
         )
     if to == "safetensors":
+        _not_for("to='safetensors'", mesh=mesh, spec=spec, step=step, compression=not compression)
         return how.run(lambda: _orbax_to_safetensors(path, how, family, variant, config, Casts(dtype)))
     raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
 
@@ -167,9 +169,18 @@ def reshard(
     """
     path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
     if is_orbax(path):
+        _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
         return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
+    _not_for("safetensors", compression=not compression)
+    _not_for("a mesh, whose devices have a file each", max_file_bytes=mesh and max_file_bytes != MAX_FILE_BYTES)
     sharding = None if mesh is None and not spec else partition(mesh, spec)
     return how.run(lambda: _reshard_safetensors(path, how, sharding, max_file_bytes))
+
+
+def _not_for(what: str, **given: Any) -> None:
+    for argument, value in given.items():
+        if value:
+            raise SafetensorsError(f"{argument} is not for {what}")
 
 
 Plan = tuple[TileSource, Callable[[], Moved]]  # an open source, and what moves it

@@ -22,14 +22,14 @@ import numpy as np
 
 from orbax_safetensors import arrays
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.format.dtypes import from_numpy, held
+from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Store
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
-from orbax_safetensors.plan.plan import Block, Location, transfer_plan
+from orbax_safetensors.plan.plan import Block, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
 from orbax_safetensors.sources import Source, resolve
@@ -105,15 +105,6 @@ def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int,
         max_file_bytes=max_file_bytes,
         alignment=options.alignment,
     )
-
-
-def locations(layout: Layout) -> dict[str, Location]:
-    """Where each tensor of a layout lies."""
-    return {
-        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
-        for number, (_, header) in enumerate(layout.files)
-        for name, entry in header.tensors.items()
-    }
 
 
 def grouped(sources: Sequence[Source]) -> list[list[Source]]:

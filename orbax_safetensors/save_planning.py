@@ -12,6 +12,7 @@ import jax
 from orbax_safetensors import save as saving
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapped import AskedFamily, as_config, read_config, taken_apart
+from orbax_safetensors.plan.plan import locations
 from orbax_safetensors.plan.report import Leaf, restore_plan
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.planning import Planned
@@ -90,7 +91,7 @@ def plan_save(
             leaves.append(Leaf(source.name, source.view, source.shape, source.value.dtype, shared))
     plan = restore_plan(
         leaves,
-        saving.locations(layout).__getitem__,
+        locations(layout).__getitem__,
         [name for name, _ in layout.files],
         process_count=planned.process_count,
         max_gap_bytes=0,  # what lies in a gap is another process's

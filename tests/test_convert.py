@@ -289,6 +289,10 @@ def test_a_disk_that_is_full(tmp_path):
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
         ({"to": "orbax", "dtype": {"(": "float16"}}, "no regular expression"),
         ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
+        ({"to": "orbax", "config": {"a": 1}}, "config is not for to='orbax'"),
+        ({"to": "safetensors", "step": 1}, "step is not for to='safetensors'"),
+        ({"to": "safetensors", "mesh": {"x": 2}}, "mesh is not for to='safetensors'"),
+        ({"to": "safetensors", "compression": False}, "compression is not for to='safetensors'"),
         ({"to": "orbax", "step": -1}, "expected the number of a step, found -1"),
         ({"to": "orbax", "spec": {"w": ("x",)}}, "pass mesh"),
         ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "24 does not divide by 5"),
@@ -305,6 +309,21 @@ def test_arguments_that_do_not_fit(tmp_path, arguments, message):
     with pytest.raises(ost.SafetensorsError, match=message):
         ost.convert(tmp_path / "from", tmp_path / "to", **arguments)
     assert not (tmp_path / "to" / "0").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("safetensors", {"compression": False}, "compression is not for safetensors"),
+        ("safetensors", {"mesh": {"x": 2}, "max_file_bytes": 100}, "max_file_bytes is not for a mesh"),
+        ("orbax", {"max_file_bytes": 100}, "max_file_bytes is not for checkpoints of Orbax"),
+    ],
+)
+def test_arguments_of_a_reshard_that_do_not_fit(tmp_path, kind, arguments, message):
+    checkpoint(tmp_path / "safetensors")
+    source = tmp_path / "safetensors" if kind == "safetensors" else ROOT / "orbax" / "qwen3_unscanned"
+    with pytest.raises(ost.SafetensorsError, match=message):
+        ost.reshard(source, tmp_path / "to", **arguments)
 
 
 def test_patterns_that_nothing_is_called_like(tmp_path):

@@ -22,14 +22,6 @@ class Layout:
     files: tuple[tuple[str, Header], ...]
     index: Index | None
 
-    def locations(self) -> dict[str, tuple[int, int]]:
-        """For every tensor the position of its file in `files`, and the file offset of its first byte."""
-        return {
-            name: (number, header.data_start + entry.begin)
-            for number, (_, header) in enumerate(self.files)
-            for name, entry in header.tensors.items()
-        }
-
 
 def lay_out(
     tensors: Sequence[tuple[str, DType, tuple[int, ...]]],

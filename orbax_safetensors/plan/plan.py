@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_safetensors.format.dtypes import held
+from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.plan.coalesce import (
     MAX_REQUEST_BYTES,
     Direct,
@@ -45,6 +47,15 @@ class Location:
     dtype: np.dtype
     encoding: Encoding | None = None
     scales: tuple[int, int] = (0, 0)
+
+
+def locations(layout: Layout) -> dict[str, Location]:
+    """Where each tensor of a layout lies."""
+    return {
+        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
+        for number, (_, header) in enumerate(layout.files)
+        for name, entry in header.tensors.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

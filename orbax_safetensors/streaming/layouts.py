@@ -10,7 +10,7 @@ from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
-from orbax_safetensors.plan.plan import Location
+from orbax_safetensors.plan.plan import Location, locations
 from orbax_safetensors.plan.view import Box, View
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
@@ -27,12 +27,7 @@ class Files:
 
 def whole(layout: Layout, views: Mapping[str, View]) -> Files:
     """Files of whole tensors, of which `views` are."""
-    locations = {
-        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
-        for number, (_, header) in enumerate(layout.files)
-        for name, entry in header.tensors.items()
-    }
-    return Files(layout, locations, views)
+    return Files(layout, locations(layout), views)
 
 
 def in_pieces(
@@ -55,7 +50,7 @@ def in_pieces(
             filled[writer] += prod(stop - start for start, stop in box) * tensors[name][0].bits
             pieces[writer][name] = box
     written = [own for own in pieces if own]
-    files, locations = [], {}
+    files, places = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
     for number, own in enumerate(written):
         offsets = {name: tuple(start for start, _ in box) for name, box in own.items()}
@@ -68,7 +63,7 @@ def in_pieces(
         for name, entry in header.tensors.items():
             shape, dtype = held(entry.dtype, entry.shape)
             key = f"{number}/{name}"
-            locations[key] = Location(number, header.data_start + entry.begin, dtype)
+            places[key] = Location(number, header.data_start + entry.begin, dtype)
             parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
     views = {name: View.tile(held(*tensors[name])[0], own) for name, own in parts.items()}
-    return Files(Layout(tuple(files), None), locations, views)
+    return Files(Layout(tuple(files), None), places, views)

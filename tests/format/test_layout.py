@@ -12,6 +12,7 @@ from orbax_safetensors.format.dtypes import DTYPES, nbytes
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME, lay_out
+from orbax_safetensors.plan.plan import locations
 from tests.strategies import tensor_lists, texts
 
 
@@ -67,7 +68,7 @@ def test_the_order_in_a_file_is_the_references():
 )
 def test_every_tensor_has_one_place(tensors, metadata, max_file_bytes, alignment):
     layout = lay_out(tensors, metadata, max_file_bytes=max_file_bytes, alignment=alignment)
-    places = layout.locations()
+    places = {name: (place.file, place.begin) for name, place in locations(layout).items()}
     assert sorted(places) == sorted(name for name, _, _ in tensors)
     # In the order that was given, from file to file.
     assert [places[name][0] for name, _, _ in tensors] == sorted(number for number, _ in places.values())
