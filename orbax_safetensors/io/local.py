@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -12,6 +13,8 @@ from orbax_safetensors.io.store import Stamp
 
 # Linux refuses more buffers in one call.
 _MAX_BUFFERS = 1024
+# What file systems say that do not flush directories, as some network and FUSE ones.
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 class LocalFile:
@@ -153,12 +156,17 @@ class LocalStore:
         return NewLocalFile(path)
 
     def sync(self, path: str) -> None:
-        """Flushes the directory `path` to the disk."""
+        """Flushes the directory `path` to the disk, where it may be read and its file system flushes directories."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:
+            return
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
             _sync(descriptor, path)
+        except StorageError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _NO_SYNC:
+                raise
         finally:
             os.close(descriptor)

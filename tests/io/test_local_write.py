@@ -148,6 +148,27 @@ def test_flushing_what_is_no_directory(tmp_path, file, path):
             LocalStore().sync(name)
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_that_do_not_flush_directories(file, tmp_path, monkeypatch, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(local.os, "fsync", fail)
+    LocalStore().sync(str(tmp_path))
+    with pytest.raises(StorageError, match="flushing to the disk failed"):
+        file.sync()
+
+
+def test_a_directory_that_may_not_be_read_is_not_flushed(tmp_path, monkeypatch):
+    """As a user has it who may add files to a directory and not list them."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(local.os, "open", refuse)
+    LocalStore().sync(str(tmp_path))
+
+
 def test_closing_that_fails(path, monkeypatch):
     file, real = NewLocalFile(path), os.close
 
