@@ -667,15 +667,133 @@ def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_was_left_behind_by_somebody_else(tmp_path):
-    directory = tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}"
-    directory.mkdir()
-    (directory / "file").write_text("")
-    with OrbaxSink(tmp_path, tree_of(leaf_of), resume=True) as sink:
-        assert not (directory / "file").exists()
+UNFINISHED = f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}"
+with_and_without_resume = pytest.mark.parametrize("resume", [False, True])
+
+
+def contents(root):
+    """All names with what they are of, as a change would show."""
+    return {
+        str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        for path in root.rglob("*")
+    }
+
+
+@with_and_without_resume
+@pytest.mark.parametrize("kind", ["empty", "step", "items"])
+def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, monkeypatch):
+    if kind == "empty":
+        (tmp_path / UNFINISHED).mkdir()
+    else:
+
+        def fail(*_):
+            raise RuntimeError("nothing works")
+
+        handler, args = ocp.PyTreeCheckpointHandler(), ocp.args.PyTreeSave({"a": np.ones(3)})
+        if kind == "items":
+            handler, args = ocp.CompositeCheckpointHandler(items=handler), ocp.args.Composite(items=args)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="nothing works"):
+            patched.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
+            ocp.Checkpointer(handler).save(tmp_path / "0", args=args)
+    assert os.listdir(tmp_path) == [UNFINISHED]
+    write(tmp_path, resume=resume)
+    assert os.listdir(tmp_path) == ["0"]
+    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
+
+
+@with_and_without_resume
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, resume):
+    if finished:
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "mine", {"a": np.ones(3)})
+        (tmp_path / "mine").rename(tmp_path / UNFINISHED)
+        why = "is a checkpoint that was finished, as its _CHECKPOINT_METADATA says; move it away"
+    else:
+        (tmp_path / UNFINISHED).mkdir()
+        (tmp_path / UNFINISHED / "model.safetensors").write_text("mine")
+        why = "is no unfinished checkpoint, it holds 'model.safetensors'; move it away"
+    before = contents(tmp_path)
+    with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
+        OrbaxSink(tmp_path, tree_of(leaf_of), resume=resume)
+    assert contents(tmp_path) == before
+
+
+@with_and_without_resume
+@pytest.mark.parametrize(
+    ("place", "kind"), [("file", "file"), ("link", "link"), ("dangling", "link"), ("item", "link"), ("items", "link")]
+)
+def test_what_is_no_directory(tmp_path, place, kind, resume):
+    """A link is not followed, even to what would be taken up."""
+    with OrbaxSink(tmp_path / "other", tree_of(leaf_of)) as sink:
+        fill(sink, values())
+    path, other = tmp_path / "to" / UNFINISHED, tmp_path / "other" / UNFINISHED
+    (tmp_path / "to").mkdir()
+    if place == "file":
+        path.write_text("mine")
+    elif place in ("link", "dangling"):
+        path.symlink_to("nothing" if place == "dangling" else other)
+    else:
+        path.mkdir()
+        shutil.copy(other / "_in_progress.json", path)
+        path = path / (place if place == "items" else f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
+        path.symlink_to(other / f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
+    before = contents(tmp_path)
+    with pytest.raises(StorageError, match=f"{path}: is a {kind} and no unfinished checkpoint; move it away"):
+        OrbaxSink(tmp_path / "to", tree_of(leaf_of), resume=resume)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", [b"", b'{"leav', b"\xff", b"\0\0", b"[1]", b"null", b'"leaves"'])
+def test_a_record_that_is_damaged(tmp_path, text):
+    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+        fill(sink, values())
+    (tmp_path / UNFINISHED / "_in_progress.json").write_bytes(text)
+    with pytest.raises(StorageError, match=r"_in_progress.json: cannot be read: .*; begin anew without resume"):
+        OrbaxSink(tmp_path, tree_of(leaf_of), resume=True)
+    write(tmp_path)
+
+
+@pytest.mark.parametrize("left", range(4))
+@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
+def test_a_deletion_that_is_cut_short(tmp_path, left, ocdbt, monkeypatch):
+    """What is half deleted is neither taken up nor taken for somebody else's."""
+    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+        fill(sink, values())
+    deletions = 0
+
+    def cut_short(function):
+        def deletes(path, **more):
+            nonlocal deletions
+            deletions += 1
+            if deletions > left:
+                raise OSError("killed")
+            return function(path, **more)
+
+        return deletes
+
+    with monkeypatch.context() as patched, pytest.raises(StorageError, match="killed"):
+        for name in ("unlink", "rmdir"):
+            patched.setattr(os, name, cut_short(getattr(os, name)))
+        OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt)
+    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
+        assert len(list(sink.missing("params.kernel"))) == 8
         fill(sink, values())
         sink.commit()
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+@all_formats
+def test_any_name_of_an_array(tmp_path, ocdbt, zarr3):
+    arrays = {name: random(BF16, (4, 6), seed) for seed, name in enumerate(["a\nb", "\n", "c/0/1", "0.1", "ü"])}
+    if not ocdbt:
+        del arrays["c/0/1"]  # Orbax makes no directory in a directory of its own
+    tree = {name: OrbaxLeaf((4, 6), BF16, (2, 3)) for name in arrays}
+    with OrbaxSink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3) as sink:
+        fill(sink, arrays)
+    with OrbaxSink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3, resume=True) as sink:
+        assert not [name for name in tree if list(sink.missing(name))]
+        sink.commit()
+    for name, array in arrays.items():
+        same_bits(open_orbax(tmp_path).value(name), array)
 
 
 STAGES = {

@@ -39,7 +39,10 @@ _RECORD_FILE = "_in_progress.json"
 _PROCESS_PREFIX = tensorstore_utils.PROCESS_SUBDIR_PREFIX
 
 # A chunk's key, after the name of its array: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
-_CHUNK_KEYS = {True: re.compile(r"(.*)/c((?:/\d+)*)"), False: re.compile(r"(.*)/(\d+(?:\.\d+)*)")}
+_CHUNK_KEYS = {
+    True: re.compile(r"(.*)/c((?:/\d+)*)", re.DOTALL),
+    False: re.compile(r"(.*)/(\d+(?:\.\d+)*)", re.DOTALL),
+}
 
 
 class Draft:
@@ -67,10 +70,12 @@ class Draft:
     def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
         """Makes the directories, anew unless `resume` finds some that were begun with the same `record`.
 
-        Raises `StorageError` where the step is there already, `TensorMismatchError` where the record is another.
+        Raises `StorageError` where the step is there already, or something else in the place of what is unfinished, and
+        `TensorMismatchError` where the record is another.
         """
         if os.path.lexists(self.path):
             raise StorageError(f"{self.path}: already exists")
+        self._check_place()
         if resume and (begun := self._begun()) is not None:
             # Compared as JSON has it: without tuples, and with the keys in any order.
             for key, value in json.loads(json.dumps(record)).items():
@@ -82,24 +87,62 @@ class Draft:
             self._reopen(record)
             return
         with stored(f"{self._step_path.get()}: cannot be made"):
+            if self._step_path.get().exists():
+                self._check_unfinished()
+                self._empty()
             asyncio_utils.run_sync(self._step_path.create())
             asyncio_utils.run_sync(self._item_path.create())
-            draft = f"{self._record}.new"
-            with open(draft, "w", encoding="utf-8") as file:
-                json.dump(record, file)
-            os.replace(draft, self._record)
+            self._write_record(record)
+
+    def _write_record(self, record: Mapping[str, Any]) -> None:
+        draft = f"{self._record}.new"
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(draft, self._record)
+
+    def _check_place(self) -> None:
+        """Raises `StorageError` where there is no directory; links are not followed, to wherever they lead."""
+        for path in (self._step_path.get(), self._step_path.get() / self._item, self.item_directory):
+            if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+                kind = "link" if os.path.islink(path) else "file"
+                raise StorageError(f"{path}: is a {kind} and no unfinished checkpoint; move it away")
+
+    def _check_unfinished(self) -> None:
+        """Raises `StorageError` where there is something that neither this class nor Orbax has left unfinished.
+
+        Both begin with Orbax's metadata of the step, in which there is a time once the step is complete.
+        """
+        path = self._step_path.get()
+        names = set(os.listdir(path))
+        if not names or _RECORD_FILE in names:
+            return
+        if STEP_FILE not in names:
+            raise StorageError(f"{path}: is no unfinished checkpoint, it holds {min(names)!r}; move it away")
+        metadata = self._metadata.read(path / STEP_FILE)
+        if isinstance(metadata, dict) and metadata.get("commit_timestamp_nsecs") is not None:
+            raise StorageError(f"{path}: is a checkpoint that was finished, as its {STEP_FILE} says; move it away")
+
+    def _empty(self) -> None:
+        """Deletes what is there but for a record, which says until the end that there is nothing to take up."""
+        self._write_record({})
+        for entry in list(os.scandir(self._step_path.get())):
+            if entry.name != _RECORD_FILE:
+                _remove(entry)
 
     def _begun(self) -> Any:
         """The record of what is there; None where there is nothing that could be taken up."""
         try:
             with open(self._record, encoding="utf-8") as file:
-                return json.load(file)
+                begun = json.load(file)
+            if not isinstance(begun, dict):
+                raise ValueError(f"expected a dict, found {begun!r:.80}")
+            return begun or None
         except FileNotFoundError:
             if self._step_path.get().exists():
                 logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
             return None
         except (OSError, ValueError) as error:
-            raise StorageError(f"{self._record}: {error}") from error
+            raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error
 
     def _reopen(self, record: Mapping[str, Any]) -> None:
         """Brings the item back to where only chunks are in it, however far `finish` had come."""
@@ -108,13 +151,10 @@ class Draft:
             if finished.exists() and not directory.exists():
                 os.rename(finished, directory)
             tops = {name.split("/")[0] for name in record["leaves"]}
-            for entry in os.scandir(directory):
+            for entry in list(os.scandir(directory)):
                 if entry.name.startswith(_PROCESS_PREFIX) if self._ocdbt else entry.name in tops:
                     continue
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
+                _remove(entry)
 
     def chunks(self, leaves: Mapping[str, OrbaxLeaf]) -> dict[str, np.ndarray]:
         """For every array, which of its chunks are in the store, over the grid of its chunks.
@@ -170,3 +210,11 @@ class Draft:
             asyncio_utils.run_sync(self._item_path.finalize())
             os.unlink(self._record)
             asyncio_utils.run_sync(self._step_path.finalize())
+
+
+def _remove(entry: os.DirEntry[str]) -> None:
+    """Deletes a file, a link or a directory with all that is in it."""
+    if entry.is_dir(follow_symlinks=False):
+        shutil.rmtree(entry.path)
+    else:
+        os.unlink(entry.path)
