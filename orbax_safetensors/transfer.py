@@ -289,10 +289,21 @@ def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
 class Writer(_Transfer[NewFile]):
     """Writes memory into files. Its plans have no gaps: every byte that is written is one of a block."""
 
+    def __init__(self, open_file: Callable[[int], NewFile], threads: int) -> None:
+        """See `_Transfer`."""
+        super().__init__(open_file, threads)
+        self._unsynced: set[int] = set()
+
     def sync(self) -> None:
-        """Waits until what was written is on the disk."""
-        for file in self._files.values():
-            file.sync()
+        """Waits until what was written is on the disk, of every file that was written to since the last time."""
+        numbers = sorted(self._unsynced)
+        with ThreadPoolExecutor(self._useful_threads(len(numbers)), "safetensors") as pool:
+            list(pool.map(lambda number: self._files[number].sync(), numbers))
+        self._unsynced.clear()
+
+    def _file(self, number: int) -> NewFile:
+        self._unsynced.add(number)
+        return super()._file(number)
 
     # File systems let one thread at a time write into a file, and the others wait at a price. So each has its own.
 

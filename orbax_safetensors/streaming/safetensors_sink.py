@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -35,8 +36,10 @@ class SafetensorsSink:
         self._draft, self._files, self._numbers, self._process, self._store = draft, files, numbers, process, store
         self._paths = [os.path.join(draft.directory, name) for name, _ in files.layout.files]
         self._writer = Writer(self._create, options.threads)
+        self._created = False  # a file whose name may not be on the disk
 
     def _create(self, number: int) -> NewFile:
+        self._created = True
         return self._store.create(self._paths[number])
 
     @property
@@ -45,28 +48,42 @@ class SafetensorsSink:
         return self._writer.counters.num_requests
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """See `TileSink`."""
+        """See `TileSink`. The disk has the tiles before they are recorded, and the record never says too much.
+
+        That is not left to the end: what the system could not flush it forgets, and says so only once.
+        """
         blocks = [
             Block(self._files.views[tile.name], tile.box, tile.shape, array.dtype)
             for tile, array in zip(tiles, arrays, strict=True)
         ]
         plan = transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
         self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
+        self._writer.sync()
+        if self._created:
+            self._store.sync(self._draft.directory)
+            self._created = False
         self._draft.add(self._process, [self._numbers[tile] for tile in tiles])
 
     def close(self) -> None:
         """Closes the files, which may be what tells that a write failed."""
-        self._draft.close()
-        self._writer.close()
+        try:
+            self._draft.close()
+        finally:
+            self._writer.close()
 
     def finish(self, beside: Beside) -> None:
         """Writes what belongs `beside` the files, the index and then the headers, and gives the directory its name.
 
-        Called by one process, after all have closed.
+        Called by one process, after all have closed. All is on the disk before it has that name.
         """
-        beside.write(self._draft.directory)
+        directory = self._draft.directory
+        beside.write(directory)
+        others = set(self._store.list(directory) or ()).difference(name for name, _ in self._files.layout.files)
+        for name in sorted(others):
+            with closing(self._store.create(os.path.join(directory, name))) as file:
+                file.sync()
         if (index := self._files.layout.index) is not None:
-            self._write_whole(self._store.create(os.path.join(self._draft.directory, INDEX_NAME)), index.encode())
+            self._write_whole(self._store.create(os.path.join(directory, INDEX_NAME)), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
             self._write_whole(self._create(number), header.encode())
             found = os.stat(self._paths[number]).st_size
@@ -76,7 +93,9 @@ class SafetensorsSink:
 
     @staticmethod
     def _write_whole(file: NewFile, text: bytes) -> None:
+        """Returns when it is on the disk, with all else that was written to the file."""
         try:
             file.write(0, [memoryview(text)])
+            file.sync()
         finally:
             file.close()

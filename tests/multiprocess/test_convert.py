@@ -53,6 +53,19 @@ def test_all_fail_and_resume_together(tmp_path):
         check(kind, tmp_path / f"{kind} failing")
 
 
+def test_all_fail_where_one_cannot_flush(tmp_path):
+    make_source("to_orbax", tmp_path / "hf")
+    told = start("cannot_flush", tmp_path)
+    for name, process, of_all in zip(("tiles", "index"), (1, 0), zip(*told, strict=True), strict=True):
+        for number, (message, there, _) in enumerate(of_all):
+            assert "flushing to the disk failed: Input/output error" in message
+            assert (f"process {process} failed" in message) == (number != process)
+            assert not there
+        again = sum(nbytes for _, _, nbytes in of_all)
+        assert 0 < again < TOTAL if name == "tiles" else again == 0
+        check("reshard_safetensors", tmp_path / f"{name} failing")
+
+
 def test_processes_that_do_not_mean_the_same(tmp_path):
     make_source("to_orbax", tmp_path / "hf")
     shutil.copytree(tmp_path / "hf", tmp_path / "hf2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,33 @@ def fail(root: str) -> dict[str, Any]:
             told[kind] = [str(error)]
         SafetensorsSource.read = read  # type: ignore[method-assign]
         told[kind].append(CALLS[kind](source, destination, resume=True).nbytes)
+    return told
+
+
+def cannot_flush(root: str) -> list[Any]:
+    """One process cannot flush a file of tiles, or the first one the index; then all resume."""
+    told: list[Any] = []
+    fsync = os.fsync
+    for name, process, suffix, number in (("tiles", 1, ".safetensors", 2), ("index", 0, ".index.json", 1)):
+        source, destination = Path(root) / "hf", Path(root) / f"{name} failing"
+        options: dict[str, int] = {"max_file_bytes": 30_000, "memory_bytes": 20_000}
+        left = number if jax.process_index() == process else -1
+
+        def failing(descriptor: int, suffix: str = suffix) -> None:
+            nonlocal left
+            left -= os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix)
+            if not left:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            fsync(descriptor)
+
+        os.fsync = failing
+        try:
+            ost.reshard(source, destination, **options)  # type: ignore[arg-type]
+        except ost.StorageError as error:
+            told.append([str(error), destination.exists()])
+        finally:
+            os.fsync = fsync
+        told[-1].append(ost.reshard(source, destination, **options, resume=True).nbytes)  # type: ignore[arg-type]
     return told
 
 

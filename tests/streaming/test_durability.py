@@ -1,0 +1,268 @@
+"""Conversions to safetensors on disks that fail and machines that crash: what is there in the end was on the disk."""
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.io import local
+from orbax_safetensors.streaming import beside, draft
+from tests.streaming.interrupted import CALLS
+from tests.streaming.test_resume import check, make_source
+
+MANY_FILES = "in files of at most some size"
+CALLS = {
+    **CALLS,
+    MANY_FILES: lambda *args, **more: ost.reshard(*args, max_file_bytes=30_000, memory_bytes=40_000, **more),
+}
+KINDS = ("to_safetensors", "reshard_safetensors", MANY_FILES)
+
+
+class Disk:
+    """What a crash of the machine leaves of the files in one directory: what was flushed, by name."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.files: dict[str, bytes] = {}
+        self.names: set[str] = set()
+        self.events: list[tuple[str, str]] = []
+        self.lock = threading.Lock()
+
+    def flushed(self, descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        with self.lock:
+            self.events.append(("fsync", str(path)))
+            if path.parent == self.directory:
+                self.files[path.name] = path.read_bytes()
+            elif path == self.directory:
+                self.names = set(os.listdir(path))
+
+    def crash(self):
+        """Loses all that was not flushed, and nothing of the record of what was written."""
+        for path in self.directory.iterdir():
+            size = path.stat().st_size
+            path.write_bytes(self.files.get(path.name, b"").ljust(size, b"\0")[:size])
+            if path.name not in self.names:
+                path.unlink()
+
+    def has_all(self):
+        names = set(os.listdir(self.directory))
+        return names == self.names and all((self.directory / name).read_bytes() == self.files[name] for name in names)
+
+
+@contextlib.contextmanager
+def failing(disk, function, number, code, only):
+    """The `number`-th call of `os.<function>` for which `only` holds fails; yields a list of these calls."""
+    real, fsync, calls = getattr(os, function), os.fsync, []
+
+    def maybe(*args, **kwargs):
+        if only(*args):
+            with disk.lock:
+                calls.append(args)
+                fails = len(calls) == number
+            if fails:
+                raise OSError(code, os.strerror(code))
+        if function == "fsync":
+            disk.flushed(*args)
+        return real(*args, **kwargs)
+
+    def flush(descriptor):
+        disk.flushed(descriptor)
+        fsync(descriptor)
+
+    with mock.patch.object(os, "fsync", flush), mock.patch.object(os, function, maybe):
+        yield calls
+
+
+def anything(*_):
+    return True
+
+
+def in_the_draft(path, flags=0, *_):
+    return bool(flags & os.O_CREAT) and ".partial" in str(path)
+
+
+OPERATIONS = {
+    "writes": ("pwritev", errno.ENOSPC, anything),
+    "writes, badly": ("pwritev", errno.EIO, anything),
+    "creates": ("open", errno.EDQUOT, in_the_draft),
+    "flushes": ("fsync", errno.EIO, anything),
+    "flushes on a full disk": ("fsync", errno.ENOSPC, anything),
+    "renames": ("rename", errno.EIO, anything),
+    "replaces": ("replace", errno.EIO, anything),
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    def make(kind):
+        path = make_source("reshard_safetensors" if kind == MANY_FILES else kind, tmp_path / "from")
+        if kind == MANY_FILES:
+            (path / "config.json").write_text('{"model_type": "mine"}')
+            (path / "tokenizer.json").write_text("{}")
+        return path
+
+    return make
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("operation", list(OPERATIONS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_fails_the_next_one_goes_on(kind, operation, source, tmp_path):
+    """Even where the machine then crashes: one error, nothing that opens, and the same bytes in the end."""
+    function, code, only = OPERATIONS[operation]
+    path, whole = source(kind), tmp_path / "whole"
+    with failing(Disk(tmp_path / "whole.partial" / "files"), function, -1, code, only) as calls:
+        CALLS[kind](path, whole)
+    check(kind, whole)
+    assert calls
+    few = {*range(1, len(calls) + 1, 1 + len(calls) // 16), *range(max(len(calls) - 2, 1), len(calls) + 1)}
+    for number in sorted(few):
+        destination = tmp_path / str(number)
+        disk = Disk(tmp_path / f"{number}.partial" / "files")
+        descriptors = os.listdir("/proc/self/fd")
+        with (
+            failing(disk, function, number, code, only),
+            pytest.raises(ost.StorageError, match=os.strerror(code)) as caught,
+        ):
+            CALLS[kind](path, destination)
+        assert os.listdir("/proc/self/fd") == descriptors
+        if destination.exists():
+            assert (function, number) == ("fsync", len(calls))
+            assert "is complete, but may not outlive a crash" in str(caught.value)
+        else:
+            if disk.directory.exists():
+                disk.crash()
+            CALLS[kind](path, destination, resume=True)
+        assert content(destination) == content(whole)
+        assert not disk.directory.parent.exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_is_on_the_disk_before_it_has_its_name(kind, source, tmp_path):
+    path, destination = source(kind), tmp_path / "new" / "directory" / "to"
+    disk = Disk(tmp_path / "new" / "directory" / "to.partial" / "files")
+    rename, add = os.rename, draft.Draft.add
+
+    def renamed(old, new):
+        assert (Path(old), Path(new)) == (disk.directory, destination)
+        assert disk.has_all()
+        disk.events.append(("rename", new))
+        rename(old, new)
+
+    def added(self, process, numbers):
+        before = content(disk.directory)
+        disk.crash()
+        assert content(disk.directory) == before
+        add(self, process, numbers)
+
+    with (
+        failing(disk, "replace", -1, 0, anything),
+        mock.patch.object(os, "rename", renamed),
+        mock.patch.object(draft.Draft, "add", added),
+    ):
+        CALLS[kind](path, destination)
+    check(kind, destination)
+    assert [event for event, _ in disk.events].count("rename") == 1
+    assert disk.events[-2:] == [("rename", str(destination)), ("fsync", str(destination.parent))]
+    # Directories that were made, in the one that was there.
+    made = [where for _, where in disk.events if where in (str(tmp_path), str(tmp_path / "new"))]
+    assert sorted(made) == [str(tmp_path), str(tmp_path / "new")]
+
+
+def test_files_are_flushed_where_something_was_written(source, tmp_path):
+    """And not every file after every tile."""
+    disk, told = Disk(tmp_path / "to.partial" / "files"), []
+    with failing(disk, "replace", -1, 0, anything):
+        CALLS[MANY_FILES](source(MANY_FILES), tmp_path / "to", progress=lambda *now: told.append(now))
+    files = [path.name for path in (tmp_path / "to").glob("*.safetensors")]
+    flushes = [where for _, where in disk.events if where.endswith(".safetensors")]
+    assert len(files) > 2
+    assert len(flushes) <= len(told) + 2 * len(files)  # the tiles that end one and begin another, and the headers
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_full_disk_for_what_is_beside(name, source, tmp_path, monkeypatch):
+    path, destination = source(MANY_FILES), tmp_path / "to"
+    copy, create = shutil.copyfile, local.LocalStore.create
+
+    def fail(where):
+        if os.path.basename(where) == name:
+            Path(where).write_bytes(b"{")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def failing_copy(old, new):
+        fail(new)
+        return copy(old, new)
+
+    def failing_create(self, where):
+        try:
+            fail(where)
+        except OSError as error:
+            raise ost.StorageError(str(error)) from error
+        return create(self, where)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(beside.shutil, "copyfile", failing_copy)
+        patched.setattr(local.LocalStore, "create", failing_create)
+        with pytest.raises(ost.StorageError, match="No space left"):
+            CALLS[MANY_FILES](path, destination)
+    assert not destination.exists()
+    assert CALLS[MANY_FILES](path, destination, resume=True).nbytes == 0
+    CALLS[MANY_FILES](path, tmp_path / "whole")
+    assert content(destination) == content(tmp_path / "whole")
+
+
+def test_a_full_disk_for_a_config_that_was_given(source, tmp_path, monkeypatch):
+    path, destination = source("to_safetensors"), tmp_path / "to"
+
+    def full(where, mode="r", **more):
+        if os.path.basename(where) == "config.json":
+            return open("/dev/full", mode, **more)
+        return open(where, mode, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(beside, "open", full, raising=False)
+        with pytest.raises(ost.StorageError, match="No space left"):
+            CALLS["to_safetensors"](path, destination, config={"model_type": "mine"})
+    assert not destination.exists()
+    assert CALLS["to_safetensors"](path, destination, config={"model_type": "mine"}, resume=True).nbytes == 0
+    assert (destination / "config.json").read_text() == '{\n  "model_type": "mine"\n}\n'
+
+
+def test_a_record_that_cannot_be_written(source, tmp_path, monkeypatch):
+    """Tiles that are not recorded are written again."""
+    path, destination = source(MANY_FILES), tmp_path / "to"
+
+    def full(where, mode="r", **more):
+        return open("/dev/full" if "done-" in str(where) and mode == "a" else where, mode, **more)
+
+    descriptors = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(draft, "open", full, raising=False)
+        with pytest.raises(ost.StorageError, match="No space left"):
+            CALLS[MANY_FILES](path, destination)
+    assert os.listdir("/proc/self/fd") == descriptors
+    CALLS[MANY_FILES](path, destination, resume=True)
+    check(MANY_FILES, destination)
+
+
+def test_a_draft_that_cannot_be_deleted_when_all_is_there(source, tmp_path, monkeypatch, caplog):
+    path, destination = source(MANY_FILES), tmp_path / "to"
+
+    def refuse(_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(draft.shutil, "rmtree", refuse)
+    CALLS[MANY_FILES](path, destination)
+    check(MANY_FILES, destination)
+    assert f"{destination}.partial is not needed any more and cannot be deleted" in caplog.text
