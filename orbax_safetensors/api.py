@@ -34,7 +34,11 @@ def open_checkpoint(
     `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
     that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for the
     architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
-    `options`, `dequantize` counts.
+    `options`, `dequantize` and `storage_options` count.
+
+    Either may be an URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`) or of a plain server
+    (`https://`, `http://`). A server that does not list has a directory's files by their usual names, those of the
+    index or `model.safetensors`.
 
     Raises:
       StorageError: something is missing or cannot be read.
@@ -42,8 +46,9 @@ def open_checkpoint(
       IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
       MappingError: there is no such family, or it does not fit the checkpoint.
     """
-    dequantize = (options or SafetensorsOptions()).dequantize
-    return mapped(read_checkpoint(path), family, variant, complete=True, dequantize=dequantize)
+    options = options or SafetensorsOptions()
+    checkpoint = read_checkpoint(path, options.storage_options)
+    return mapped(checkpoint, family, variant, complete=True, dequantize=options.dequantize)
 
 
 def restore(
@@ -64,7 +69,11 @@ def restore(
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
     checkpoint = mapped(
-        read_checkpoint(path), family, variant, complete=not partial_restore, dequantize=options.dequantize
+        read_checkpoint(path, options.storage_options),
+        family,
+        variant,
+        complete=not partial_restore,
+        dequantize=options.dequantize,
     )
     if item is None and restore_args is None:
         if jax.process_count() > 1:
@@ -152,16 +161,23 @@ def plan_restore(
     if process_count is not None and process_count < 1:
         raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
     with no_collection():
-        checkpoint = mapped(read_checkpoint(path), family, variant, complete=False, dequantize=options.dequantize)
+        checkpoint = mapped(
+            read_checkpoint(path, options.storage_options),
+            family,
+            variant,
+            complete=False,
+            dequantize=options.dequantize,
+        )
         return planned(checkpoint, target, process_count, options).plan()
 
 
-def verify(path: PathLike) -> list[SafetensorsError]:
+def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Every fault of a checkpoint: headers, sizes, the index and its files. An empty list where there is none.
 
-    Data is not read: the format has no checksums, so any bytes are valid.
+    Data is not read: the format has no checksums, so any bytes are valid. `path` is as for `open_checkpoint`, and of
+    `options`, `storage_options` count.
     """
-    return find_faults(path)
+    return find_faults(path, (options or SafetensorsOptions()).storage_options)
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -21,10 +23,10 @@ from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageEr
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
-from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.sharding_info import saved_offsets
-from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.store import File, Stamp, Store
+from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapping.quantization import Quantized
 from orbax_safetensors.plan.plan import Location
 from orbax_safetensors.plan.view import View
@@ -35,6 +37,7 @@ SUFFIX = ".safetensors"
 # Between a tensor's name and the number of its piece, where a view has several. No header can hold it, so that no
 # tensor is called like a piece.
 _PIECE = "\ud800"
+_NUMBERED = re.compile(rf"(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
 
 _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
@@ -183,52 +186,42 @@ class Checkpoint:
     def open_file(self, index: int) -> File:
         """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
         stored = self.files[index]
-        file = self.store.open(stored.path)
-        try:
-            file.check(stored.stamp)
-        except BaseException:
-            file.close()
-            raise
-        return file
+        return self.store.open(stored.path, stored.stamp)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """`api.open_checkpoint`, without a family."""
+def read_checkpoint(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+    """`api.open_checkpoint`, without a family. `storage_options` are as in `SafetensorsOptions`."""
 
     def fail(fault: SafetensorsError) -> None:
         raise fault
 
-    return _open(os.fsdecode(path), fail)
+    return _open(os.fsdecode(path), storage_options, fail)
 
 
-def find_faults(path: str | os.PathLike[str]) -> list[SafetensorsError]:
+def find_faults(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> list[SafetensorsError]:
     """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first."""
     faults: list[SafetensorsError] = []
     try:
-        _open(os.fsdecode(path), faults.append)
+        _open(os.fsdecode(path), storage_options, faults.append)
     except SafetensorsError as fault:
         faults.append(fault)
     return faults
 
 
-def _open(path: str, report: Callable[[SafetensorsError], None]) -> Checkpoint:
+def _open(
+    path: str, storage_options: Mapping[str, Any] | None, report: Callable[[SafetensorsError], None]
+) -> Checkpoint:
     """`read_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
-    if "://" in path:
-        raise StorageError(f"{path}: only local and mounted file systems can be read")
-    store = LocalStore()
-    names = store.list(path)
-    index = None
-    if names is None:
-        paths = [path]
-    else:
-        index = _read_index(path, names, store)
-        paths = [posixpath.join(path, name) for name in _file_names(path, names, index, report)]
+    store, path = store_of(path, storage_options)
+    paths, index = _files(store, path, report)
     files = []
-    for file in paths:
-        try:
-            files.append(read_header(store, file))
-        except SafetensorsError as fault:
-            report(fault)
+    for stored_or_fault in _read_headers(store, paths):
+        if isinstance(stored_or_fault, SafetensorsError):
+            report(stored_or_fault)
+        else:
+            files.append(stored_or_fault)
     pieces: dict[str, list[Piece]] = {}
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
@@ -321,15 +314,75 @@ def read_header(store: Store, path: str) -> StoredFile:
     file = store.open(path)
     try:
         prefix = bytearray(min(PREFIX_BYTES, file.stamp.nbytes))
-        file.read(0, [memoryview(prefix)])
+        file.read([(0, [memoryview(prefix)])])
         text = bytearray(header_length(bytes(prefix), file.stamp.nbytes, file=path))
-        file.read(PREFIX_BYTES, [memoryview(text)])
+        file.read([(PREFIX_BYTES, [memoryview(text)])])
         return StoredFile(path, file.stamp, Header.parse(bytes(text), file.stamp.nbytes, file=path))
     finally:
         file.close()
 
 
-def _read_index(path: str, names: list[str], store: Store) -> Index | None:
+def _read_headers(store: Store, paths: Sequence[str]) -> Iterator[StoredFile | SafetensorsError]:
+    """`read_header` of all files, in their order: its result, or its error. Of many files at once on remote stores."""
+
+    def read(path: str) -> StoredFile | SafetensorsError:
+        try:
+            return read_header(store, path)
+        except SafetensorsError as fault:
+            return fault
+
+    if store.maps or len(paths) == 1:
+        yield from map(read, paths)
+        return
+    with ThreadPoolExecutor(min(store.cost.requests, len(paths)), "safetensors") as pool:
+        try:
+            yield from pool.map(read, paths)
+        except BaseException:  # an interrupt, or nobody wants to know more
+            store.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _files(store: Store, path: str, report: Callable[[SafetensorsError], None]) -> tuple[list[str], Index | None]:
+    """The paths of a checkpoint's files, and the index that names them where there is one."""
+    if path.endswith(SUFFIX) and not store.maps:  # who may read an object may not be allowed to list what is beside it
+        return [path], None
+    index: Index | None
+    if not store.lists:
+        file = store.find(posixpath.join(path, INDEX_NAME))
+        if file is None:
+            return [posixpath.join(path, FILE_NAME)], None
+        index = _read_index(file)
+        return [posixpath.join(path, name) for name in index.files], index
+    names = store.list(path)
+    if names is None:
+        return [path], None
+    index_name = _index_name(path, names)
+    index = None if index_name is None else _read_index(store.open(posixpath.join(path, index_name)))
+    if index is None and not store.maps:
+        _check_set(path, names)
+    return [posixpath.join(path, name) for name in _file_names(path, names, index, report)], index
+
+
+def _check_set(path: str, names: Sequence[str]) -> None:
+    """Raises `IndexFileError` where files say that there are more of them.
+
+    Objects appear one by one, each whole, and the index that makes a checkpoint of them last.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for name in names:
+        if match := _NUMBERED.fullmatch(name):
+            found.setdefault((match[1], match[3]), set()).add(match[2])
+    for (stem, count), numbers in found.items():
+        if len(numbers) < int(count):
+            raise IndexFileError(
+                f"{path}: expected {int(count)} files {stem}-*-of-{count}{SUFFIX} or an index, found {len(numbers)}: "
+                "a checkpoint that was not written to its end"
+            )
+
+
+def _index_name(path: str, names: Sequence[str]) -> str | None:
+    """The name of the index in the directory `path`, which holds `names`."""
     found = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
     if not found:
         return None
@@ -337,12 +390,16 @@ def _read_index(path: str, names: list[str], store: Store) -> Index | None:
     name = INDEX_NAME if INDEX_NAME in found else found[0]
     if len(found) > 1 and name != INDEX_NAME:
         raise IndexFileError(f"{path}: expected one index, found {', '.join(found)} and none is {INDEX_NAME}")
-    file = store.open(posixpath.join(path, name))
+    return name
+
+
+def _read_index(file: File) -> Index:
+    """Reads and closes an index."""
     try:
         if file.stamp.nbytes > MAX_HEADER_BYTES:
             raise IndexFileError(f"{file.path}: expected at most {MAX_HEADER_BYTES} bytes, found {file.stamp.nbytes}")
         text = bytearray(file.stamp.nbytes)
-        file.read(0, [memoryview(text)])
+        file.read([(0, [memoryview(text)])])
     finally:
         file.close()
     index = Index.parse(bytes(text), file=file.path)

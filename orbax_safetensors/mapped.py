@@ -224,15 +224,15 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read.
     """
     directory = posixpath.dirname(checkpoint.files[0].path) or "."
-    if CONFIG_NAME not in (checkpoint.store.list(directory) or ()):
-        return {}
     path = posixpath.join(directory, CONFIG_NAME)
-    file = checkpoint.store.open(path)
+    file = checkpoint.store.find(path)
+    if file is None:
+        return {}
     try:
         if file.stamp.nbytes > _MAX_CONFIG_BYTES:
             raise MappingError(f"{path}: expected at most {_MAX_CONFIG_BYTES} bytes, found {file.stamp.nbytes}")
         text = bytearray(file.stamp.nbytes)
-        file.read(0, [memoryview(text)])
+        file.read([(0, [memoryview(text)])])
     finally:
         file.close()
     try:

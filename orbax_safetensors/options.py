@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError
 
 
-def _default_threads() -> int:
-    # Two threads saturate memory with a warm page cache; a cold disk wants more requests in flight than that.
-    return min(16, 2 * (os.cpu_count() or 1))
-
-
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsOptions:
-    """How bytes are moved. The defaults are meant for local disks and file systems that look like one.
+    """How bytes are moved. Where a default is None, the store that a path belongs to says what suits it.
 
     Attributes:
       alias: map files into memory and let CPU arrays share their pages wherever a shard lies in the file as it does in
         memory, at a multiple of 64 bytes. Nothing is then read until it is used. While such an array lives, the file
         stays open, writing into it changes the array, and truncating it kills the process; renaming and deleting are
-        safe.
+        safe. Nothing that is behind an URL can be mapped, and restoring it so is an error.
       in_flight_bytes: host memory that may be held for bytes on their way to or from an accelerator, or as much as a
         process holds of one leaf, with those that are made of the same stored tensors. Arrays on CPU devices do not
         count, because their memory is read into and written from; nor do asynchronous saves, which copy all shards
-        first.
-      threads: reads or writes that are in flight at once; of writes no more than one for each file.
+        first. What requests to an object store hold comes on top, at most a quarter of it unless `threads` says more.
+      threads: reads or writes that are in flight at once; of writes no more than one for each file. By default as many
+        as twice the CPUs and at most 16 for files, and 64 for object stores and HTTP servers.
       alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
         file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
       dequantize: with a family, tensors that are quantised as `quantization_config` of `config.json` says are decoded
         while they are read. Without, the family has to know their codes and scales.
-      max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what a
-        disk reads in the time that a request takes.
+      max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what the
+        store reads in the time that a request takes. By default 16 KiB for files, 1 MiB for object stores.
+      storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
+        `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
+        `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.
+        Besides, `max_retries` and `retry_timeout`, in seconds, say how often and for how long a request that failed in
+        passing is made again: 9 times and for 120 seconds. Not for local files.
 
     Raises:
       SafetensorsError: a number is out of range.
@@ -41,18 +43,24 @@ class SafetensorsOptions:
 
     alias: bool = False
     in_flight_bytes: int = 2 * 2**30
-    threads: int = _default_threads()
-    max_gap_bytes: int = 16 * 2**10
+    threads: int | None = None
+    max_gap_bytes: int | None = None
     alignment: int = 64
     fsync: bool = False
     dequantize: bool = True
+    # They can have secrets, and are no key.
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0), ("alignment", 8)):
             value = getattr(self, name)
+            if value is None and name in ("threads", "max_gap_bytes"):
+                continue
             if not isinstance(value, int) or value < least:
                 raise SafetensorsError(
                     f"SafetensorsOptions: {name} is {value!r}, must be an integer of at least {least}"
                 )
+        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
+            raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")

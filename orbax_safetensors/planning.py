@@ -14,6 +14,7 @@ from orbax_safetensors import arrays, replicas, targets
 from orbax_safetensors.advice import Advisor, Instead, deal
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import Leaf, RestorePlan, restore_plan
@@ -40,6 +41,12 @@ class Planned:
         """Paths of the checkpoint's files."""
         return [file.path for file in self.checkpoint.files]
 
+    @property
+    def pace(self) -> Pace:
+        """How the checkpoint's store is asked."""
+        options = self.options
+        return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+
     def plan(self) -> RestorePlan:
         """What it costs every process."""
         return restore_plan(
@@ -47,8 +54,9 @@ class Planned:
             self.checkpoint.location,
             self.files,
             process_count=self.process_count,
-            max_gap_bytes=self.options.max_gap_bytes,
-            threads=self.options.threads,
+            max_gap_bytes=self.pace.max_gap_bytes,
+            threads=self.pace.requests,
+            max_request_bytes=self.pace.max_request_bytes,
         )
 
     def instead(self, plan: RestorePlan) -> dict[str, tuple[Instead, ...]]:
@@ -57,7 +65,7 @@ class Planned:
             self.checkpoint.location,
             self.files,
             process_count=self.process_count,
-            max_gap_bytes=self.options.max_gap_bytes,
+            max_gap_bytes=self.pace.max_gap_bytes,
         )
         given = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
         count = self.process_count if self.dealt else None

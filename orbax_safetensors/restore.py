@@ -15,8 +15,9 @@ import numpy as np
 
 from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.io.arena import ALIGNMENT, allocate
+from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
@@ -70,6 +71,12 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
       StorageError: bytes cannot be read, or a file changed. Then nothing is returned, and no file or thread stays.
     """
     started = time.perf_counter()
+    store = checkpoint.store
+    if options.alias and not store.maps:
+        raise SafetensorsError(
+            f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory, and this is not one"
+        )
+    pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
     fills = [_Fill(target, blocks(target)) for target in targets]
     # In the order of the files, so that a disk reads forward and each batch is one stretch of it.
     groups = by_tensors([target.view for target in targets])
@@ -77,7 +84,7 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     values: list[Any] = [None] * len(fills)
     in_flight: deque[tuple[list[jax.Array], int]] = deque()
     held = num_reads = 0
-    with Reader(checkpoint.open_file, options.threads) as reader:
+    with Reader(checkpoint.open_file, pace.requests) as reader:
         sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
         for batched in batches(sized, options.in_flight_bytes // 2):
             batch = [(at, fills[at]) for group in batched for at in group]
@@ -86,7 +93,7 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
                 transferred, nbytes = in_flight.popleft()
                 jax.block_until_ready(transferred)
                 held -= nbytes
-            memory, reads = _read(checkpoint, reader, [fill for _, fill in batch], options)
+            memory, reads = _read(checkpoint, reader, [fill for _, fill in batch], pace, alias=options.alias)
             num_reads += reads
             buffers = iter(memory)
             for at, fill in batch:
@@ -118,19 +125,19 @@ def _first_location(checkpoint: Checkpoint, fill: _Fill) -> tuple[int, int]:
 
 
 def _read(
-    checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], options: SafetensorsOptions
+    checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], pace: Pace, *, alias: bool
 ) -> tuple[list[np.ndarray], int]:
     """Memory for every block of `fills`, filled, and the number of requests that were planned for it."""
     wanted = [block for fill in fills for block in fill.blocks]
     memory: list[np.ndarray | None] = [None] * len(wanted)
-    if options.alias:
+    if alias:
         sharable = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
         memory = [
             _mapped(checkpoint, reader, block) if share else None for block, share in zip(wanted, sharable, strict=True)
         ]
     left = [at for at, mapped in enumerate(memory) if mapped is None]
     fresh = allocate([wanted[at].nbytes for at in left])
-    plan = transfer_plan([wanted[at] for at in left], checkpoint.location, options.max_gap_bytes)
+    plan = transfer_plan([wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
     reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
     rest = iter(fresh)

@@ -25,7 +25,7 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.io.store import NewFile, Store
+from orbax_safetensors.io.store import NewFile, Pace, Store
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
@@ -252,7 +252,9 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     failure: Exception | None = None
     nbytes = 0
     try:
-        nbytes = _write_data(save, shards, create)
+        options = save.options
+        pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+        nbytes = _write_data(save, shards, create, pace)
     except Exception as error:
         failure = error
     agree(f"{save.key}/data", failure)
@@ -274,10 +276,10 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     )
 
 
-def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile]) -> int:
+def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pace: Pace) -> int:
     places = locations(save.layout)
     num_writes = 0
-    with Writer(create, save.options.threads) as writer:
+    with Writer(create, pace.requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, places.__getitem__, max_gap_bytes=0)

@@ -95,7 +95,7 @@ def plan_save(
         [name for name, _ in layout.files],
         process_count=planned.process_count,
         max_gap_bytes=0,  # what lies in a gap is another process's
-        threads=planned.options.threads,
+        threads=planned.pace.requests,
     )
     return SavePlan(
         tuple(SavedFile(name, header.file_bytes) for name, header in layout.files),

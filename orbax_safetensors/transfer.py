@@ -100,12 +100,14 @@ class _Transfer(ABC, Generic[_F]):
                     task()
             except BaseException as error:
                 failures.append(error)
+                self._cancel()
 
         with ThreadPoolExecutor(self._threads, "safetensors") as pool:
             try:
                 wait([pool.submit(work) for _ in range(self._useful_threads(len(files)))])
             except BaseException as error:  # an interrupt; the workers stop at their next task
                 failures.append(error)
+                self._cancel()
                 raise
         try:
             if failures:
@@ -145,8 +147,11 @@ class _Transfer(ABC, Generic[_F]):
         """Moves the bytes of a window through a buffer."""
 
     @abstractmethod
-    def _move(self, file: _F, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Makes one request."""
+    def _move(self, file: _F, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Makes a request for each range of a file, which begins at an offset and is as long as its buffers."""
+
+    def _cancel(self) -> None:
+        """Lets nobody wait for requests whose plan has failed."""
 
     def _copies(
         self, window: _Window, access: Staged, packed: np.ndarray, stored: np.dtype, low: int, high: int
@@ -167,15 +172,29 @@ class _Transfer(ABC, Generic[_F]):
 
     def _runs(self, window: _Window, packed: np.ndarray) -> None:
         """Moves the bytes of a window, which `packed` holds, with one request for each run."""
-        file, memory = self._file(window.part.file), packed.data
+        begin = window.part.location.begin
+        self._pieces(
+            self._file(window.part.file),
+            ((begin + at, length) for at, length in window.part.access.runs.pieces(window.low, window.high)),
+            packed,
+        )
+
+    def _pieces(self, file: _F, pieces: Iterable[tuple[int, int]], packed: np.ndarray) -> None:
+        """Moves what lies in a file at `(offset, nbytes)`, and in `packed` one after the other."""
+        memory = packed.data
         done = requests = 0
-        for begin, length in window.part.access.runs.pieces(window.low, window.high):
-            self._move(file, window.part.location.begin + begin, [memory[done : done + length]])
-            done, requests = done + length, requests + 1
+
+        def ranges() -> Iterator[tuple[int, Sequence[memoryview]]]:
+            nonlocal done, requests
+            for offset, nbytes in pieces:
+                yield offset, [memory[done : done + nbytes]]
+                done, requests = done + nbytes, requests + 1
+
+        self._move(file, ranges())
         self._count(requests, done)
 
     def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
-        self._move(self._file(extent.file), extent.begin, buffers)
+        self._move(self._file(extent.file), [(extent.begin, buffers)])
         self._count(1, extent.end - extent.begin)
 
     def _count(self, requests: int, nbytes: int) -> None:
@@ -231,8 +250,14 @@ class Reader(_Transfer[File]):
         for number, file in self._files.items():
             file.check(stamps[number])
 
-    def _move(self, file: File, offset: int, buffers: Sequence[memoryview]) -> None:
-        file.read(offset, buffers)
+    def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        file.read(ranges)
+
+    def _cancel(self) -> None:
+        with self._lock:
+            files = list(self._files.values())
+        for file in files:
+            file.cancel()
 
     def _staged(self, window: _Window, access: Staged) -> None:
         if isinstance(access, Encoded):
@@ -269,11 +294,7 @@ class Reader(_Transfer[File]):
         decoded, factors, codes = np.split(buffer, [buffer.size - scale_bytes - code_bytes, buffer.size - code_bytes])
         self._runs(window, codes)
         number, begin = window.part.location.scales
-        file, done = self._file(number), 0
-        for offset, length in scales.ranges:
-            self._move(file, begin + offset, [factors.data[done : done + length]])
-            done += length
-        self._count(len(scales.ranges), scale_bytes)
+        self._pieces(self._file(number), ((begin + offset, length) for offset, length in scales.ranges), factors)
         decode(access.encoding, scales.segments, codes, factors, decoded.view(dtype))
         return decoded, dtype
 
@@ -317,8 +338,9 @@ class Writer(_Transfer[NewFile]):
     def _useful_threads(self, files: int) -> int:
         return max(1, min(self._threads, files))
 
-    def _move(self, file: NewFile, offset: int, buffers: Sequence[memoryview]) -> None:
-        file.write(offset, buffers)
+    def _move(self, file: NewFile, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        for offset, buffers in ranges:
+            file.write(offset, buffers)
 
     def _staged(self, window: _Window, access: Staged) -> None:
         stored = window.part.location.dtype

@@ -84,7 +84,12 @@ def test_rooms(module):
     "module", [module for module in MODULES if module.startswith(("format/", "plan/", "mapping/", "io/"))]
 )
 def test_facts_and_geometry_know_no_jax(module):
-    assert others(module) <= {"numpy", "ml_dtypes"}
+    assert others(module) <= {"numpy", "ml_dtypes", "obstore"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("io/")])
+def test_one_room_knows_obstore(module):
+    assert "obstore" not in others(module)
 
 
 @pytest.mark.parametrize(

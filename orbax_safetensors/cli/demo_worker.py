@@ -95,7 +95,7 @@ def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRe
     """The plan that a restore with these arguments executes in this process, made again."""
     request = targets.resolve(checkpoint, None, restore_args, partial=False)
     wanted = [block for target in request.targets for block in blocks(target)]
-    return transfer_plan(wanted, checkpoint.location, ost.SafetensorsOptions().max_gap_bytes)
+    return transfer_plan(wanted, checkpoint.location, checkpoint.store.cost.max_gap_bytes)
 
 
 def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tuple[int, list[str]]:

@@ -46,7 +46,7 @@ def draw(scenario: Scenario, family: str | None) -> str:
         checkpoint.location,
         cuts,
         process_count=processes,
-        max_gap_bytes=planned.options.max_gap_bytes,
+        max_gap_bytes=planned.pace.max_gap_bytes,
     )
     rows = _rows(processes)
     sizes = np.concatenate([np.diff(own) for own in cuts])

@@ -21,6 +21,7 @@ from orbax_safetensors.cli.partition import Axes, UsageError, assign, axes_text,
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.store import Pace
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate, estimate_time
 from orbax_safetensors.planning import no_collection, planned
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             Path(args.picture).write_text(page, encoding="utf-8")
         if args.json:
             named = {} if family is None else {"family": family, "variant": switches}
-            plans = [_document(scenario, args, options) for scenario in scenarios]
+            plans = [_document(scenario, args) for scenario in scenarios]
             output.json({"path": args.path} | (plans[0] if len(plans) == 1 else {"meshes": plans}) | named)
             return 0
         if len(scenarios) == 1:
@@ -86,11 +87,11 @@ def _run_save(
     time = None
     if args.bandwidth is not None:
         writes = [(cost.written_bytes, cost.num_requests) for cost in plan.processes]
-        time = estimate(writes, args.bandwidth, args.latency or 0.0, scenario.planned.options.threads)
+        time = estimate(writes, args.bandwidth, args.latency or 0.0, scenario.planned.pace.requests)
     if args.json:
         document: dict[str, Any] = {"path": args.path, "mesh": scenario.mesh} | asdict(plan)
         if time is not None:
-            document["estimate"] = _estimate_document(time, args, scenario.planned.options)
+            document["estimate"] = _estimate_document(time, args, scenario.planned.pace)
         if args.family is not None:
             document |= {"family": full_name(scenario.planned.checkpoint, args.family), "variant": switches}
         output.json(document)
@@ -99,8 +100,8 @@ def _run_save(
     return 0
 
 
-def _estimate_document(time: TimeEstimate, args: argparse.Namespace, options: SafetensorsOptions) -> dict[str, Any]:
-    asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": options.threads}
+def _estimate_document(time: TimeEstimate, args: argparse.Namespace, pace: Pace) -> dict[str, Any]:
+    asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": pace.requests}
     return asked | asdict(time)
 
 
@@ -130,11 +131,11 @@ def _scenario(
     plan = found.plan()
     time = None
     if args.bandwidth is not None:
-        time = estimate_time(plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=options.threads)
+        time = estimate_time(plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=found.pace.requests)
     return Scenario(mesh, shapes, axes, found, plan, time)
 
 
-def _document(scenario: Scenario, args: argparse.Namespace, options: SafetensorsOptions) -> dict[str, Any]:
+def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     """All that `--json` says of one mesh."""
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
@@ -146,7 +147,7 @@ def _document(scenario: Scenario, args: argparse.Namespace, options: Safetensors
             for other in instead[leaf["name"]]
         ]
     if (time := scenario.estimate) is not None:
-        document["estimate"] = _estimate_document(time, args, options)
+        document["estimate"] = _estimate_document(time, args, scenario.planned.pace)
     return document
 
 

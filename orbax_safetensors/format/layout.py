@@ -10,6 +10,7 @@ from orbax_safetensors.format.dtypes import DType, nbytes
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.index import Index
 
+FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # The most that a file has on the Hub, in bytes of tensors.
 MAX_FILE_BYTES = 5_000_000_000
@@ -47,7 +48,7 @@ def lay_out(
         filled += size
     headers = [Header.layout(part, metadata, alignment=alignment) for part in parts]
     if len(headers) == 1:
-        return Layout((("model.safetensors", headers[0]),), None)
+        return Layout(((FILE_NAME, headers[0]),), None)
     names = [f"model-{number:05}-of-{len(headers):05}.safetensors" for number in range(1, len(headers) + 1)]
     weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
     total = sum(header.data_bytes for header in headers)

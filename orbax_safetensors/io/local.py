@@ -6,11 +6,21 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.io.store import Stamp
+from orbax_safetensors.io.store import Cost, Stamp
 
+# Two threads saturate memory with a warm page cache; a cold disk wants more requests in flight than that. What it reads
+# in the time that a request takes is 16 KiB. A pool of threads shares a large tensor in pieces of 16 MiB: below about
+# 4 MiB the work per call begins to show, above these threads wait for one another.
+COST = Cost(
+    request_seconds=2**-16,
+    bytes_per_second=2**30,
+    requests=min(16, 2 * (os.cpu_count() or 1)),
+    max_request_bytes=16 * 2**20,
+    held_in_flight=False,
+)
 # Linux refuses more buffers in one call.
 _MAX_BUFFERS = 1024
 # What file systems say that do not flush directories, as some network and FUSE ones.
@@ -38,11 +48,12 @@ class LocalFile:
         facts = os.fstat(self._descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise StorageError(f"{self.path}: is not a regular file")
-        return Stamp(facts.st_size, facts.st_mtime_ns, facts.st_ino)
+        return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
 
-    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fills `buffers` from `offset` on. A short read is continued; the end of the file is an error."""
-        _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
+    def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fills the buffers of one range after the other. A short read is continued; the file's end is an error."""
+        for offset, buffers in ranges:
+            _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
 
     def map(self) -> memoryview:
         """The file as read-only memory."""
@@ -56,10 +67,12 @@ class LocalFile:
         found = self._stamp()
         if found != stamp:
             raise StorageError(
-                f"{self.path}: changed while it was in use: expected {stamp.nbytes} bytes modified at {stamp.mtime_ns} "
-                f"ns (inode {stamp.inode}), found {found.nbytes} bytes modified at {found.mtime_ns} ns (inode "
-                f"{found.inode})"
+                f"{self.path}: changed while it was in use: expected {stamp.nbytes} bytes {stamp.version}, found "
+                f"{found.nbytes} bytes {found.version}"
             )
+
+    def cancel(self) -> None:
+        """Nothing to do: a file system answers, or nothing can be done about it."""
 
     def close(self) -> None:
         """Closes the descriptor. Mappings stay, and each holds a descriptor of its own."""
@@ -137,6 +150,10 @@ def _sync(descriptor: int, path: str) -> None:
 class LocalStore:
     """The file systems of this machine; see `store.Store`."""
 
+    cost = COST
+    maps = True
+    lists = True
+
     def list(self, path: str) -> list[str] | None:
         """Names in the directory `path`, sorted; None where it is a file."""
         try:
@@ -147,9 +164,23 @@ class LocalStore:
         except (OSError, ValueError) as error:
             raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
 
-    def open(self, path: str) -> LocalFile:
-        """Opens the file `path` for reading."""
-        return LocalFile(path)
+    def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
+        """Opens the file `path` for reading, in the state of `stamp` where that is given."""
+        file = LocalFile(path)
+        if stamp is not None:
+            try:
+                file.check(stamp)
+            except BaseException:
+                file.close()
+                raise
+        return file
+
+    def find(self, path: str) -> LocalFile | None:
+        """`open`, or None where there is nothing of that name."""
+        return self.open(path) if os.path.lexists(path) else None
+
+    def cancel(self) -> None:
+        """Nothing to do, see `LocalFile.cancel`."""
 
     def create(self, path: str) -> NewLocalFile:
         """Opens the file `path` for writing, and makes it where it is not there."""

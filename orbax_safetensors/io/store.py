@@ -1,17 +1,67 @@
-"""What the package asks of storage. `local` is the implementation for file systems."""
+"""What the package asks of storage: `local` implements it for file systems, `remote` for object stores and HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
 class Stamp(NamedTuple):
-    """Identifies one state of a file, to notice that it changed while it was read."""
+    """Identifies one state of a file, to notice that it changed while it was read.
+
+    `version` is text that differs between states: what a file system says of a file's last change, or a server's name
+    for the content.
+    """
 
     nbytes: int
-    mtime_ns: int
-    inode: int
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What requests to a store cost, and how many of them it takes.
+
+    Attributes:
+      request_seconds: that a request takes besides those for its bytes.
+      bytes_per_second: of one request.
+      requests: reads or writes that are in flight at once.
+      max_request_bytes: the longest read that goes straight to its destination.
+      held_in_flight: whether the bytes of a request are held in memory before they reach their destination.
+    """
+
+    request_seconds: float
+    bytes_per_second: float
+    requests: int
+    max_request_bytes: int
+    held_in_flight: bool
+
+    @property
+    def max_gap_bytes(self) -> int:
+        """The longest gap between two ranges that is read along rather than left out by a further request."""
+        return round(self.request_seconds * self.bytes_per_second)
+
+    def pace(self, requests: int | None, max_gap_bytes: int | None, in_flight_bytes: int) -> Pace:
+        """How to ask, where somebody has asked for some of it.
+
+        Bytes that requests hold take at most a quarter of `in_flight_bytes`, where nobody says how many there are.
+        """
+        own = self.requests
+        if self.held_in_flight:
+            own = max(1, min(own, in_flight_bytes // 4 // self.max_request_bytes))
+        return Pace(
+            own if requests is None else requests,
+            self.max_gap_bytes if max_gap_bytes is None else max_gap_bytes,
+            self.max_request_bytes,
+        )
+
+
+class Pace(NamedTuple):
+    """How a transfer asks a store: requests at once, the longest gap and the longest request, both in bytes."""
+
+    requests: int
+    max_gap_bytes: int
+    max_request_bytes: int
 
 
 class File(Protocol):
@@ -20,14 +70,20 @@ class File(Protocol):
     path: str
     stamp: Stamp  # when it was opened
 
-    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fills `buffers` one after the other with the bytes from `offset` on; all of them or `StorageError`."""
+    def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fills the buffers of each range one after the other with the bytes from its offset on.
+
+        Each range is one request. All of them are filled, or `StorageError`.
+        """
 
     def map(self) -> memoryview:
         """The whole file as read-only memory that is filled when it is touched, and lives as long as it is used."""
 
     def check(self, stamp: Stamp) -> None:
-        """Raises `StorageError` where the file is no longer in the state that `stamp` was taken in."""
+        """Raises `StorageError` where what was read may be of another state than that which `stamp` was taken in."""
+
+    def cancel(self) -> None:
+        """Makes reads that other threads wait for fail soon, and all later ones."""
 
     def close(self) -> None:
         """Gives back what the file holds."""
@@ -51,11 +107,24 @@ class NewFile(Protocol):
 class Store(Protocol):
     """A place where files are."""
 
+    cost: Cost
+    maps: bool  # whether files can be mapped into memory
+    lists: bool  # whether the names in a directory can be had
+
     def list(self, path: str) -> list[str] | None:
         """Names of the files in the directory `path`, sorted; None where `path` is one file."""
 
-    def open(self, path: str) -> File:
-        """Opens a file for reading; `StorageError` where that is not possible."""
+    def open(self, path: str, stamp: Stamp | None = None) -> File:
+        """Opens a file for reading; `StorageError` where that is not possible.
+
+        So it is where the file is not in the state that `stamp` was taken in, unless its reads will say so.
+        """
+
+    def find(self, path: str) -> File | None:
+        """`open`, or None where there is no such file."""
+
+    def cancel(self) -> None:
+        """Makes files that other threads wait for fail to open soon, and all that are opened later."""
 
     def create(self, path: str) -> NewFile:
         """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible."""

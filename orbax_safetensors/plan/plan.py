@@ -139,11 +139,16 @@ class TransferPlan:
     window_bytes: int
 
 
-def transfer_plan(blocks: Sequence[Block], locate: Callable[[str], Location], max_gap_bytes: int) -> TransferPlan:
+def transfer_plan(
+    blocks: Sequence[Block],
+    locate: Callable[[str], Location],
+    max_gap_bytes: int,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
+) -> TransferPlan:
     """Plans the transfer of `blocks`.
 
     `locate` knows the stored tensors of their views. With `max_gap_bytes` above 0, some bytes that no block holds are
-    moved too, which only reads may do.
+    moved too, which only reads may do. Bytes that are not staged are moved in requests of at most `max_request_bytes`.
     """
     uses: dict[str, list[tuple[End, Copy]]] = {}
     constants = []
@@ -170,7 +175,7 @@ def transfer_plan(blocks: Sequence[Block], locate: Callable[[str], Location], ma
             for reads in gathered.ranges
         ]
         parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
-    extents = tuple(_extents(ranges))
+    extents = tuple(_extents(ranges, max_request_bytes))
     return TransferPlan(
         extents,
         tuple(parts),
@@ -194,8 +199,8 @@ def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:
     return not ops and stored == held
 
 
-def _extents(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Extent]:
-    """Ranges in file order as requests: those that touch are joined, and cut at `MAX_REQUEST_BYTES`."""
+def _extents(ranges: Sequence[tuple[int, int, Direct, int]], max_request_bytes: int) -> Iterator[Extent]:
+    """Ranges in file order as requests: those that touch are joined, and cut at `max_request_bytes`."""
     begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
     end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
     files = np.array([file for file, _, _, _ in ranges], np.int64)
@@ -203,7 +208,7 @@ def _extents(ranges: Sequence[tuple[int, int, Direct, int]]) -> Iterator[Extent]
         at, group_end = int(begin[start]), int(end[stop - 1])
         number, done = int(start), 0  # the range that is being handed out, and how much of it has been
         while at < group_end:
-            cut = min(at + MAX_REQUEST_BYTES, group_end)
+            cut = min(at + max_request_bytes, group_end)
             parts, here = [], at
             while here < cut:
                 _, _, reads, block = ranges[number]

@@ -149,6 +149,7 @@ def restore_plan(
     process_count: int,
     max_gap_bytes: int,
     threads: int,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> RestorePlan:
     """Counts what every process reads to fill its boxes of `leaves`.
 
@@ -157,7 +158,7 @@ def restore_plan(
     layouts, layout_of = layouts_of(leaves)
     leaf_counts = np.bincount(layout_of, minlength=len(layouts)).tolist()
     tensors = Tensors([leaf.view for leaf in leaves], layout_of, layouts, locate)
-    counter = _Counter(tensors, files, max_gap_bytes, threads)
+    counter = _Counter(tensors, files, max_gap_bytes, threads, max_request_bytes)
     alike: dict[tuple[Boxes, Boxes], list[int]] = {}  # processes by what they hold and read of each layout
     for process in range(process_count):
         held = tuple(layout.held(process) for layout in layouts)
@@ -201,11 +202,14 @@ def layouts_of(leaves: Sequence[Leaf]) -> tuple[list[Layout], list[int]]:
 class _Counter:
     """Counts what processes read of `tensors`."""
 
-    def __init__(self, tensors: Tensors, files: Sequence[str], max_gap_bytes: int, threads: int) -> None:
+    def __init__(
+        self, tensors: Tensors, files: Sequence[str], max_gap_bytes: int, threads: int, max_request_bytes: int
+    ) -> None:
         self._tensors = tensors
         self._files = files
         self._max_gap_bytes = max_gap_bytes
         self._threads = threads
+        self._max_request_bytes = max_request_bytes
         # How many tensors of which group are in which file.
         pairs, self._pair_count = np.unique(tensors.group * len(files) + tensors.file, return_counts=True)
         self._pair_group, self._pair_file = np.divmod(pairs, max(len(files), 1))
@@ -223,7 +227,7 @@ class _Counter:
         # Only a range that begins where its tensor does can follow one of another tensor.
         apart = all(begin > 0 for own in ranges for begin, _ in own)
         if apart:
-            requests += np.array([sum(_requests(end - begin) for begin, end in own) for own in ranges], np.int64)
+            requests += np.array([sum(self._requests(end - begin) for begin, end in own) for own in ranges], np.int64)
         in_pair = signature[self._pair_group]
         by_file = [
             _summed(self._pair_file, figures[in_pair] * self._pair_count, len(self._files))
@@ -258,7 +262,11 @@ class _Counter:
         file = self._tensors.file[tensor]
         start = touching(file, begin, end)
         last = np.append(start[1:], len(begin))[: len(start)] - 1
-        return _summed(file[start], _requests(end[last] - begin[start]), len(self._files))
+        return _summed(file[start], self._requests(end[last] - begin[start]), len(self._files))
+
+    def _requests(self, nbytes: _Number) -> _Number:
+        """How many requests it takes to read ranges of `nbytes`."""
+        return -(-nbytes // self._max_request_bytes)
 
 
 def _joined(ranges: Sequence[Direct], origin: int) -> list[tuple[int, int]]:
@@ -270,11 +278,6 @@ def _joined(ranges: Sequence[Direct], origin: int) -> list[tuple[int, int]]:
             begin, _ = out.pop()
         out.append((begin, end))
     return out
-
-
-def _requests(nbytes: _Number) -> _Number:
-    """How many requests it takes to read ranges of `nbytes`."""
-    return -(-nbytes // MAX_REQUEST_BYTES)
 
 
 def _summed(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:

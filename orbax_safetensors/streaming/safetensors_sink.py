@@ -35,7 +35,8 @@ class SafetensorsSink:
         """`numbers` are those by which the draft records tiles."""
         self._draft, self._files, self._numbers, self._process, self._store = draft, files, numbers, process, store
         self._paths = [os.path.join(draft.directory, name) for name, _ in files.layout.files]
-        self._writer = Writer(self._create, options.threads)
+        pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+        self._writer = Writer(self._create, pace.requests)
         self._created = False  # a file whose name may not be on the disk
 
     def _create(self, number: int) -> NewFile:

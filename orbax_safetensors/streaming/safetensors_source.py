@@ -33,11 +33,12 @@ class SafetensorsSource:
         """`views` are leaves of the checkpoint, by any name."""
         self.path = checkpoint.path
         self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
-        stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.mtime_ns) for stored in checkpoint.files]
+        stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
         moved = (stamps, sorted(views.items()), self.leaves, sorted(checkpoint.quantized.items()))
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
-        self._checkpoint, self._views, self._options = checkpoint, views, options
-        self._reader = Reader(checkpoint.open_file, options.threads)
+        self._checkpoint, self._views = checkpoint, views
+        self._pace = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+        self._reader = Reader(checkpoint.open_file, self._pace.requests)
 
     @property
     def requests(self) -> int:
@@ -64,7 +65,7 @@ class SafetensorsSource:
         """See `TileSource`."""
         blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
         memory = allocate([block.nbytes for block in blocks])
-        plan = transfer_plan(blocks, self._checkpoint.location, self._options.max_gap_bytes)
+        plan = transfer_plan(blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes)
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
         return [own.view(block.dtype).reshape(block.shape) for own, block in zip(memory, blocks, strict=True)]
 

@@ -769,7 +769,7 @@ def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeyp
 
     monkeypatch.setattr(arena, "_map", remember)
     checkpoint = ost.open_checkpoint(directory)
-    monkeypatch.setattr(ost.api, "read_checkpoint", lambda path: checkpoint)
+    monkeypatch.setattr(ost.api, "read_checkpoint", lambda *_: checkpoint)
     monkeypatch.setattr(local.os, "preadv", fail)
     gc.disable()
     try:
@@ -794,7 +794,7 @@ def test_a_thread_that_cannot_be_started_stops_the_others(directory, monkeypatch
     read = []
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     monkeypatch.setattr(ost.transfer.Reader, "_move", lambda *_: (read.append(1), time.sleep(0.2)))
-    monkeypatch.setattr(ost.plan.plan, "MAX_REQUEST_BYTES", 16)
+    monkeypatch.setattr(local.LocalStore, "cost", dataclasses.replace(local.COST, max_request_bytes=16))
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(epath.Path(directory))
     assert len(read) <= 2

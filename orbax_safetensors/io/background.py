@@ -1,0 +1,76 @@
+"""A thread with an event loop, on which the requests of all remote stores run, and what waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a thread does not survive a fork
+
+
+class Requests:
+    """Requests that belong together; each is waited for by a thread, and `cancel` ends all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: set[Future[Any]] = set()
+        self._cancelled = False
+        self._lock = threading.Lock()
+
+    def start(self, request: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Starts a request. Its result comes with `wait`; whoever stops waiting cancels it."""
+        future = asyncio.run_coroutine_threadsafe(request, _loop())
+        with self._lock:
+            self._waiting.add(future)
+            cancelled = self._cancelled
+        future.add_done_callback(self._forget)
+        if cancelled:
+            future.cancel()
+        return future
+
+    def run(self, request: Coroutine[Any, Any, _T]) -> _T:
+        """Waits for a request; an interrupt ends it. Raises `CancelledError` of `concurrent.futures` after `cancel`."""
+        future = self.start(request)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def cancel(self) -> None:
+        """Ends all requests, and those that are still to be started."""
+        with self._lock:
+            self._cancelled = True
+            waiting = list(self._waiting)
+        for future in waiting:
+            future.cancel()
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._waiting.discard(future)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process."""
+    with _lock:
+        loop = _loops.get(os.getpid())
+        if loop is None:
+            _loops.clear()
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="remote_stores", daemon=True)
+            thread.start()
+            atexit.register(_stop, loop, thread)
+        return loop
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Ends the loop while there still is an interpreter that its last answers can come to."""
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,0 +1,264 @@
+"""Objects of a store behind a network, read by range requests of which many are in flight.
+
+An object is pinned when it is opened: every answer has to be of the version that was found then, and to have exactly
+the bytes that were asked for. Answers are collected in memory and then copied to where they belong.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+import obstore
+from obstore import Bytes
+from obstore.exceptions import PreconditionError
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.background import Requests
+from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, reason, status_of
+from orbax_safetensors.io.store import Cost, NewFile, Stamp
+
+if TYPE_CHECKING:  # obstore has these for type checkers only
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ObjectStore
+
+# Bytes that are read when an object is opened, in the hope that nothing else is needed: an index, a config and most
+# headers are shorter. They take no longer than the request itself.
+HEAD_BYTES = 512 * 2**10
+# Requests of one `read` that are in flight at once, where they are short: together no more than one long one.
+_SHORT_REQUESTS = 16
+
+# A request takes about 30 ms until its first byte comes, and then about 33 MB/s come: gaps of 1 MiB are read along. A
+# request of 8 MiB spends most of its time on bytes; as many as 64 of them fill a link of 20 Gbit/s.
+COST = Cost(
+    request_seconds=2**-5, bytes_per_second=2**25, requests=64, max_request_bytes=8 * 2**20, held_in_flight=True
+)
+
+_NO_DATE = datetime.fromtimestamp(0, UTC)  # what obstore has for an object without one
+
+
+class RemoteFile:
+    """An object that is open for reading; see `store.File`."""
+
+    def __init__(self, path: str, key: str, store: RemoteStore, stamp: Stamp, head: Bytes | None) -> None:
+        """`head` are its first bytes, where they have been read."""
+        self.path = path
+        self.stamp = stamp
+        self._key = key
+        self._store = store
+        self._head = head
+        self._requests = Requests()
+
+    def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fills buffers, with as many requests at once as together hold no more bytes than one long request."""
+        waiting: deque[tuple[Future[Bytes], Sequence[memoryview], int]] = deque()
+        held = 0
+        try:
+            for offset, buffers in ranges:
+                nbytes = sum(buffer.nbytes for buffer in buffers)
+                if not nbytes:
+                    continue
+                if offset + nbytes > self.stamp.nbytes:
+                    raise StorageError(
+                        f"{self.path}: expected {nbytes} bytes at offset {offset}, found its end at {self.stamp.nbytes}"
+                    )
+                if self._head is not None and offset + nbytes <= len(self._head):
+                    _scatter(_bytes(self._head)[offset : offset + nbytes], buffers)
+                    continue
+                while waiting and (
+                    held + nbytes > self._store.cost.max_request_bytes or len(waiting) >= _SHORT_REQUESTS
+                ):
+                    held -= self._take(*waiting.popleft())
+                waiting.append((self._requests.start(self._fetch(offset, nbytes)), buffers, nbytes))
+                held += nbytes
+            while waiting:
+                self._take(*waiting.popleft())
+        except CancelledError:
+            raise StorageError(f"{self.path}: reading was cancelled") from None
+        finally:
+            for future, _, _ in waiting:
+                future.cancel()
+
+    def _take(self, future: Future[Bytes], buffers: Sequence[memoryview], nbytes: int) -> int:
+        try:
+            _scatter(_bytes(future.result()), buffers)
+        finally:
+            future.cancel()
+        return nbytes
+
+    async def _fetch(self, offset: int, nbytes: int) -> Bytes:
+        verb = f"reading {nbytes} bytes at offset {offset}"
+
+        async def attempt() -> Bytes:
+            options: GetOptions = {"range": (offset, offset + nbytes)}
+            tag, end, _ = self.stamp.version.rpartition('"')
+            if tag.startswith('"'):  # a strong one: servers never match others
+                options["if_match"] = tag + end
+            answer = await obstore.get_async(self._store.objects, self._key, options=options)
+            found = _stamp(answer.meta)
+            if found != self.stamp:
+                raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
+            return await _body(answer, offset, nbytes)
+
+        try:
+            return await self._store.retries.run(self.path, verb, attempt)
+        except ChangedError as error:
+            raise self._changed(str(error)) from None
+        except PreconditionError:
+            raise self._changed("another") from None
+        except FileNotFoundError:
+            raise self._changed("that it is gone") from None
+
+    def _changed(self, found: str) -> StorageError:
+        return StorageError(
+            f"{self.path}: changed while it was in use: expected {self.stamp.nbytes} bytes of version "
+            f"{self.stamp.version}, found {found}"
+        )
+
+    def map(self) -> memoryview:
+        """Refused: see `RemoteStore.maps`."""
+        raise StorageError(f"{self.path}: is not on a local file system, and cannot be mapped into memory")
+
+    def check(self, stamp: Stamp) -> None:
+        """Raises `StorageError` where this is another state than that of `stamp`. Each answer has been checked."""
+        if stamp != self.stamp:
+            raise StorageError(
+                f"{self.path}: changed while it was in use: expected {stamp.nbytes} bytes of version {stamp.version}, "
+                f"found {self.stamp.nbytes} bytes of version {self.stamp.version}"
+            )
+
+    def cancel(self) -> None:
+        """Ends the requests that are under way."""
+        self._requests.cancel()
+
+    def close(self) -> None:
+        """Ends the requests that are under way; connections belong to the store."""
+        self._requests.cancel()
+        self._head = None
+
+
+def _bytes(body: Bytes) -> np.ndarray:
+    return np.frombuffer(memoryview(body), np.uint8)
+
+
+def _scatter(source: np.ndarray, buffers: Sequence[memoryview]) -> None:
+    """Copies bytes into buffers, one after the other. NumPy lets other threads run meanwhile, a memoryview does not."""
+    done = 0
+    for buffer in buffers:
+        np.copyto(np.frombuffer(buffer, np.uint8), source[done : done + buffer.nbytes])
+        done += buffer.nbytes
+
+
+def _stamp(meta: ObjectMeta) -> Stamp:
+    """The state of an object. A server that names no version tells when the object was last modified, if anything."""
+    tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
+    if tag:
+        return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
+    return Stamp(meta["size"], "unknown" if modified == _NO_DATE else f"modified {modified.isoformat()}")
+
+
+async def _body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
+    """The body of an answer; `WrongAnswerError` where it is not what was asked for."""
+    if tuple(answer.range) != (offset, offset + nbytes):
+        raise WrongAnswerError(f"the server sent bytes {answer.range[0]} to {answer.range[1]} instead")
+    body = await answer.bytes_async()
+    if len(body) != nbytes:
+        raise WrongAnswerError(f"the server sent {len(body)} bytes instead")
+    return body
+
+
+class RemoteStore:
+    """The objects below one URL; see `store.Store`.
+
+    A path is the URL of a file, as it is shown to users: without a query, user or password, which belong to `objects`.
+    """
+
+    maps = False
+
+    def __init__(self, root: str, objects: ObjectStore, *, lists: bool, retries: Retries, cost: Cost = COST) -> None:
+        """`root` is the URL of the place that the keys of `objects` count from, without a slash at its end.
+
+        `lists` says whether the server tells what is there.
+        """
+        self.root = root
+        self.objects = objects
+        self.lists = lists
+        self.retries = retries
+        self.cost = cost
+        self._requests = Requests()
+
+    def _key(self, path: str) -> str:
+        if path != self.root and not path.startswith(self.root + "/"):
+            raise StorageError(f"{path}: is not below {self.root}")
+        return path[len(self.root) + 1 :].strip("/")
+
+    def list(self, path: str) -> list[str] | None:
+        """Names of the objects below `path` up to the next slash, sorted; None where there are none."""
+        prefix = self._key(path)
+
+        async def listed() -> list[str]:
+            async def attempt() -> list[str]:
+                found = await obstore.list_with_delimiter_async(self.objects, prefix or None)
+                keys = [meta["path"] for meta in found["objects"]] + [*found["common_prefixes"]]
+                return sorted({key.rpartition("/")[2] for key in keys if key != prefix} - {""})
+
+            return await self.retries.run(path, "listing", attempt)
+
+        try:
+            return self._requests.run(listed()) or None
+        except FileNotFoundError:
+            raise StorageError(f"{path}: there is no such bucket") from None
+        except CancelledError:
+            raise StorageError(f"{path}: listing was cancelled") from None
+
+    def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
+        """Opens an object with a request for its first bytes; with none where its state is known."""
+        found = self._open(path, stamp)
+        if found is None:
+            raise StorageError(f"{path}: cannot be opened: there is no such object")
+        return found
+
+    def find(self, path: str) -> RemoteFile | None:
+        """`open`, or None where there is no such object."""
+        return self._open(path, None)
+
+    def _open(self, path: str, stamp: Stamp | None) -> RemoteFile | None:
+        key = self._key(path)
+        if stamp is not None:
+            return RemoteFile(path, key, self, stamp, None)
+        try:
+            found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
+        except FileNotFoundError:
+            return None
+        except (PreconditionError, ChangedError) as error:
+            raise StorageError(f"{path}: cannot be opened: {reason(error)}") from None
+        except CancelledError:
+            raise StorageError(f"{path}: opening was cancelled") from None
+        return RemoteFile(path, key, self, found, head)
+
+    async def _head(self, key: str) -> tuple[Stamp, Bytes]:
+        """An object's state and first bytes."""
+        try:
+            answer = await obstore.get_async(self.objects, key, options={"range": (0, HEAD_BYTES)})
+        except Exception as error:
+            if status_of(error) != 416:
+                raise
+            # No range of an empty object can be satisfied.
+            return _stamp(await obstore.head_async(self.objects, key)), Bytes()
+        found = _stamp(answer.meta)
+        return found, await _body(answer, 0, min(HEAD_BYTES, found.nbytes))
+
+    def cancel(self) -> None:
+        """Ends requests that list and open."""
+        self._requests.cancel()
+
+    def create(self, path: str) -> NewFile:
+        """Objects cannot be written yet."""
+        raise StorageError(f"{path}: only local and mounted file systems can be written to")
+
+    def sync(self, path: str) -> None:
+        """Nothing to wait for: a store that has answered keeps what it was given."""

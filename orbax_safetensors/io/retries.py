@@ -1,0 +1,121 @@
+"""Which requests are made again, for how long, and how their failures are worded. Nothing that is secret is said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from obstore import exceptions
+
+from orbax_safetensors.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# The waits between attempts, in seconds: they double from the first to the longest, and a random part of up to a half
+# is taken off each, so that a thousand hosts that failed together do not come back together.
+FIRST_WAIT = 0.2
+LONGEST_WAIT = 10.0
+# A server that sends something else than what was asked for does so again; a proxy on the way may not.
+_WRONG_ANSWERS = 3
+
+_PASSING = frozenset({408, 425, 429})  # and all of 500 and more
+_FINAL = (
+    FileNotFoundError,
+    exceptions.AlreadyExistsError,
+    exceptions.InvalidPathError,
+    exceptions.NotModifiedError,
+    exceptions.PermissionDeniedError,
+    exceptions.PreconditionError,
+    exceptions.UnauthenticatedError,
+)
+
+
+class WrongAnswerError(Exception):
+    """An answer that is not what was asked for; the message says how."""
+
+
+class ChangedError(Exception):
+    """An answer from another state of the object than the one that was opened; the message says which."""
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often a request is made again, and for how many seconds after the first attempt an attempt may begin."""
+
+    attempts: int
+    seconds: float
+
+    async def run(self, path: str, verb: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """The result of the first attempt that succeeds.
+
+        Raises `StorageError`, or `FileNotFoundError`, `PreconditionError`, `AlreadyExistsError` or `ChangedError` as
+        they come. `path` and `verb` are for messages.
+        """
+        began, wait, number, wrong = time.monotonic(), FIRST_WAIT, 1, 0
+        while True:
+            try:
+                return await attempt()
+            except (FileNotFoundError, exceptions.PreconditionError, exceptions.AlreadyExistsError, ChangedError):
+                raise
+            except (exceptions.BaseError, WrongAnswerError) as error:
+                wrong += _is_wrong(error)
+                fault = reason(error)
+                pause = wait * random.uniform(0.5, 1.0)
+                lasting = not _may_pass(error) or wrong >= _WRONG_ANSWERS
+                if lasting or number >= self.attempts or time.monotonic() - began + pause > self.seconds:
+                    tries = f" ({number} attempts)" if number > 1 else ""
+                    raise StorageError(f"{path}: {verb} failed: {fault}{tries}") from None
+            logger.warning("%s: %s failed, trying again: %s", path, verb, fault)
+            await asyncio.sleep(pause)
+            wait, number = min(2 * wait, LONGEST_WAIT), number + 1
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of the answer that an error is about, where it tells."""
+    found = re.search(r"status code: (\d{3})", str(error))
+    return int(found[1]) if found else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, _FINAL):
+        return False
+    status = status_of(error)
+    return status is None or status in _PASSING or status >= 500
+
+
+def _is_wrong(error: BaseException) -> bool:
+    return isinstance(error, WrongAnswerError) or any(
+        kind in str(error) for kind in ("NotPartial", "RangeNotSupported", "UnexpectedRange", "ContentRange")
+    )
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one line, without the bodies of answers, queries of URLs, or paths.
+
+    A server that refuses a signature answers with what was signed and by whom; the signature of an URL is its query.
+    """
+    if isinstance(error, WrongAnswerError):
+        return str(error)
+    text, _, debug = str(error).partition("\n\nDebug source:\n")
+    status = re.search(r"status code: (\d{3}(?: [A-Z][\w-]*)*)", text)
+    if status:
+        code = re.search(r"<Code>(\w{1,60})</Code>", text + debug)
+        return f"the server answered {status[1]}" + (f" ({code[1]})" if code else "")
+    if "NotPartial" in debug or "RangeNotSupported" in debug:
+        return "the server ignores which range was asked for"
+    if "HttpError" in debug:
+        kind = re.search(r"HttpError \{\s*kind: (\w+)", debug)
+        words = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection broke"}
+        detail = re.search(r"kind: (ConnectionRefused|ConnectionReset|UnexpectedEof)|error: \"([^\"]{1,80})\"", debug)
+        said = words.get(kind[1] if kind else "", "the request failed")
+        return f"{said} ({detail[1] or detail[2]})" if detail else said
+    line = re.sub(r"^Generic \w+ error: ", "", text.splitlines()[0] if text else type(error).__name__)
+    return re.sub(r"\?\S+", "?...", re.sub(r"//[^/@\s]*@", "//", line))[:300]

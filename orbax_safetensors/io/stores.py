@@ -1,0 +1,177 @@
+"""Chooses the store for a path: file systems for paths, object stores and HTTP servers for URLs."""
+
+from __future__ import annotations
+
+import os
+from base64 import b64encode
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from obstore.exceptions import BaseError
+from obstore.store import HTTPStore, from_url
+
+from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.remote import RemoteStore
+from orbax_safetensors.io.retries import Retries, reason
+from orbax_safetensors.io.store import Store
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_S3 = ("s3", "s3a")
+_GCS = ("gs",)
+_AZURE = ("az", "azure", "abfs", "abfss", "adl")
+_HTTP = ("http", "https")
+
+# What obstore takes as options of its HTTP client rather than of a store.
+_CLIENT_OPTIONS = frozenset(
+    {
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "default_headers",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "randomize_addresses",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    }
+)
+# A connection that brings nothing for half a minute is dead; one that brings little is left alone for longer, because
+# many share a link that may be slow.
+_TIMEOUTS = {
+    "connect_timeout": timedelta(seconds=10),
+    "read_timeout": timedelta(seconds=30),
+    "timeout": timedelta(minutes=5),
+}
+_RETRIES = Retries(attempts=10, seconds=120.0)
+
+# Where Azure's own tools are told everything in one variable, which object stores do not read.
+_CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+_OF_CONNECTION = {
+    "AccountName": "account_name",
+    "AccountKey": "account_key",
+    "SharedAccessSignature": "sas_key",
+    "BlobEndpoint": "endpoint",
+}
+_ENDPOINTS = (
+    "AWS_ENDPOINT",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURE_ENDPOINT",
+    "GOOGLE_BASE_URL",
+)
+
+
+def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str]:
+    """The store that a path belongs to, and the path as the store and its messages have it: without secrets.
+
+    `storage_options` are for object stores and HTTP servers, see `SafetensorsOptions`; paths have no use for them.
+    Raises `StorageError` where an URL is of no kind that is known, and `SafetensorsError` where an option is not.
+    """
+    if "://" not in path:
+        return LocalStore(), path
+    scheme = path.partition("://")[0]
+    options = dict(storage_options or {})
+    if scheme in _HTTP:
+        return _http(path, options)
+    if scheme not in (*_S3, *_GCS, *_AZURE):
+        known = ", ".join(f"{scheme}://" for scheme in (*_S3, *_GCS, *_AZURE, *_HTTP))
+        raise StorageError(f"{path}: expected a path or one of {known}")
+    bucket, _, key = path.partition("://")[2].partition("/")
+    root = f"{scheme}://{bucket}"
+    if not bucket:
+        raise StorageError(f"{path}: expected the name of a bucket after {scheme}://")
+    options = _from_environment(scheme) | options
+    client, retries = _client(options, _is_plain(options))
+    try:
+        config: Any = options
+        objects = from_url(root, config=config, client_options=client, retry_config={"max_retries": 0})
+    except (BaseError, TypeError, ValueError) as error:
+        raise SafetensorsError(f"{root}: cannot be used with these storage_options: {reason(error)}") from None
+    return RemoteStore(root, objects, lists=True, retries=retries), f"{root}/{key.strip('/')}".rstrip("/")
+
+
+def http_store(url: str, headers: Mapping[str, str], storage_options: Mapping[str, Any]) -> RemoteStore:
+    """The files below an `http` or `https` URL, whose query, user and password go with every request.
+
+    Paths are URLs without these, and with characters as they are rather than escaped. `headers` go with every request
+    as well, and `Authorization` no further than to the host of `url` where that sends its clients elsewhere. The other
+    arguments and errors are those of `store_of`.
+    """
+    options = dict(storage_options)
+    client, retries = _client(options, url.startswith("http://"))
+    if options:
+        raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for HTTP servers")
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    root = urlunsplit((parts.scheme, host, unquote(parts.path).rstrip("/"), "", ""))
+    if user:
+        headers = {"Authorization": f"Basic {b64encode(unquote(user).encode()).decode()}", **headers}
+    if headers:
+        client["default_headers"] = {**client.get("default_headers", {}), **headers}
+    try:
+        objects: ObjectStore = HTTPStore(
+            urlunsplit(parts._replace(netloc=host, path=parts.path.rstrip("/"), fragment="")),
+            client_options=client,
+            retry_config={"max_retries": 0},
+        )
+    except (BaseError, TypeError, ValueError) as error:
+        raise SafetensorsError(f"{root}: cannot be used: {reason(error)}") from None
+    return RemoteStore(root, objects, lists=False, retries=retries)
+
+
+def _http(url: str, options: Mapping[str, Any]) -> tuple[Store, str]:
+    parts = urlsplit(url)
+    # Everything below the server's root, so that files beside this one are of the same store.
+    store = http_store(urlunsplit(parts._replace(path="")), {}, options)
+    return store, f"{store.root}/{unquote(parts.path).strip('/')}".rstrip("/")
+
+
+def _client(options: dict[str, Any], plain: bool) -> tuple[Any, Retries]:
+    """Takes the options of the HTTP client and of retries out of `options`; `plain` is for a server without TLS."""
+    client: dict[str, Any] = {**_TIMEOUTS}
+    if plain:
+        client["allow_http"] = True
+    client |= {name: options.pop(name) for name in _CLIENT_OPTIONS & options.keys()}
+    attempts = options.pop("max_retries", _RETRIES.attempts - 1)
+    seconds = options.pop("retry_timeout", _RETRIES.seconds)
+    if isinstance(seconds, timedelta):
+        seconds = seconds.total_seconds()
+    if not isinstance(attempts, int) or attempts < 0 or not isinstance(seconds, int | float) or seconds < 0:
+        raise SafetensorsError(
+            f"storage_options: max_retries is {attempts!r} and retry_timeout {seconds!r}, must be a number of retries "
+            "and one of seconds"
+        )
+    return client, Retries(attempts + 1, float(seconds))
+
+
+def _from_environment(scheme: str) -> dict[str, Any]:
+    """What other clients of a store take from the environment and obstore does not."""
+    if scheme in _GCS and (host := os.environ.get("STORAGE_EMULATOR_HOST")):
+        url = host if "://" in host else f"http://{host}"
+        return {"base_url": url.rstrip("/"), "skip_signature": True}
+    if scheme in _AZURE and (text := os.environ.get(_CONNECTION_STRING)):
+        given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+        return {own: given[name] for name, own in _OF_CONNECTION.items() if name in given}
+    return {}
+
+
+def _is_plain(options: Mapping[str, Any]) -> bool:
+    """Whether somebody asked for a server without TLS, by giving its address."""
+    given = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
+    return any(isinstance(value, str) and value.startswith("http://") for value in given)
