@@ -10,6 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+# Object stores on this machine.
+pytest_plugins = ["tests.servers.fixtures"]
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Shared machines stall for longer than any deadline.

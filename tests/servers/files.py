@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tests.servers.faults import Delay
-from tests.servers.http import FilePart, Request, Response, Server
 from tests.servers.objects import Object, read
+from tests.servers.server import FilePart, Request, Response, Server
 
 
 class Files:

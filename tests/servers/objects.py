@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from email.utils import formatdate
 
-from tests.servers.http import Body, Request, Response
+from tests.servers.server import Body, Request, Response
 
 
 @dataclasses.dataclass(frozen=True)

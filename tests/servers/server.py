@@ -44,7 +44,7 @@ class Request:
 
     method: str
     target: str
-    headers: http.client.HTTPMessage
+    headers: http.client.HTTPMessage = dataclasses.field(default_factory=http.client.HTTPMessage)
     body: bytes = b""
 
     @cached_property
@@ -364,7 +364,7 @@ class Server:
         self, connection: socket.socket, request: Request, response: Response, entry: Exchange, cut: Cut | None
     ) -> None:
         headers = {"Date": formatdate(usegmt=True), **response.headers}
-        if response.status >= 200 and response.status != 204 and "Content-Length" not in headers:
+        if response.status not in (204, 304) and "Content-Length" not in headers:
             headers["Content-Length"] = str(response.body.nbytes)
         lines = [f"HTTP/1.1 {response.status} {http.HTTPStatus(response.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]

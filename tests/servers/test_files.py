@@ -21,8 +21,8 @@ from obstore.store import HTTPStore  # noqa: E402 - needs obstore
 
 from tests.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader  # noqa: E402 - as above
 from tests.servers.files import Files  # noqa: E402
-from tests.servers.http import Server  # noqa: E402
 from tests.servers.processes import serving  # noqa: E402
+from tests.servers.server import Server  # noqa: E402
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8).tobytes()
 SIZE = len(DATA)

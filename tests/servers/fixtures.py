@@ -1,0 +1,105 @@
+"""Stores for tests: each fixture is a fresh, empty place in a store, behind a server that is watched and fails as told.
+
+    def test_reads_again(s3):
+        obstore.put(s3.store(), "model.safetensors", data)
+        s3.server.fail(Answer(503), method="GET", times=3)
+        ost.open_checkpoint(f"{s3.url}/model.safetensors", options=...storage_options=s3.options)
+        assert s3.server.sent(method="GET", process=os.getpid()) <= len(data)
+
+`s3` is moto and `azure` Azurite, each a process for the whole session; `gcs`, `web` and `hub` are ours. Where what one
+needs is not installed its tests are skipped, and say what that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers import gcs as google
+from tests.servers.files import Files
+from tests.servers.forward import Forward
+from tests.servers.processes import serving
+from tests.servers.server import Request, Server
+
+_number = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A bucket, container, directory or repository, and the server that it is reached through."""
+
+    url: str
+    server: Server
+    # What obstore needs to find the server and be let in.
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Of a directory that is served: where it is.
+    root: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The options as variables, for processes that are given none."""
+        return {name.upper(): value for name, value in self.options.items()}
+
+    def store(self, *, retries: int = 0, **client_options: Any) -> Any:
+        """An obstore store of this place, for what a test does by itself. It retries at once."""
+        import obstore
+
+        moment = timedelta(milliseconds=1)
+        return obstore.store.from_url(
+            self.url,
+            **({"config": self.options} if self.options else {}),
+            client_options={"allow_http": True, **client_options},
+            retry_config={
+                "max_retries": retries,
+                "backoff": {"init_backoff": moment, "max_backoff": moment, "base": 2},
+            },
+        )
+
+
+@pytest.fixture
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A directory over plain HTTP; a test writes its files."""
+    root = tmp_path_factory.mktemp("web")
+    with Server(Files(root)) as server:
+        yield Place(server.url, server, root=root)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """The URL of moto's S3."""
+    for module in ("moto", "flask", "flask_cors"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with serving(command, r"Running on (http://127\.0\.0\.1:\d+)") as url:
+        yield url
+
+
+@pytest.fixture
+def s3(moto: str) -> Iterator[Place]:
+    """A bucket of S3."""
+    bucket = f"bucket-{next(_number)}"
+    with Forward(moto) as forward, Server(forward) as server:
+        options = {
+            "aws_endpoint_url": server.url,
+            "aws_access_key_id": "test",
+            "aws_secret_access_key": "test",
+            "aws_region": "us-east-1",
+        }
+        forward(Request("PUT", f"/{bucket}")).body.close()
+        yield Place(f"s3://{bucket}", server, options)
+
+
+@pytest.fixture
+def gcs() -> Iterator[Place]:
+    """A bucket of Google Cloud Storage."""
+    bucket = f"bucket-{next(_number)}"
+    with Server(google.Gcs(bucket)) as server:
+        options = {"google_base_url": server.url, "google_bearer_token": google.TOKEN}
+        yield Place(f"gs://{bucket}", server, options)
