@@ -70,6 +70,6 @@ def _check(told: dict[int, str]) -> None:
         if facts != split[0][0]:
             raise TensorMismatchError(
                 f"process {process} does not save the same as process 0: other names or another order of them, "
-                "other shapes, dtypes, shardings or metadata, or arrays that only it has; make those global arrays, or "
-                "NumPy arrays that all processes have"
+                "other shapes, dtypes, shardings or metadata, or arrays that only it has (make those global arrays, or "
+                "NumPy arrays that all processes have), or it does not see the same files"
             )

@@ -68,6 +68,8 @@ def write_safetensors(
 
     in_all_processes(f"{key}/begin", begin, digest)
     done = in_all_processes(f"{key}/done", draft.done)
+    # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
+    agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
     left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
     own = share(left, source.leaves, jax.process_index(), jax.process_count())
     sink = SafetensorsSink(draft, files, numbers, jax.process_index(), LocalStore(), options)
@@ -82,7 +84,7 @@ def write_safetensors(
 
     nbytes = in_all_processes(f"{key}/tiles", write)
     in_all_processes(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
-    for part in ("begin", "done", "tiles"):
+    for part in ("begin", "done", "seen", "tiles"):
         forget(f"{key}/{part}")
     return Moved(destination, nbytes, source.requests + sink.requests)
 

@@ -66,6 +66,16 @@ def test_all_fail_where_one_cannot_flush(tmp_path):
         check("reshard_safetensors", tmp_path / f"{name} failing")
 
 
+def test_a_file_system_that_shows_a_process_less(tmp_path):
+    make_source("to_orbax", tmp_path / "hf")
+    told = start("sees_less", tmp_path)
+    assert all(
+        "TensorMismatchError: process 2 " in other and "does not see the same files" in other for _, other, _ in told
+    )
+    assert 0 < sum(moved for _, _, moved in told) < TOTAL
+    check("reshard_safetensors", tmp_path / "to")
+
+
 def test_processes_that_do_not_mean_the_same(tmp_path):
     make_source("to_orbax", tmp_path / "hf")
     shutil.copytree(tmp_path / "hf", tmp_path / "hf2")

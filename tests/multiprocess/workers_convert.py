@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 import orbax_safetensors as ost
+from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from tests.streaming.interrupted import CALLS
 
@@ -44,6 +45,30 @@ def fail(root: str) -> dict[str, Any]:
             told[kind] = [str(error)]
         SafetensorsSource.read = read  # type: ignore[method-assign]
         told[kind].append(CALLS[kind](source, destination, resume=True).nbytes)
+    return told
+
+
+def sees_less(root: str) -> list[Any]:
+    """The last process is not shown what the others have recorded; then it is, and all resume."""
+    source, destination = Path(root) / "hf", Path(root) / "to"
+    reshard, told = CALLS["reshard_safetensors"], []
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise ost.StorageError("stopped")
+
+    done = Draft.done
+    for arguments, shown in (
+        ({"progress": stop}, done),
+        ({"resume": True}, lambda draft: set()),
+        ({"resume": True}, done),
+    ):
+        if jax.process_index() == jax.process_count() - 1:
+            Draft.done = shown  # type: ignore[assignment, method-assign]
+        try:
+            told.append(reshard(source, destination, **arguments).nbytes)
+        except ost.SafetensorsError as error:
+            told.append(f"{type(error).__name__}: {error}")
     return told
 
 
