@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests.servers import azurite
 from tests.servers import gcs as google
 from tests.servers.files import Files
 from tests.servers.forward import Forward
@@ -103,3 +105,27 @@ def gcs() -> Iterator[Place]:
     with Server(google.Gcs(bucket)) as server:
         options = {"google_base_url": server.url, "google_bearer_token": google.TOKEN}
         yield Place(f"gs://{bucket}", server, options)
+
+
+@pytest.fixture(scope="session")
+def azurite_url() -> Iterator[str]:
+    """The URL of Azurite's blobs."""
+    command = shutil.which("azurite-blob")
+    if command is None:
+        pytest.skip("azurite-blob is not on the PATH: npm install azurite")
+    with azurite.serving(command) as url:
+        yield url
+
+
+@pytest.fixture
+def azure(azurite_url: str) -> Iterator[Place]:
+    """A container of Azure Blob Storage."""
+    container = f"container-{next(_number)}"
+    with Forward(azurite_url) as forward, Server(forward) as server:
+        azurite.create_container(forward, container)
+        options = {
+            "azure_storage_account_name": azurite.ACCOUNT,
+            "azure_storage_account_key": azurite.KEY,
+            "azure_storage_endpoint": f"{server.url}/{azurite.ACCOUNT}",
+        }
+        yield Place(f"az://{container}", server, options)

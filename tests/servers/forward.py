@@ -16,8 +16,9 @@ from tests.servers.server import Bytes, Request, Response
 
 # Bytes passed on at a time.
 _PIECE = 1 << 20
-# What is said of one connection, not of the object.
-_HOP = {"connection", "keep-alive", "transfer-encoding", "date", "content-length"}
+# What a connection says of itself, or this server by itself.
+_NOT_ASKED = {"connection", "transfer-encoding", "content-length", "expect"}
+_NOT_ANSWERED = {"connection", "keep-alive", "transfer-encoding", "content-length", "date"}
 
 
 class Forward:
@@ -38,9 +39,10 @@ class Forward:
     def __call__(self, request: Request) -> Response:
         connection = self._connection()
         try:
-            connection.putrequest(request.method, request.target, skip_host=True, skip_accept_encoding=True)
+            signed = "Host" in request.headers
+            connection.putrequest(request.method, request.target, skip_host=signed, skip_accept_encoding=True)
             for name, value in request.headers.items():
-                if name.lower() not in _HOP | {"expect"}:
+                if name.lower() not in _NOT_ASKED:
                     connection.putheader(name, value)
             if request.body or request.method in ("PUT", "POST"):
                 connection.putheader("Content-Length", str(len(request.body)))
@@ -49,7 +51,7 @@ class Forward:
         except BaseException:
             connection.close()
             raise
-        headers = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP}
+        headers = {name: value for name, value in answer.headers.items() if name.lower() not in _NOT_ANSWERED}
         if answer.length is None:
             data = answer.read()
             self._keep(connection)

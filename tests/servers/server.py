@@ -340,7 +340,8 @@ class Server:
     def _answer(self, request: Request, faults: Iterable[Fault]) -> Response:
         for fault in faults:
             if isinstance(fault, Delay):
-                self._ending.wait(fault.seconds)
+                if self._ending.wait(fault.seconds):
+                    raise ConnectionError("the server ended first")
             elif isinstance(fault, Call):
                 fault.function()
             elif isinstance(fault, IgnoreRange):

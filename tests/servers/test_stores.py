@@ -13,7 +13,7 @@ from tests.servers.faults import Answer, Call, Cut  # noqa: E402 - needs obstore
 DATA = np.random.default_rng(0).integers(0, 256, (5 << 20) + 12345, np.uint8).tobytes()
 
 
-@pytest.fixture(params=["s3", "gcs"])
+@pytest.fixture(params=["s3", "gcs", "azure"])
 def place(request):
     return request.getfixturevalue(request.param)
 
@@ -45,14 +45,16 @@ def test_lists(place):
     found = obstore.list_with_delimiter(store, "a")
     assert [entry["path"] for entry in found["objects"]] == ["a/1", "a/2"]
     assert list(found["common_prefixes"]) == ["a/b"]
-    assert [entry["path"] for entry in obstore.list(store, offset="a/b/3").collect()] == names[3:]
+    # Azurite does not know where to start from, and starts at the start.
+    if not place.url.startswith("az:"):
+        assert [entry["path"] for entry in obstore.list(store, offset="a/b/3").collect()] == names[3:]
 
 
 def test_multipart_upload(place):
     store = place.store()
     obstore.put(store, "big", DATA, use_multipart=True, chunk_size=5 << 20, max_concurrency=2)
     assert obstore.get(store, "big").bytes() == DATA
-    assert sum(entry.received for entry in place.server.log if entry.method == "PUT") == len(DATA)
+    assert [n for n in sorted(entry.received for entry in place.server.log) if n > 1000] == [12345, 5 << 20]
 
 
 def test_an_upload_that_fails_leaves_nothing(place):
