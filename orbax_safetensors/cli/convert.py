@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,24 +18,11 @@ from orbax_safetensors.convert import MEMORY_BYTES, Conversion, convert
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.streaming.casts import Casts
 
-_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_BYTES = re.compile(r"([0-9]+)(\.[0-9]+)? ?([kMGT]?|[KMGT]i)B?")
 # Options that mean something in one direction only.
 _TO_ORBAX = {"mesh": "--mesh", "spec": "--spec", "step": "--step", "no_compression": "--no-compression"}
 _TO_SAFETENSORS = {"config": "--config"}
 
 Call = Callable[[Reporter], Conversion]
-
-
-def parse_bytes(text: str) -> int:
-    """`2GB`, `512MiB` or `1000000` as a number of bytes."""
-    found = _BYTES.fullmatch(text)
-    if found is not None:
-        nbytes = int(found[1]) * _PREFIXES[found[3]] + int(float(found[2] or 0) * _PREFIXES[found[3]])
-        if nbytes > 0:
-            return nbytes
-    raise UsageError(f"expected a number of bytes above 0, as in 2GB or 512MiB, found {text!r}")
 
 
 def parse_step(text: str) -> int:

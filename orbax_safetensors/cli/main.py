@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from orbax_safetensors.cli.convert import parse_bytes, parse_cast, parse_step
+from orbax_safetensors.cli.convert import parse_cast, parse_step
 from orbax_safetensors.cli.family import parse_switch
 from orbax_safetensors.cli.partition import UsageError, parse_mesh, parse_rule
 from orbax_safetensors.cli.tables import Output, clean
-from orbax_safetensors.cli.units import parse_bandwidth, parse_latency
+from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_latency
 from orbax_safetensors.errors import SafetensorsError
 
 # What a shell reports for a program that was ended by the signal.

@@ -1,4 +1,4 @@
-"""Speeds and times as they are written on a command line."""
+"""Sizes, speeds and times as they are written on a command line."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ from math import isfinite
 
 from orbax_safetensors.cli.partition import UsageError
 
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_PREFIXES |= {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BYTES = re.compile(r"([0-9]+)(\.[0-9]+)? ?([kMGT]?|[KMGT]i)B?")
 # Bits are written out, because Gb/s is taken for either.
 _BITS = {"bit/s": 8.0, "bps": 8.0, "B/s": 1.0, "B": 1.0}
 _BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?|[KMGT]i)(bit/s|bps|B/s|B)")
 _LATENCY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(us|µs|ms|s)")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bytes(text: str) -> int:
+    """`2GB`, `512MiB` or `1000000` as a number of bytes."""
+    found = _BYTES.fullmatch(text)
+    if found is not None:
+        # The integer apart from the fraction, so that no digit of it is lost.
+        nbytes = int(found[1]) * _PREFIXES[found[3]] + int(float(found[2] or 0) * _PREFIXES[found[3]])
+        if nbytes > 0:
+            return nbytes
+    raise UsageError(f"expected a number of bytes above 0, as in 2GB or 512MiB, found {text!r}")
 
 
 def parse_bandwidth(text: str) -> float:

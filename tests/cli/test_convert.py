@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli import progress
-from orbax_safetensors.cli.convert import parse_bytes
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import open_orbax
 
@@ -351,14 +350,6 @@ def test_help_fits_a_terminal_and_has_every_option(cli, monkeypatch, command):
     assert max(len(line) for line in result.out.splitlines()) < 80
     for word in ("--mesh", "--spec", "--memory", "--resume", "--distributed", "--json", "examples:", "exit status:"):
         assert word in result.out
-
-
-def test_sizes():
-    for text, nbytes in {
-        "1": 1, "5GB": 5 * 10**9, "2GiB": 2**31, "1.5 kB": 1500, "0.5GiB": 2**29, "40kB": 40_000, "7M": 7 * 10**6,
-        "9007199254740993": 2**53 + 1,
-    }.items():  # fmt: skip
-        assert parse_bytes(text) == nbytes
 
 
 class Terminal(io.StringIO):

@@ -1,9 +1,32 @@
-"""Speeds and times on a command line."""
+"""Sizes, speeds and times on a command line."""
 
 import pytest
 
 from orbax_safetensors.cli.partition import UsageError
-from orbax_safetensors.cli.units import human_seconds, parse_bandwidth, parse_latency
+from orbax_safetensors.cli.units import human_seconds, parse_bandwidth, parse_bytes, parse_latency
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        ("5GB", 5 * 10**9),
+        ("2GiB", 2**31),
+        ("1.5 kB", 1500),
+        ("0.5GiB", 2**29),
+        ("7M", 7 * 10**6),
+        ("9007199254740993", 2**53 + 1),
+        ("9007199254740993.9", 2**53 + 1),
+    ],
+)
+def test_sizes(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "lots", "-1", "1e3", "2gb", "2Gb", "1.", ".5GB", "0.1", "٣", "GB"])
+def test_no_sizes(text):
+    with pytest.raises(UsageError, match="expected a number of bytes above 0, as in 2GB or 512MiB"):
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize(
