@@ -13,7 +13,7 @@ from orbax_safetensors import replicas, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
@@ -124,7 +124,8 @@ def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None
 
     Raises `StorageError` in every process where one fails.
     """
-    saving.write(save, shards, os.fspath(directory), LocalStore())
+    store, path = store_of(os.fspath(directory), save.options.storage_options)
+    saving.write(save, shards, path, store)
 
 
 def plan_restore(

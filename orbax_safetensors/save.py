@@ -2,6 +2,7 @@
 
 Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
 follow from the tree's shapes alone, and headers are written last: until then no file is valid, and nothing restores.
+Where files appear whole, as on object stores, each is written in order, and the index comes last.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ import jax
 import numpy as np
 
 from orbax_safetensors import arrays
-from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Pace, Store
+from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
-from orbax_safetensors.plan.plan import Block, locations, transfer_plan
+from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
 from orbax_safetensors.sources import Source, resolve
-from orbax_safetensors.transfer import Writer, batches
+from orbax_safetensors.transfer import WholeFileWriter, Writer, batches
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,10 @@ def plan_save(
     except Exception as error:
         failure = error
     agree(f"{key}/plan", failure, facts)
-    return Save(layout, text, tuple(_owned(grouped(sources))), key, options)
+    groups = grouped(sources)
+    if store_of(directory, options.storage_options)[0].whole:
+        groups = in_file_order(groups, locations(layout))
+    return Save(layout, text, tuple(_owned(groups)), key, options)
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
@@ -110,6 +115,27 @@ def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int,
 def grouped(sources: Sequence[Source]) -> list[list[Source]]:
     """Leaves that belong together: written together, their runs are longer than what each has of them."""
     return [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
+
+
+def in_file_order(groups: Iterable[list[Source]], places: Mapping[str, Location]) -> list[list[Source]]:
+    """Groups in the order of the bytes that they become in the files.
+
+    Those of which one has bytes between another's are one group, so that each group is one stretch of the files.
+    """
+    spans = []
+    for group in groups:
+        at = [(places[name].file, places[name].begin) for source in group for name in source.view.tensors]
+        spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
+    spans.sort(key=lambda span: span[:2])
+    out: list[list[Source]] = []
+    last = (-1, 0)
+    for low, high, group in spans:
+        if low < last:
+            out[-1] += group
+        else:
+            out.append(group)
+        last = max(last, high)
+    return out
 
 
 def _digest(sources: Sequence[Source], layout: Layout, config: str | None) -> str:
@@ -247,14 +273,22 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     paths = [posixpath.join(directory, name) for name, _ in save.layout.files]
 
     def create(number: int) -> NewFile:
-        return store.create(paths[number])
+        header = save.layout.files[number][1]
+        file = store.create(paths[number], header.file_bytes)
+        if store.whole:
+            file.write(0, [memoryview(header.encode())])
+        return file
 
     failure: Exception | None = None
     nbytes = 0
     try:
+        if store.whole and jax.process_count() > 1:
+            raise StorageError(f"{directory}: several processes cannot write into one file of an object store")
         options = save.options
         pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-        nbytes = _write_data(save, shards, create, pace)
+        if store.whole and jax.process_index() == 0:
+            _write_config(save, directory, store)
+        nbytes = _write_data(save, shards, create, pace, whole=store.whole)
     except Exception as error:
         failure = error
     agree(f"{save.key}/data", failure)
@@ -276,17 +310,19 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     )
 
 
-def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pace: Pace) -> int:
+def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pace: Pace, *, whole: bool) -> int:
     places = locations(save.layout)
     num_writes = 0
-    with Writer(create, pace.requests) as writer:
+    with (WholeFileWriter if whole else Writer)(create, pace.requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, places.__getitem__, max_gap_bytes=0)
             writer.run(plan, blocks, [memory for _, memory in batch])
             num_writes += plan.num_requests
             del batch, blocks  # before the next batch comes to the host
-        if save.options.fsync:
+        if isinstance(writer, WholeFileWriter):
+            writer.finish(range(len(save.layout.files)))
+        elif save.options.fsync:
             writer.sync()
         counters = writer.counters
     jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(counters.nbytes))
@@ -296,15 +332,27 @@ def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pa
 
 
 def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], store: Store) -> None:
-    """Writes config, index and then the headers, with the last of which the files become a checkpoint."""
-    if save.config is not None:
-        _write_whole(store.create(posixpath.join(directory, CONFIG_NAME)), save.config.encode(), save.options)
+    """Writes what makes the files a checkpoint, which it is with the last of it.
+
+    That are config, index and headers; of files that are there and whole already, only the index.
+    """
+    if not store.whole:
+        _write_config(save, directory, store)
     if save.layout.index is not None:
-        _write_whole(store.create(posixpath.join(directory, INDEX_NAME)), save.layout.index.encode(), save.options)
+        text = save.layout.index.encode()
+        _write_whole(store.create(posixpath.join(directory, INDEX_NAME), len(text)), text, save.options)
+    if store.whole:
+        return
     for number, (_, header) in enumerate(save.layout.files):
         _write_whole(create(number), header.encode(), save.options)
     if save.options.fsync:
         store.sync(directory)
+
+
+def _write_config(save: Save, directory: str, store: Store) -> None:
+    if save.config is not None:
+        text = save.config.encode()
+        _write_whole(store.create(posixpath.join(directory, CONFIG_NAME), len(text)), text, save.options)
 
 
 def _write_whole(file: NewFile, text: bytes, options: SafetensorsOptions) -> None:

@@ -19,6 +19,7 @@ from orbax_safetensors.decoding import decode
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import File, NewFile, Stamp
+from orbax_safetensors.io.upload import PARTS_IN_FLIGHT
 from orbax_safetensors.plan.coalesce import Direct, Encoded, Staged
 from orbax_safetensors.plan.elementwise import apply
 from orbax_safetensors.plan.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
@@ -46,6 +47,14 @@ class _Window(NamedTuple):
     high: int
     blocks: Sequence[Block]
     memory: Sequence[np.ndarray]
+
+
+class _Task(NamedTuple):
+    """What one thread does in one go: requests to a file, of which the first begins at an offset."""
+
+    file: int
+    offset: int
+    run: Callable[[], None]
 
 
 class _Copy(NamedTuple):
@@ -115,20 +124,20 @@ class _Transfer(ABC, Generic[_F]):
         finally:
             failures.clear()  # its traceback holds the memory of the transfer, and this frame, which holds it
 
-    def _tasks(
-        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
-    ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """The requests of a plan, each with the number of its file, in file order."""
+    def _tasks(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[_Task]:
+        """The requests of a plan, in the order of the files."""
         for extent in plan.extents:
             buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
-            yield extent.file, partial(self._extent, extent, buffers)
+            yield _Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
         for part in plan.parts:
             for low, high in part.windows():
-                yield part.file, partial(self._window, _Window(part, low, high, blocks, memory))
+                begin, _ = next(iter(part.access.runs.pieces(low, high)))
+                window = _Window(part, low, high, blocks, memory)
+                yield _Task(part.file, part.location.begin + begin, partial(self._window, window))
 
-    def _ordered(self, tasks: Iterator[tuple[int, Callable[[], None]]]) -> Iterator[Callable[[], None]]:
+    def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
         """The order in which requests are made."""
-        return (task for _, task in tasks)
+        return (task.run for task in tasks)
 
     def _useful_threads(self, files: int) -> int:
         """How many threads have something to do at once."""
@@ -151,7 +160,11 @@ class _Transfer(ABC, Generic[_F]):
         """Makes a request for each range of a file, which begins at an offset and is as long as its buffers."""
 
     def _cancel(self) -> None:
-        """Lets nobody wait for requests whose plan has failed."""
+        """Lets nobody wait for requests of a plan that has failed."""
+        with self._lock:
+            files = list(self._files.values())
+        for file in files:
+            file.cancel()
 
     def _copies(
         self, window: _Window, access: Staged, packed: np.ndarray, stored: np.dtype, low: int, high: int
@@ -253,12 +266,6 @@ class Reader(_Transfer[File]):
     def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         file.read(ranges)
 
-    def _cancel(self) -> None:
-        with self._lock:
-            files = list(self._files.values())
-        for file in files:
-            file.cancel()
-
     def _staged(self, window: _Window, access: Staged) -> None:
         if isinstance(access, Encoded):
             decoded, stored = self._decoded(window, access)
@@ -328,12 +335,9 @@ class Writer(_Transfer[NewFile]):
 
     # File systems let one thread at a time write into a file, and the others wait at a price. So each has its own.
 
-    def _ordered(self, tasks: Iterator[tuple[int, Callable[[], None]]]) -> Iterator[Callable[[], None]]:
-        by_file: dict[int, list[Callable[[], None]]] = {}
-        for file, task in tasks:
-            by_file.setdefault(file, []).append(task)
-        in_turn = zip_longest(*by_file.values())
-        return (task for tasks_in_turn in in_turn for task in tasks_in_turn if task is not None)
+    def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
+        in_turn = zip_longest(*_by_file(tasks).values())
+        return (task.run for tasks_in_turn in in_turn for task in tasks_in_turn if task is not None)
 
     def _useful_threads(self, files: int) -> int:
         return max(1, min(self._threads, files))
@@ -352,6 +356,34 @@ class Writer(_Transfer[NewFile]):
             else:
                 revert(copy.dense, copy.packed, copy.end.ops)
         self._runs(window, packed)
+
+
+class WholeFileWriter(Writer):
+    """Writes every file from its first byte to its last, a few at a time: for stores that are `whole`."""
+
+    def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
+        return (partial(_in_turn, own) for _, own in sorted(_by_file(tasks).items()))
+
+    def _useful_threads(self, files: int) -> int:
+        return max(1, min(self._threads // PARTS_IN_FLIGHT, files))
+
+    def finish(self, files: Iterable[int]) -> None:
+        """Waits until all of `files` are there, those among them to which nothing was written."""
+        for number in files:
+            self._file(number)
+        self.sync()
+
+
+def _by_file(tasks: Iterable[_Task]) -> dict[int, list[_Task]]:
+    by_file: dict[int, list[_Task]] = {}
+    for task in tasks:
+        by_file.setdefault(task.file, []).append(task)
+    return by_file
+
+
+def _in_turn(tasks: list[_Task]) -> None:
+    for task in sorted(tasks, key=lambda task: task.offset):
+        task.run()
 
 
 def batches(sized: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:

@@ -13,7 +13,7 @@ from orbax_safetensors.io import remote, retries
 from tests.files import random_bits, write, write_indexed
 from tests.servers.faults import Answer, Call, Cut
 from tests.servers.files import Files
-from tests.servers.http import Server
+from tests.servers.server import Server
 
 RNG = np.random.default_rng(0)
 # Rows of `wide` are far enough apart that a column of it is read row by row.

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         if args.json:
             named = {} if family is None else {"family": family, "variant": switches}
             plans = [_document(scenario, args) for scenario in scenarios]
-            output.json({"path": args.path} | (plans[0] if len(plans) == 1 else {"meshes": plans}) | named)
+            output.json({"path": checkpoint.path} | (plans[0] if len(plans) == 1 else {"meshes": plans}) | named)
             return 0
         if len(scenarios) == 1:
             details(scenarios[0], tree, output, files=args.files)
@@ -89,7 +89,7 @@ def _run_save(
         writes = [(cost.written_bytes, cost.num_requests) for cost in plan.processes]
         time = estimate(writes, args.bandwidth, args.latency or 0.0, scenario.planned.pace.requests)
     if args.json:
-        document: dict[str, Any] = {"path": args.path, "mesh": scenario.mesh} | asdict(plan)
+        document: dict[str, Any] = {"path": scenario.planned.checkpoint.path, "mesh": scenario.mesh} | asdict(plan)
         if time is not None:
             document["estimate"] = _estimate_document(time, args, scenario.planned.pace)
         if args.family is not None:

@@ -18,5 +18,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         return 1
     checkpoint = read_checkpoint(args.path)
     files = len(checkpoint.files)
-    output.line(f"{args.path}: OK, {len(checkpoint.tensors):,} tensors in {files:,} file{'s' if files != 1 else ''}")
+    output.line(
+        f"{checkpoint.path}: OK, {len(checkpoint.tensors):,} tensors in {files:,} file{'s' if files != 1 else ''}"
+    )
     return 0

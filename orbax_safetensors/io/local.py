@@ -132,6 +132,9 @@ class NewLocalFile:
         """Flushes the file to the disk."""
         _sync(self._descriptor, self.path)
 
+    def cancel(self) -> None:
+        """Nothing to do, see `LocalFile.cancel`."""
+
     def close(self) -> None:
         """Closes the descriptor. Some file systems only now tell that a write failed."""
         try:
@@ -153,6 +156,7 @@ class LocalStore:
     cost = COST
     maps = True
     lists = True
+    whole = False
 
     def list(self, path: str) -> list[str] | None:
         """Names in the directory `path`, sorted; None where it is a file."""
@@ -182,7 +186,7 @@ class LocalStore:
     def cancel(self) -> None:
         """Nothing to do, see `LocalFile.cancel`."""
 
-    def create(self, path: str) -> NewLocalFile:
+    def create(self, path: str, nbytes: int | None = None) -> NewLocalFile:
         """Opens the file `path` for writing, and makes it where it is not there."""
         return NewLocalFile(path)
 

@@ -7,7 +7,7 @@ the bytes that were asked for. Answers are collected in memory and then copied t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from obstore.exceptions import PreconditionError
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, reason, status_of
-from orbax_safetensors.io.store import Cost, NewFile, Stamp
+from orbax_safetensors.io.store import Cost, Stamp
+from orbax_safetensors.io.upload import NewRemoteFile
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -178,17 +179,29 @@ class RemoteStore:
     """
 
     maps = False
+    whole = True
 
-    def __init__(self, root: str, objects: ObjectStore, *, lists: bool, retries: Retries, cost: Cost = COST) -> None:
+    def __init__(
+        self,
+        root: str,
+        objects: ObjectStore,
+        *,
+        lists: bool,
+        retries: Retries,
+        writing: Callable[[], ObjectStore] | None = None,
+    ) -> None:
         """`root` is the URL of the place that the keys of `objects` count from, without a slash at its end.
 
-        `lists` says whether the server tells what is there.
+        `lists` says whether the server tells what is there. `objects` makes each request once. What `writing` returns,
+        where objects can be written, makes requests again that fail in passing.
         """
         self.root = root
         self.objects = objects
         self.lists = lists
         self.retries = retries
-        self.cost = cost
+        self.cost = COST
+        self._writing = writing
+        self._objects_for_writing: ObjectStore | None = None
         self._requests = Requests()
 
     def _key(self, path: str) -> str:
@@ -256,9 +269,15 @@ class RemoteStore:
         """Ends requests that list and open."""
         self._requests.cancel()
 
-    def create(self, path: str) -> NewFile:
-        """Objects cannot be written yet."""
-        raise StorageError(f"{path}: only local and mounted file systems can be written to")
+    def create(self, path: str, nbytes: int | None = None) -> NewRemoteFile:
+        """Begins an object of `nbytes` bytes, of which nothing is seen before it is whole."""
+        if self._writing is None:
+            raise StorageError(f"{path}: is on a server that files can only be read from")
+        if nbytes is None:
+            raise StorageError(f"{path}: an object of unknown size cannot be written")
+        if self._objects_for_writing is None:
+            self._objects_for_writing = self._writing()
+        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes)
 
     def sync(self, path: str) -> None:
         """Nothing to wait for: a store that has answered keeps what it was given."""

@@ -9,11 +9,15 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
 from obstore import exceptions
 
 from orbax_safetensors.errors import StorageError
+
+if TYPE_CHECKING:  # obstore has it for type checkers only
+    from obstore.store import RetryConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,18 @@ class Retries:
 
     attempts: int
     seconds: float
+
+    def of_obstore(self) -> RetryConfig:
+        """The same for requests that obstore makes again: parts of what is being written, which only it has."""
+        return {
+            "max_retries": self.attempts - 1,
+            "retry_timeout": timedelta(seconds=self.seconds),
+            "backoff": {
+                "init_backoff": timedelta(seconds=FIRST_WAIT),
+                "max_backoff": timedelta(seconds=LONGEST_WAIT),
+                "base": 2,
+            },
+        }
 
     async def run(self, path: str, verb: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """The result of the first attempt that succeeds.

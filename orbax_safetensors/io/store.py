@@ -90,7 +90,7 @@ class File(Protocol):
 
 
 class NewFile(Protocol):
-    """A file that is being written, perhaps by several processes, each its own ranges."""
+    """A file that is being written: perhaps by several processes, each its own ranges, unless its store is `whole`."""
 
     path: str
 
@@ -99,6 +99,9 @@ class NewFile(Protocol):
 
     def sync(self) -> None:
         """Waits until what was written is on the disk."""
+
+    def cancel(self) -> None:
+        """Makes writes that other threads wait for fail soon, and all later ones."""
 
     def close(self) -> None:
         """Gives back what the file holds."""
@@ -110,6 +113,8 @@ class Store(Protocol):
     cost: Cost
     maps: bool  # whether files can be mapped into memory
     lists: bool  # whether the names in a directory can be had
+    # Whether a new file appears at once, when all of its bytes have come, from one process; best in their order.
+    whole: bool
 
     def list(self, path: str) -> list[str] | None:
         """Names of the files in the directory `path`, sorted; None where `path` is one file."""
@@ -126,8 +131,11 @@ class Store(Protocol):
     def cancel(self) -> None:
         """Makes files that other threads wait for fail to open soon, and all that are opened later."""
 
-    def create(self, path: str) -> NewFile:
-        """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible."""
+    def create(self, path: str, nbytes: int | None = None) -> NewFile:
+        """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible.
+
+        `nbytes` is the size that it will have, which a store that is `whole` has to know.
+        """
 
     def sync(self, path: str) -> None:
         """Waits until the names of new files in the directory `path` are on the disk."""

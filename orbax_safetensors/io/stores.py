@@ -19,7 +19,7 @@ from orbax_safetensors.io.retries import Retries, reason
 from orbax_safetensors.io.store import Store
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ObjectStore, RetryConfig
 
 _S3 = ("s3", "s3a")
 _GCS = ("gs",)
@@ -98,12 +98,21 @@ def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Stor
         raise StorageError(f"{path}: expected the name of a bucket after {scheme}://")
     options = _from_environment(scheme) | options
     client, retries = _client(options, _is_plain(options))
-    try:
-        config: Any = options
-        objects = from_url(root, config=config, client_options=client, retry_config={"max_retries": 0})
-    except (BaseError, TypeError, ValueError) as error:
-        raise SafetensorsError(f"{root}: cannot be used with these storage_options: {reason(error)}") from None
-    return RemoteStore(root, objects, lists=True, retries=retries), f"{root}/{key.strip('/')}".rstrip("/")
+    config: Any = options
+
+    def objects(client: Any, repeat: RetryConfig) -> ObjectStore:
+        try:
+            return from_url(root, config=config, client_options=client, retry_config=repeat)
+        except (BaseError, TypeError, ValueError) as error:
+            raise SafetensorsError(f"{root}: cannot be used with these storage_options: {reason(error)}") from None
+
+    def writing() -> ObjectStore:
+        # The answer to a part comes after all of its bytes have gone, which on a slow link takes long.
+        patient = {name: value for name, value in client.items() if name != "read_timeout"}
+        return objects(patient, retries.of_obstore())
+
+    store = RemoteStore(root, objects(client, {"max_retries": 0}), lists=True, retries=retries, writing=writing)
+    return store, f"{root}/{key.strip('/')}".rstrip("/")
 
 
 def http_store(url: str, headers: Mapping[str, str], storage_options: Mapping[str, Any]) -> RemoteStore:

@@ -286,7 +286,7 @@ def test_a_family_on_several_meshes(cli):
 def test_a_checkpoint_is_opened_once(cli, single, monkeypatch):
     opened = []
     read_checkpoint = api.read_checkpoint
-    monkeypatch.setattr(api, "read_checkpoint", lambda path: opened.append(path) or read_checkpoint(path))
+    monkeypatch.setattr(api, "read_checkpoint", lambda path, *more: opened.append(path) or read_checkpoint(path, *more))
     assert cli("plan", single, *MESHES).status == 0
     assert opened == [str(single)]
 

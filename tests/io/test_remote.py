@@ -12,7 +12,7 @@ from orbax_safetensors.io import remote, retries
 from orbax_safetensors.io.stores import http_store, store_of
 from tests.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
 from tests.servers.files import Files
-from tests.servers.http import Server
+from tests.servers.server import Server
 
 DATA = bytes(os.urandom(2**20 + 12345))
 
@@ -201,9 +201,7 @@ def test_retries_end_in_time(server):
 
 def test_nobody_listens():
     store, path = store_of("http://127.0.0.1:1/x", {"max_retries": 1})
-    with pytest.raises(
-        StorageError, match=r"127.0.0.1:1/x: opening failed: no connection \(ConnectionRefused\)"
-    ):
+    with pytest.raises(StorageError, match=r"127.0.0.1:1/x: opening failed: no connection \(ConnectionRefused\)"):
         store.open(path)
 
 
@@ -285,9 +283,7 @@ def test_headers_and_names_of_files_below_a_url(server):
 def test_options_that_no_store_has(server):
     with pytest.raises(SafetensorsError, match="'access_key_id' are not for HTTP servers"):
         store_of(server.url, {"access_key_id": "x"})
-    with pytest.raises(
-        SafetensorsError, match="s3://bucket: cannot be used with these .*: .*acess_key_id"
-    ):
+    with pytest.raises(SafetensorsError, match="s3://bucket: cannot be used with these .*: .*acess_key_id"):
         store_of("s3://bucket/x", {"acess_key_id": "SECRET"})
     for wrong in ({"max_retries": -1}, {"retry_timeout": "soon"}):
         with pytest.raises(SafetensorsError, match="must be a number of retries"):

@@ -1,0 +1,165 @@
+"""Objects that are being written: parts go out in order while the next ones are made, and the object appears whole.
+
+Nobody sees an object that is not finished. One that is given up is given back to the store, which may charge for the
+parts that a killed process has left behind until a rule of the bucket removes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
+
+import numpy as np
+import obstore
+from obstore.exceptions import BaseError
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.background import Requests
+from orbax_safetensors.io.retries import reason
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+# A part takes most of its time for bytes rather than for the request; with as many at once, one object fills a link of
+# several Gbit/s.
+PART_BYTES = 8 * 2**20
+PARTS_IN_FLIGHT = 8
+# The most that stores take of one object.
+_MAX_PARTS = 10_000
+_MIB = 2**20
+# How long giving up may take. Parts that stay behind are no reason to wait.
+_ABORT_SECONDS = 30.0
+
+
+class _GivenUpError(Exception):
+    pass
+
+
+class NewRemoteFile:
+    """An object that is being written by one process; see `store.NewFile`.
+
+    What does not follow on the bytes before is kept until they come. The object appears with its last byte.
+    """
+
+    def __init__(self, path: str, key: str, objects: ObjectStore, nbytes: int) -> None:
+        """`nbytes` is the size of the whole object. `objects` makes requests again that fail in passing."""
+        self.path = path
+        self._key = key
+        self._objects = objects
+        self._nbytes = nbytes
+        self._part_bytes = max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
+        self._part = np.empty(min(self._part_bytes, nbytes), np.uint8)
+        self._filled = 0  # of the part
+        self._given = 0  # of the object
+        self._ahead: dict[int, np.ndarray] = {}
+        self._parts: asyncio.Queue[np.ndarray | None] = asyncio.Queue(1)
+        self._upload: asyncio.Task[None] | None = None
+        self._requests = Requests()
+        self._lock = threading.Lock()
+        if nbytes == 0:
+            self._send(self._part, last=True)
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Takes `buffers`, which may be used for something else afterwards, and waits while many parts are on the way.
+
+        Raises `StorageError` where an earlier part could not be written.
+        """
+        with self._lock:
+            for buffer in buffers:
+                data = np.frombuffer(buffer, np.uint8)
+                if offset == self._given:
+                    self._append(data)
+                    while self._given in self._ahead:
+                        self._append(self._ahead.pop(self._given))
+                elif data.size:
+                    self._ahead[offset] = data.copy()
+                offset += data.size
+
+    def _append(self, data: np.ndarray) -> None:
+        if self._given + data.size > self._nbytes:
+            raise StorageError(f"{self.path}: expected {self._nbytes} bytes, was given {self._given + data.size}")
+        while data.size:
+            count = min(data.size, self._part.size - self._filled)
+            np.copyto(self._part[self._filled : self._filled + count], data[:count])
+            self._filled, self._given, data = self._filled + count, self._given + count, data[count:]
+            if self._filled == self._part.size:
+                part, last = self._part, self._given == self._nbytes
+                self._part, self._filled = np.empty(min(self._part_bytes, self._nbytes - self._given), np.uint8), 0
+                self._send(part, last=last)
+
+    def _send(self, part: np.ndarray, *, last: bool) -> None:
+        try:
+            self._requests.run(self._give(part, last=last))
+        except CancelledError:
+            raise StorageError(f"{self.path}: writing was cancelled") from None
+        except (BaseError, OSError) as error:
+            raise StorageError(f"{self.path}: writing failed: {reason(error)}") from None
+
+    async def _give(self, part: np.ndarray, *, last: bool) -> None:
+        """Lets the upload have a part, unless it has failed; with the last one, waits for its end."""
+        if self._upload is None:
+            self._upload = asyncio.create_task(self._put(part if last else None))
+            if last:
+                await self._upload
+                return
+        for one in (part, None) if last else (part,):
+            putting = asyncio.ensure_future(self._parts.put(one))
+            try:
+                await asyncio.wait((putting, self._upload), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                putting.cancel()
+            if self._upload.done():
+                self._upload.result()
+        if last:
+            await self._upload
+
+    async def _put(self, whole: np.ndarray | None) -> None:
+        if whole is not None:  # as one request
+            await obstore.put_async(self._objects, self._key, whole.data, use_multipart=False)
+            return
+        await obstore.put_async(
+            self._objects,
+            self._key,
+            self._taken(),
+            use_multipart=True,
+            chunk_size=self._part_bytes,
+            max_concurrency=PARTS_IN_FLIGHT,
+        )
+
+    async def _taken(self) -> AsyncIterator[memoryview]:
+        while (part := await self._parts.get()) is not None:
+            if not part.size:
+                raise _GivenUpError  # which makes obstore abort the upload
+            yield part.data
+
+    def sync(self) -> None:
+        """Raises `StorageError` where bytes are missing. The write of the last one has waited for all of them."""
+        if self._given < self._nbytes:
+            raise StorageError(f"{self.path}: expected {self._nbytes} bytes, was given {self._given}")
+
+    def cancel(self) -> None:
+        """Makes writes that other threads wait for fail soon, and all later ones."""
+        self._requests.cancel()
+
+    def close(self) -> None:
+        """Gives the upload up where not all bytes have come; there is no object then."""
+        self._requests.cancel()
+        with self._lock:
+            upload, self._upload = self._upload, None
+            self._part = np.empty(0, np.uint8)
+            self._ahead.clear()
+        if upload is not None and not upload.done():
+            Requests().run(self._abort(upload))
+
+    async def _abort(self, upload: asyncio.Task[None]) -> None:
+        while not self._parts.empty():
+            self._parts.get_nowait()
+        self._parts.put_nowait(np.empty(0, np.uint8))
+        await asyncio.wait((upload,), timeout=_ABORT_SECONDS)
+        upload.cancel()
+        await asyncio.wait((upload,))
+        if not upload.cancelled():
+            upload.exception()  # which has been told, or is our own
