@@ -25,6 +25,7 @@ import pytest
 
 from tests.servers import azurite
 from tests.servers import gcs as google
+from tests.servers import hub as huggingface
 from tests.servers.files import Files
 from tests.servers.forward import Forward
 from tests.servers.processes import serving
@@ -129,3 +130,34 @@ def azure(azurite_url: str) -> Iterator[Place]:
             "azure_storage_endpoint": f"{server.url}/{azurite.ACCOUNT}",
         }
         yield Place(f"az://{container}", server, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class HubPlace:
+    """A repository without a commit, and the two servers through which its files are reached."""
+
+    url: str
+    name: str
+    server: Server
+    # Where large files come from.
+    network_server: Server
+    hub: huggingface.Hub
+    network: huggingface.Network
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells clients where the Hub is, and that they are the owner."""
+        return {"HF_ENDPOINT": self.server.url, "HF_TOKEN": huggingface.TOKEN}
+
+    def commit(self, files: Mapping[str, bytes | Path], revision: str = "main") -> str:
+        return self.hub.commit(self.name, files, revision)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubPlace]:
+    """A repository of the Hugging Face Hub."""
+    network = huggingface.Network()
+    with Server(network, "127.0.0.2") as other:
+        app = huggingface.Hub(network, other.url)
+        with Server(app) as server:
+            yield HubPlace("hf://owner/name", "owner/name", server, other, app, network)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from pathlib import Path
 
 # Processes found before: the next connection is most likely from one of them.
 _known: list[int] = []
 
 
-def process_at(port: int, server_port: int) -> int | None:
-    """The process whose socket is bound to `port` of 127.0.0.1 and connected to `server_port`.
+def client_of(connection: socket.socket) -> int | None:
+    """The process that made a connection to this one over IPv4.
 
-    None if it has closed the socket, or if it belongs to somebody else.
+    None if it has closed its end, or if it belongs to somebody else.
     """
-    ends = [f"0100007F:{port:04X}", f"0100007F:{server_port:04X}"]
+    try:
+        ends = [_as_listed(*connection.getpeername()), _as_listed(*connection.getsockname())]
+    except OSError:
+        return None
     for line in Path("/proc/net/tcp").read_text().splitlines():
         fields = line.split()
         if fields[1:3] == ends:
             return _owner(f"socket:[{fields[9]}]")
     return None
+
+
+def _as_listed(host: str, port: int) -> str:
+    (address,) = struct.unpack("=I", socket.inet_aton(host))
+    return f"{address:08X}:{port:04X}"
 
 
 def _owner(name: str) -> int | None:

@@ -26,7 +26,7 @@ from typing import BinaryIO, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from tests.servers.faults import Answer, Call, Cut, Delay, Fault, IgnoreRange, SetHeader
-from tests.servers.peers import process_at
+from tests.servers.peers import client_of
 
 # Bytes given to the kernel at a time: few enough to count what a broken connection took, many enough to be fast.
 _PIECE = 1 << 20
@@ -182,7 +182,8 @@ class Server:
     It ends with the process in any case. If the app raised, the client got a 500, and leaving raises it again.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, host: str = "127.0.0.1") -> None:
+        """Every address that starts with 127 is of this machine, and to clients they are different hosts."""
         self._app = app
         self._rules: list[Rule] = []
         self._log: list[Exchange] = []
@@ -191,9 +192,9 @@ class Server:
         self._busy = 0
         self._changed = threading.Condition()
         self._ending = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._acceptor = threading.Thread(target=self._accept, name=f"accept {self.url}", daemon=True)
 
     def __enter__(self) -> Server:
@@ -274,20 +275,18 @@ class Server:
     def _accept(self) -> None:
         for number in itertools.count():
             try:
-                connection, (_, port) = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 return
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            thread = threading.Thread(
-                target=self._serve, args=(connection, port), name=f"{self.url} #{number}", daemon=True
-            )
+            thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self.url} #{number}", daemon=True)
             with self._changed:
                 self._connections[connection] = thread
             thread.start()
 
-    def _serve(self, connection: socket.socket, port: int) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         try:
-            process = process_at(port, self.port)
+            process = client_of(connection)
             with connection, connection.makefile("rb") as stream:
                 while (request := _read(connection, stream)) is not None:
                     if not self._exchange(connection, request, process):
