@@ -10,10 +10,12 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from orbax_safetensors.errors import StorageError
+
 _T = TypeVar("_T")
 
 _lock = threading.Lock()
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a thread does not survive a fork
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process, or of the one that it was forked from
 
 
 class Requests:
@@ -26,7 +28,11 @@ class Requests:
 
     def start(self, request: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Starts a request. Its result comes with `wait`; whoever stops waiting cancels it."""
-        future = asyncio.run_coroutine_threadsafe(request, _loop())
+        try:
+            future = asyncio.run_coroutine_threadsafe(request, _loop())
+        except BaseException:
+            request.close()
+            raise
         with self._lock:
             self._waiting.add(future)
             cancelled = self._cancelled
@@ -57,11 +63,18 @@ class Requests:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process."""
+    """The loop of this process. Raises `StorageError` where it was forked from one that has a loop.
+
+    Neither our thread nor those of obstore survive a fork, and what waits for them would wait forever.
+    """
     with _lock:
         loop = _loops.get(os.getpid())
         if loop is None:
-            _loops.clear()
+            if _loops:
+                raise StorageError(
+                    "this process was forked from one that has used object stores or HTTP servers, and cannot: have "
+                    "multiprocessing start it with 'spawn' or 'forkserver'"
+                )
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="remote_stores", daemon=True)
             thread.start()

@@ -1,0 +1,130 @@
+"""Which store a path belongs to, and what the environment says of how to get there."""
+
+import base64
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import obstore
+import pytest
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.stores import store_of
+from tests.servers import azurite
+from tests.servers.faults import Cut
+
+DATA = bytes(range(256)) * 100
+
+
+def test_paths_are_local():
+    store, path = store_of("a/b", {"endpoint": "x"})
+    assert isinstance(store, LocalStore)
+    assert path == "a/b"
+
+
+@pytest.mark.parametrize("path", ["ftp://host/x", "bucket://x", "s3:///x", "gs://"])
+def test_other_urls_are_refused(path):
+    with pytest.raises(StorageError, match="expected"):
+        store_of(path, None)
+
+
+def check(url):
+    """Opens and lists what `put` has put."""
+    store, path = store_of(f"{url}/d/x", {"max_retries": 0})
+    file = store.open(path)
+    assert file.stamp.nbytes == len(DATA)
+    buffer = bytearray(10)
+    file.read([(5, [memoryview(buffer)])])
+    assert bytes(buffer) == DATA[5:15]
+    assert store.list(f"{url}/d") == ["x"]
+    assert store.list(f"{url}/d/x") is None
+    assert store.list(url) == ["d"]
+
+
+@pytest.fixture(params=["s3", "gcs", "azure"])
+def place(request):
+    place = request.getfixturevalue(request.param)
+    obstore.put(place.store(), "d/x", DATA)
+    return place
+
+
+def test_what_the_environment_says(place, monkeypatch):
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    check(place.url)
+
+
+def test_an_emulator_of_google(gcs, monkeypatch):
+    obstore.put(gcs.store(), "d/x", DATA)
+    for host in (gcs.server.url, gcs.server.url.removeprefix("http://")):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
+        check(gcs.url)
+    assert gcs.server.log[-1].headers["Authorization"] is None
+
+
+def test_a_connection_string_of_azure(azure, monkeypatch):
+    obstore.put(azure.store(), "d/x", DATA)
+    endpoint = azure.options["azure_storage_endpoint"]
+    given = f"AccountName={azurite.ACCOUNT};AccountKey={azurite.KEY};BlobEndpoint={endpoint};"
+    assert base64.b64decode(azurite.KEY)  # has an equals sign at its end, as keys do
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"DefaultEndpointsProtocol=http;{given}")
+    check(azure.url)
+
+
+def test_an_object_that_is_replaced(place):
+    store, path = store_of(f"{place.url}/d/x", place.options)
+    stamp = store.open(path).stamp
+    obstore.put(place.store(), "d/x", DATA[::-1])
+    buffer = bytearray(10)
+    with pytest.raises(StorageError, match=f"{path}: changed while it was in use: expected {len(DATA)} bytes"):
+        store.open(path, stamp).read([(5, [memoryview(buffer)])])
+    obstore.delete(place.store(), "d/x")
+    with pytest.raises(StorageError, match="changed while it was in use: .* found (that it is gone|another)"):
+        store.open(path, stamp).read([(5, [memoryview(buffer)])])
+
+
+PROGRAM = """
+import os, sys, threading
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.stores import store_of
+store, path = store_of(sys.argv[1], {})
+file = store.open(path)
+print("opened", flush=True)
+if sys.argv[2] == "wait":
+    file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])])
+elif sys.argv[2] == "fork":
+    child = os.fork()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    try:
+        store.open(path)
+    except StorageError as error:
+        os._exit(7 if "was forked from one" in str(error) else 8)
+    os._exit(9)
+elif sys.argv[2] == "leave":
+    threading.Thread(target=lambda: file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])]), daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("wait", 1), ("leave", 0), ("nothing", 0), ("fork", 7)])
+def test_programs_end_while_a_server_stalls(web, how, status):
+    (web.root / "x").write_bytes(DATA * 40)
+    web.server.fail(Cut(10, "stall"), skip=1, times=None)
+    program = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, f"{web.url}/x", how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert program.stdout.readline() == b"opened\n"
+    if how == "wait":
+        time.sleep(0.3)
+        program.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, errors = program.communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    assert (program.returncode if how != "wait" else bool(program.returncode)) == status, errors
+    assert b"KeyboardInterrupt" in errors or not errors
