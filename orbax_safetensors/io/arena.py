@@ -1,8 +1,9 @@
-"""Fresh memory to read into, in few large pieces."""
+"""Fresh memory to read into, in few large pieces, and freed memory given back."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -46,3 +47,16 @@ def _map(nbytes: int) -> np.ndarray:
     with contextlib.suppress(OSError):  # a kernel without huge pages refuses the hint
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+# glibc's; other C libraries have none, and give back by themselves what is freed, or never.
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def trim() -> None:
+    """Gives memory that libraries have freed back to the system.
+
+    glibc keeps it, for each of their threads: where TensorStore encodes and decodes, as much again as was in use.
+    """
+    if _TRIM is not None:
+        _TRIM(0)

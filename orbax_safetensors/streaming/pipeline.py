@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.io.arena import trim
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.transfer import batches
 
@@ -162,6 +163,7 @@ def stream(
             tiles = [tile for bundle in batch for tile in bundle]
             arrays = source.read(tiles)
             finish()
+            trim()
             # The list passes to the writer with its arrays, so that their memory is free once they are written.
             writing = writer.submit(sink.write, tiles, arrays), nbytes(tiles, source.leaves)
             del arrays

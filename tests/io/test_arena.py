@@ -1,9 +1,11 @@
 """Memory to read into: aligned, zeroed, apart, given back."""
 
 import gc
+import os
 import weakref
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,3 +56,25 @@ def test_memory_is_private_so_that_it_can_have_huge_pages():
                 assert permissions == "rw-p"
                 return
     raise AssertionError("the buffer is in no mapping")
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(arena._TRIM is None, reason="the C library gives nothing back")
+def test_freed_memory_is_given_back():
+    # Every second block is freed, so that no heap can shrink at its end.
+    blocks = [bytearray(1 << 16) for _ in range(2000)]
+    kept = blocks[::2]
+    before = resident()
+    del blocks
+    arena.trim()
+    assert before - resident() > 0.8 * 1000 * (1 << 16)
+    assert sum(len(block) for block in kept) == 1000 * (1 << 16)
+
+
+def test_a_c_library_that_gives_nothing_back(monkeypatch):
+    monkeypatch.setattr(arena, "_TRIM", None)
+    arena.trim()
