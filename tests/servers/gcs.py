@@ -8,7 +8,6 @@ credentials is let in, as to a public bucket.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import datetime
 import hashlib
@@ -127,7 +126,6 @@ class Gcs:
             "x-goog-generation": str(found.generation),
             "x-goog-metageneration": "1",
             "x-goog-stored-content-length": str(len(found.data)),
-            "x-goog-hash": f"md5={base64.b64encode(hashlib.md5(found.data).digest()).decode()}",
         }
         view = memoryview(found.data)
         return read(

@@ -124,6 +124,16 @@ def test_retries_of_obstore(place):
     assert [entry.status for entry in place.server.log if entry.method == "GET"] == [503, 503, 503, 206]
 
 
+def test_credentials_that_expire(place):
+    store = place.store(retries=3)
+    obstore.put(store, "x", b"data")
+    expired = place.server.fail(place.expired, method="GET")
+    with pytest.raises(obstore.exceptions.BaseError):
+        obstore.get(store, "x")
+    assert expired.hits == 1
+    assert obstore.get(store, "x").bytes() == b"data"
+
+
 def test_two_places_are_apart(place, request):
     other = request.getfixturevalue("web")
     assert place.server.url != other.server.url
