@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from orbax_safetensors.cli import family
+from orbax_safetensors.cli import cluster, family
 from orbax_safetensors.cli.partition import UsageError, mesh_text
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.convert import MEMORY_BYTES, Conversion, convert
-from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.streaming.casts import Casts
 
 # Options that mean something in one direction only.
@@ -57,6 +56,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         "step": args.step or 0,
         **common(args),
     }
+    cluster.begin(args)
     return report(
         args, output, lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **asked)
     )
@@ -75,17 +75,19 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(args: argparse.Namespace, output: Output, call: Call) -> int:
     """Does it, says on stderr how far it is, and prints what was done; process 0 alone says and prints."""
-    _start(args)
     first, processes = jax.process_index() == 0, jax.process_count()
     label = args.command if processes == 1 else f"{args.command}, process 0 of {processes}"
     reporter = Reporter(label, sys.stderr if first else None)
+    stops = cluster.Stops()
     try:
-        with reporter:
+        with stops, reporter:
             done = call(reporter)
-    except KeyboardInterrupt:
+    except Exception:
+        if stops.signal is None:
+            raise
         if first and reporter.begun:
             print("interrupted: the same command with --resume goes on from here", file=sys.stderr)
-        raise
+        return 128 + stops.signal  # what a shell says of a program that a signal has ended
     if not first:
         return 0
     if args.json:
@@ -100,17 +102,6 @@ def report(args: argparse.Namespace, output: Output, call: Call) -> int:
     ]
     output.facts([*facts, ("processes", processes)] if processes > 1 else facts)
     return 0
-
-
-def _start(args: argparse.Namespace) -> None:
-    if not os.environ.get("JAX_PLATFORMS"):
-        # No array goes to an accelerator, which another program may be using.
-        jax.config.update("jax_platforms", "cpu")
-    if args.distributed:
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            raise SafetensorsError(f"jax.distributed cannot be started: {error}") from error
 
 
 def _spec(args: argparse.Namespace) -> Mapping[str, Any] | None:

@@ -1,14 +1,17 @@
-"""How far a long run is, on stderr: a bar on a terminal, a line every few seconds in a log."""
+"""How far a long run is, on stderr: a bar on a terminal, a line every few seconds in a log; and what it warns of."""
 
 from __future__ import annotations
 
+import logging
 import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from orbax_safetensors.cli.tables import human_bytes
+from orbax_safetensors.cli.tables import clean, human_bytes
 from orbax_safetensors.cli.units import human_seconds
 
+# All that the package logs.
+_LOGGER = logging.getLogger(__package__.partition(".")[0])
 # Between two lines in a log.
 _LINE_SECONDS = 5.0
 
@@ -16,7 +19,8 @@ _LINE_SECONDS = 5.0
 class Reporter:
     """Says how many bytes of how many there are, at what rate, and for how long this will take at that rate.
 
-    Used as a context manager and called with both numbers, from one thread.
+    Used as a context manager and called with both numbers, from one thread. Meanwhile warnings of the package are lines
+    like errors, above the bar.
     """
 
     def __init__(self, label: str, stream: TextIO | None) -> None:
@@ -26,6 +30,7 @@ class Reporter:
         self._told = 0.0
         self._bar: Any = None
         self._task: Any = None
+        self._warnings = _Warnings(self)
 
     @property
     def begun(self) -> bool:
@@ -33,6 +38,8 @@ class Reporter:
         return self._started is not None
 
     def __enter__(self) -> Self:
+        _LOGGER.addHandler(self._warnings)
+        self._propagated, _LOGGER.propagate = _LOGGER.propagate, False
         if self._stream is not None and self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -51,7 +58,11 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        _LOGGER.removeHandler(self._warnings)
+        _LOGGER.propagate = self._propagated
         if self._bar is not None:
+            # A bar of what never began would stand above the error that says why.
+            self._bar.live.transient = not self.begun
             self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
@@ -65,7 +76,28 @@ class Reporter:
             self._bar.update(self._task, completed=done or not total, total=total or 1, state=state)
         elif self._stream is not None and (done in (0, total) or now - self._told >= _LINE_SECONDS):
             self._told = now
-            print(f"{self._label}: {state}", file=self._stream, flush=True)
+            self.say(f"{self._label}: {state}")
+
+    def say(self, line: str) -> None:
+        """One line by itself."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            try:
+                print(line, file=self._stream, flush=True)
+            except OSError:
+                self._stream = None  # nobody reads it any more, which is no reason to stop
+
+
+class _Warnings(logging.Handler):
+    """Has warnings said by a `Reporter`."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.WARNING)
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reporter.say(f"{record.levelname.lower()}: {clean(record.getMessage())}")
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 
+from orbax_safetensors.cli import cluster
 from orbax_safetensors.cli.convert import common, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.convert import is_orbax, reshard
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.processes import new_key
+from orbax_safetensors.streaming.to_safetensors import in_all_processes
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -17,7 +20,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
     asked = common(args)
     if args.max_file_bytes is not None and args.mesh is not None:
         raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
-    if is_orbax(os.path.abspath(args.source)):
+    cluster.begin(args)
+    source = os.path.abspath(args.source)
+    # In all processes or in none, as each may find something else.
+    if in_all_processes(new_key("reshard"), lambda: is_orbax(source)):
         if args.max_file_bytes is not None:
             raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
     elif args.no_compression:

@@ -1,7 +1,9 @@
 """`convert` and `reshard` as commands, on files that Hugging Face's libraries and MaxText wrote."""
 
+import contextlib
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -70,6 +72,16 @@ def run(*argv, code="", env=None, **options):
         env={**os.environ, **(env or {})},
         **options,
     )
+
+
+@contextlib.contextmanager
+def handling(handler):
+    """Interrupts are handled like this, however the tests were started."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # A signal to the process itself after some batches. Programs that a shell starts in the background ignore interrupts.
@@ -206,12 +218,60 @@ def test_stopped_and_resumed(cli, tmp_path, argv, destination, made, name):
     assert [path.name for path in tmp_path.iterdir()] == [destination]
 
 
+def test_terminated_and_resumed(cli, tmp_path):
+    argv = ["convert", HF, tmp_path / "orbax", *TO_ORBAX, *SMALL]
+    stopped = run(*argv, "--json", code=AFTER_BATCHES.format("SIGTERM"))
+    assert (stopped.returncode, stopped.stdout) == (143, ""), stopped.stderr
+    assert stopped.stderr.endswith("\ninterrupted: the same command with --resume goes on from here\n")
+    assert cli(*argv, "--resume").status == 0
+    arrays = restored(tmp_path / "orbax" / "0" / "items")
+    assert arrays.pop("step") == 0
+    same(arrays, of_maxtext(scanned=True))
+
+
 def test_an_interrupt_before_anything_began(cli, tmp_path, monkeypatch):
     def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("orbax_safetensors.cli.convert.convert", interrupted)
-    assert cli("convert", HF, tmp_path / "to", *TO_ORBAX) == (130, "", "")
+    with handling(signal.default_int_handler):
+        assert cli("convert", HF, tmp_path / "to", *TO_ORBAX) == (130, "", "")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_interrupt_that_is_ignored_stays_so(cli, tmp_path, monkeypatch):
+    convert = ost.convert
+
+    def interrupted(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        return convert(*args, **options)
+
+    monkeypatch.setattr("orbax_safetensors.cli.convert.convert", interrupted)
+    with handling(signal.SIG_IGN):
+        assert cli("convert", HF, tmp_path / "to", *TO_ORBAX).status == 0
+
+
+def test_nobody_reads_how_far_it_is(tmp_path):
+    closed, broken = os.pipe()
+    os.close(closed)
+    code = f"from orbax_safetensors.cli import progress\nprogress._LINE_SECONDS = 0\nimport os\nos.dup2({broken}, 2)"
+    done = run("reshard", QWEN3, tmp_path / "to", *SMALL, "--json", code=code, pass_fds=[broken])
+    os.close(broken)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["nbytes"] == NBYTES
+    same(stored(tmp_path / "to"), stored(QWEN3))
+
+
+def test_nobody_reads_what_was_done(tmp_path):
+    closed, broken = os.pipe()
+    os.close(closed)
+    code = f"import os\nos.dup2({broken}, 1)"
+    done = run("reshard", QWEN3, tmp_path / "to", "--json", code=code, pass_fds=[broken])
+    os.close(broken)
+    assert done.returncode == 141
+    assert "Error" not in done.stderr
+    same(stored(tmp_path / "to"), stored(QWEN3))
 
 
 def test_a_process_in_a_pipe(tmp_path):
@@ -274,6 +334,23 @@ def test_several_processes(tmp_path):
     same(arrays, of_maxtext(scanned=True))
 
 
+def test_an_interrupt_while_the_others_do_not_come(tmp_path):
+    env = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    env |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "JAX_COORDINATOR_PORT": "9"}
+    code = """
+import os, signal, threading
+from jax._src import distributed
+signal.signal(signal.SIGINT, signal.default_int_handler)
+make = distributed._jax.get_distributed_runtime_client
+def soon(*args, **options):
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return make(*args, **options)
+distributed._jax.get_distributed_runtime_client = soon
+"""
+    done = run("convert", HF, tmp_path / "to", *TO_ORBAX, "--distributed", code=code, env=env)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "")
+
+
 def test_a_cluster_that_is_not_there(tmp_path):
     done = run("reshard", QWEN3, tmp_path / "to", "--distributed")
     assert (done.returncode, done.stdout) == (1, "")
@@ -285,6 +362,13 @@ def test_a_cluster_that_is_not_there(tmp_path):
     ("argv", "message"),
     [
         (["convert", "none", "to", "--to", "orbax"], "none: cannot be listed: No such file or directory"),
+        (["reshard", "none", "to"], "none: cannot be listed: No such file or directory"),
+        (["convert", "empty", "to", "--to", "orbax"], "empty: has no .safetensors files"),
+        (["convert", "empty", "to", "--to", "safetensors"], "empty: holds no finished checkpoint of Orbax"),
+        (["reshard", "empty", "to"], "empty: holds no finished checkpoint of Orbax"),
+        (["convert", QWEN3, "file/to", *TO_ORBAX, "--json"], "file/to/0.orbax-checkpoint-tmp: cannot be made: "),
+        (["convert", ORBAX, "file/to", *TO_SAFETENSORS, "--json"], "file/to.partial: cannot be made: "),
+        (["reshard", QWEN3, "file/to"], "file/to.partial: cannot be made: "),
         (["convert", QWEN3, "to", *TO_SAFETENSORS], "qwen3: is no checkpoint of Orbax"),
         (["convert", ORBAX, "to", *TO_ORBAX], "qwen3_unscanned: has no .safetensors files"),
         (["convert", QWEN3, "there", *TO_ORBAX, "--step", "3"], "there/3: already exists"),
@@ -298,6 +382,8 @@ def test_a_cluster_that_is_not_there(tmp_path):
 def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there" / "3").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     result = cli(*argv)
     assert (result.status, result.out) == (1, "")
     (line,) = result.err.splitlines()
@@ -370,6 +456,43 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
     assert "135.2 KiB of 135.2 KiB, " in shown
     for text in ("path", str(tmp_path / "to" / "0"), "135.2 KiB", "peak memory"):
         assert text in out.getvalue()
+
+
+def test_a_terminal_keeps_no_bar_of_what_never_began(monkeypatch, tmp_path):
+    err = Terminal()
+    for name, value in {"COLUMNS": "100", "LINES": "40", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert main(["reshard", str(tmp_path), str(tmp_path / "to")]) == 1
+    _, erased, left = err.getvalue().rpartition("\x1b[2K")
+    assert erased
+    assert "━" not in left
+    assert left.endswith(f"error: {tmp_path}: holds no finished checkpoint of Orbax\n")
+
+
+def test_a_warning_is_a_line_like_an_error(cli, tmp_path):
+    tree = {"w": np.ones((4, 4), np.float32), "s": "text"}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "from", tree)
+    result = cli("convert", tmp_path / "from", tmp_path / "to", "--to", "safetensors", "--json")
+    assert json.loads(result.out)["nbytes"] == 64
+    warning, *progress = result.err.splitlines()
+    assert warning.startswith(f"warning: {tmp_path / 'from'}: safetensors files hold arrays only, so strings are left ")
+    assert [line.split(" of ")[0] for line in progress] == ["convert: 0 B", "convert: 64 B"]
+    assert list(stored(tmp_path / "to")) == ["w"]
+
+
+def test_a_warning_is_above_the_bar(monkeypatch):
+    for name, value in {"COLUMNS": "40", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    stream, logger = Terminal(), logging.getLogger("orbax_safetensors")
+    with progress.Reporter("convert", stream) as reporter:
+        logging.getLogger("orbax_safetensors.convert").warning("a [red]long\x1b %s", "text " * 10)
+        logging.getLogger("orbax_safetensors.convert").info("nobody cares")
+        reporter(1, 1)
+    assert f"\x1b[2Kwarning: a [red]long\\x1b {'text ' * 10}\n" in stream.getvalue()
+    assert "cares" not in stream.getvalue()
+    assert logger.propagate
+    assert not any(isinstance(handler, progress._Warnings) for handler in logger.handlers)
 
 
 def test_what_progress_says(monkeypatch):
