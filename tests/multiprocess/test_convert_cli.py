@@ -1,0 +1,252 @@
+"""`convert` and `reshard --distributed` in real processes, started as `mpirun` starts them: what one makes, or nothing.
+
+Whatever happens to one of the processes, all of them end, and what they have left is resumed by another number.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from orbax_safetensors.cli.main import main
+from orbax_safetensors.orbax_store import open_orbax
+
+ROOT = Path(__file__).parents[2]
+HF = ROOT / "testdata" / "maxtext" / "qwen3" / "hf"
+ORBAX = ROOT / "testdata" / "orbax" / "qwen3_unscanned"
+NBYTES = 138_496
+# Each takes more than a dozen batches.
+KINDS = {
+    "to_orbax": ["convert", HF, "--to", "orbax", "--family", "maxtext"],
+    "to_safetensors": ["convert", ORBAX, "--to", "safetensors", "--family", "maxtext", "--config", HF],
+    "reshard_orbax": ["reshard", ORBAX, "--mesh", "x=2", "--spec", "kernel|embedding=x"],
+    "reshard_safetensors": ["reshard", HF, "--mesh", "x=4", "--spec", "embed_tokens|proj=x"],
+}
+SMALL = ["--memory", "40kB"]
+# Seconds after which all processes have to have ended. Starting them takes most of it.
+LIMIT = 100
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+PROGRAM = """
+import sys
+from orbax_safetensors.cli.main import main
+{code}
+sys.exit(main([*sys.argv[1:], "--distributed"]))
+"""
+
+# A signal to the process itself after some batches. Programs that a shell starts in the background ignore interrupts.
+AFTER_BATCHES = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from orbax_safetensors.cli import progress
+told, batches = progress.Reporter.__call__, 0
+def call(self, done, total):
+    global batches
+    told(self, done, total)
+    batches += 1
+    if batches == 4:
+        os.kill(os.getpid(), signal.{})
+progress.Reporter.__call__ = call
+"""
+
+# How long jax.distributed takes a process that is silent for a living one.
+HEARTBEAT = """
+import functools, jax
+jax.distributed.initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=10)
+"""
+
+# As on a disk that is full.
+NO_ROOM = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+"""
+
+# As where a file system is not mounted.
+GONE = """
+import os
+listdir = os.listdir
+def fail(path="."):
+    if str(path) == {!r}:
+        raise OSError(5, "gone")
+    return listdir(path)
+os.listdir = fail
+"""
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def start(commands, codes=None):
+    """Runs a command in each of several processes that are one program; in a process, its code of `codes` runs first.
+
+    All of them have to end by themselves.
+    """
+    with socket.socket() as reserved:
+        # Bound and never listening: it keeps the port from others, and shares it with the coordinator.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        # JAX warns of proxies.
+        env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()} | {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": str(len(commands)),
+            "JAX_COORDINATOR_PORT": str(reserved.getsockname()[1]),
+        }
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM.format(code=(codes or {}).get(rank, "")), *map(str, argv)],
+                cwd=ROOT,
+                env={**env, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, argv in enumerate(commands)
+        ]
+        deadline = time.monotonic() + LIMIT
+        try:
+            texts = [process.communicate(timeout=max(deadline - time.monotonic(), 0)) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        return [Ended(process.returncode, *text) for process, text in zip(running, texts, strict=True)]
+
+
+def command(kind, destination):
+    name, source, *options = KINDS[kind]
+    return [name, source, destination, *options, *SMALL]
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def contents(directory):
+    """All that is in a step, and how it is stored; OCDBT's own files differ from run to run."""
+    opened = open_orbax(directory)
+    tree = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(directory / "0" / "items")
+    arrays = {
+        jax.tree_util.keystr(at, simple=True, separator="."): (np.asarray(leaf).dtype, np.asarray(leaf).tobytes())
+        for at, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return arrays, opened.leaves, opened.custom_metadata
+
+
+def made(kind, destination):
+    return (contents if kind.endswith("orbax") else files)(destination)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process makes of each kind."""
+    root = tmp_path_factory.mktemp("alone")
+    for kind in KINDS:
+        assert main([str(word) for word in command(kind, root / kind)]) == 0
+    return {kind: made(kind, root / kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes"),
+    [("to_orbax", 2), ("to_safetensors", 4), ("reshard_orbax", 4), ("reshard_safetensors", 2)],
+)
+def test_several_make_what_one_makes(tmp_path, alone, kind, processes):
+    ended = start([[*command(kind, tmp_path / "to"), "--json"]] * processes)
+    assert [process.status for process in ended] == [0] * processes, ended
+    assert made(kind, tmp_path / "to") == alone[kind]
+    assert [path.name for path in tmp_path.iterdir()] == ["to"]
+    first, *others = ended
+    document = json.loads(first.out)
+    assert document["processes"] == processes
+    assert 0 < document["nbytes"] < 1.5 * NBYTES / processes
+    assert f"{command(kind, '')[0]}, process 0 of {processes}: 0 B of " in first.err
+    assert {(process.out, process.err) for process in others} == {("", "")}
+
+
+@pytest.mark.parametrize("kind", ["to_orbax", "to_safetensors"])
+def test_one_that_cannot_write_ends_all(tmp_path, alone, kind):
+    first, second = start([command(kind, tmp_path / "to")] * 2, {1: NO_ROOM})
+    assert (first.status, first.out, second.status, second.out) == (1, "", 1, ""), (first, second)
+    assert "File too large" in second.err
+    assert second.err.startswith("error: ")
+    assert second.err.count("\n") == 1
+    assert first.err.splitlines()[-1].startswith("error: process 1 failed: StorageError: ")
+    assert "File too large" in first.err
+    assert main([*map(str, command(kind, tmp_path / "to")), "--resume"]) == 0
+    assert made(kind, tmp_path / "to") == alone[kind]
+
+
+def test_one_with_another_destination_ends_all(tmp_path):
+    first, second = start([command("to_orbax", tmp_path / "to"), command("to_orbax", tmp_path / "there")])
+    for ended, name, rank in ((first, "to", 0), (second, "there", 1)):
+        assert (ended.status, ended.out) == (1, "")
+        assert ended.err == (
+            "error: the processes were started with different paths or options; "
+            f"process {rank} has the source {HF} and the destination {tmp_path / name}\n"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["to_orbax", "reshard_orbax"])
+def test_one_without_the_source_ends_all(tmp_path, kind):
+    first, second = start([command(kind, tmp_path / "to")] * 2, {1: GONE.format(str(KINDS[kind][1]))})
+    assert (first.status, second.status) == (1, 1), (first, second)
+    assert second.err == f"error: {KINDS[kind][1]}: cannot be listed: gone\n"
+    assert first.err == f"error: process 1 failed: StorageError: {KINDS[kind][1]}: cannot be listed: gone\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        ("to_safetensors", "SIGINT", [1]),
+        ("to_orbax", "SIGINT", [0, 1]),
+        ("reshard_orbax", "SIGTERM", [0]),
+    ],
+)
+def test_signals_end_all_and_what_is_left_is_resumed(tmp_path, alone, capsys, kind, name, told):
+    ended = start([command(kind, tmp_path / "to")] * 2, dict.fromkeys(told, AFTER_BATCHES.format(name)))
+    for rank, process in enumerate(ended):
+        assert process.out == ""
+        if rank in told:
+            assert process.status == 128 + getattr(signal, name), ended
+            assert "error" not in process.err
+        else:
+            assert process.status == 1, ended
+            assert process.err.splitlines()[-1] == f"error: process {told[0]} failed: Stopped: ended by {name}"
+    hint = "interrupted: the same command with --resume goes on from here\n"
+    assert ended[0].err.endswith(hint) == (0 in told)
+    assert hint not in ended[1].err
+    assert main([*map(str, command(kind, tmp_path / "to")), "--resume", "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["nbytes"] < NBYTES
+    assert made(kind, tmp_path / "to") == alone[kind]
+
+
+@pytest.mark.parametrize(("kind", "killed"), [("to_safetensors", 0), ("to_orbax", 1)])
+def test_a_kill_ends_all_and_another_number_resumes(tmp_path, alone, kind, killed):
+    code = HEARTBEAT + AFTER_BATCHES.format("SIGKILL")
+    ended = start([command(kind, tmp_path / "to")] * 2, {killed: code, 1 - killed: HEARTBEAT})
+    assert ended[killed].status == -signal.SIGKILL
+    # jax.distributed ends the other, in its own words, once it notices; perhaps an error of ours is first.
+    assert ended[1 - killed].status in (1, -signal.SIGABRT), ended
+    assert ended[1 - killed].err
+    assert ended[0].out == ended[1].out == ""
+    own = [*command(kind, tmp_path / "to"), "--resume"]
+    if killed:
+        assert main([str(word) for word in own]) == 0
+    else:
+        assert [process.status for process in start([own] * 3)] == [0, 0, 0]
+    assert made(kind, tmp_path / "to") == alone[kind]
