@@ -209,7 +209,8 @@ partitions:
   AXES has an entry for each dimension, separated by commas: a mesh axis,
   several joined by +, or - (or nothing) where the dimension is not sharded.
   Dimensions at the end may be left out. Axes have to divide the dimensions.
-  Arrays that no --spec matches are not sharded.
+  Arrays that no --spec matches are not sharded. A REGEX that is found in no
+  name is an error.
 """
 
 _RUN = """\
@@ -222,7 +223,8 @@ several hosts:
   moves its part. jax.distributed.initialize() has to find the others by
   itself, as it does on Cloud TPUs and under Slurm, Kubernetes and Open MPI.
   All hosts see SOURCE and DESTINATION under the same paths. Process 0 says
-  how far it is, and its figures are of its own part.
+  how far it is, and its figures are of its own part. Where one process fails
+  or is stopped, all of them end.
 
 resume:
   Until all is done, nothing has the name of DESTINATION that opens. What a
@@ -243,7 +245,7 @@ exit status:
   0  all is done
   1  something is wrong with SOURCE or DESTINATION, or with what is asked of it
   2  something is wrong with the command line
-  130  interrupted
+  130  interrupted by Ctrl-C; 143 by SIGTERM
 """
 
 _CONVERT_MORE = (
@@ -264,7 +266,9 @@ families:
 dtypes:
   --dtype DTYPE casts all arrays of floating point, --dtype REGEX=DTYPE those
   in whose names in DESTINATION REGEX is found; the first that matches counts.
-  Without it every bit stays as it is, but for what a family has to compute.
+  Other arrays keep their dtype. A REGEX that is found in no name of an array
+  of floating point is an error. Without --dtype every bit stays as it is, but
+  for what a family has to compute.
 
 """
     + _PARTITIONS
