@@ -61,6 +61,20 @@ def agree(key: str, failure: Exception | None, facts: str = "") -> None:
         raise StorageError(f"{type(failure).__name__}: {failure}") from failure
 
 
+def exchange(key: str, own: str) -> list[str]:
+    """What every process has called this with, in their order."""
+    if jax.process_count() == 1:
+        return [own]
+    try:
+        client = multihost.get_jax_distributed_client()
+        client.key_value_set(f"{key}/{jax.process_index()}", own)
+        client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000)
+        told = {int(name.rsplit("/", 1)[1]): text for name, text in client.key_value_dir_get(key)}
+    except Exception as error:
+        raise StorageError(f"the other processes cannot be reached: {error}") from error
+    return [text for _, text in sorted(told.items())]
+
+
 def _check(told: dict[int, str]) -> None:
     split = {process: text.partition("\n") for process, text in sorted(told.items())}
     for process, (_, _, error) in split.items():

@@ -2,7 +2,7 @@
 
 Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
 follow from the tree's shapes alone, and headers are written last: until then no file is valid, and nothing restores.
-Where files appear whole, as on object stores, each is written in order, and the index comes last.
+Where files appear whole, as on object stores, each is written in order by one process, and the index comes last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors import arrays
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
@@ -34,6 +34,7 @@ from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key
+from orbax_safetensors.save_pieces import Views, numbered, own_files
 from orbax_safetensors.sources import Source, resolve
 from orbax_safetensors.transfer import WholeFileWriter, Writer, batches
 
@@ -63,6 +64,8 @@ class Save:
     groups: tuple[tuple[Owned, ...], ...]
     key: str
     options: SafetensorsOptions
+    places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
+    views: Views | None  # of pieces, where the files are those of this process alone
 
 
 def plan_save(
@@ -96,10 +99,40 @@ def plan_save(
     except Exception as error:
         failure = error
     agree(f"{key}/plan", failure, facts)
-    groups = grouped(sources)
+    places: Mapping[str, Location] = locations(layout)
+    groups = list(_owned(grouped(sources)))
+    views = None
     if store_of(directory, options.storage_options)[0].whole:
-        groups = in_file_order(groups, locations(layout))
-    return Save(layout, text, tuple(_owned(groups)), key, options)
+        if jax.process_count() > 1:
+            layout, places, views = _own_files(groups, tensors, metadata, max_file_bytes, key, options)
+        groups = in_file_order(groups, views, places)
+    return Save(layout, text, tuple(groups), key, options, places, views)
+
+
+def _own_files(
+    groups: Iterable[tuple[Owned, ...]],
+    tensors: Tensors,
+    metadata: Mapping[str, str],
+    max_file_bytes: int,
+    key: str,
+    options: SafetensorsOptions,
+) -> tuple[Layout, Mapping[str, Location], Views]:
+    """Files that this process writes alone, where pieces of tensors lie in them, and its boxes as views of these."""
+    failure, made = None, None
+    try:
+        made = own_files(
+            [one for group in groups for one in group],
+            tensors,
+            _METADATA | dict(metadata),
+            max_file_bytes=max_file_bytes,
+            alignment=options.alignment,
+        )
+    except Exception as error:
+        failure = error
+    agree(f"{key}/pieces", failure)
+    assert made is not None
+    headers, files, views = made
+    return *numbered(key, headers, files), views
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
@@ -117,17 +150,20 @@ def grouped(sources: Sequence[Source]) -> list[list[Source]]:
     return [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
 
 
-def in_file_order(groups: Iterable[list[Source]], places: Mapping[str, Location]) -> list[list[Source]]:
+def in_file_order(
+    groups: Iterable[tuple[Owned, ...]], views: Views | None, places: Mapping[str, Location]
+) -> list[tuple[Owned, ...]]:
     """Groups in the order of the bytes that they become in the files.
 
     Those of which one has bytes between another's are one group, so that each group is one stretch of the files.
     """
     spans = []
     for group in groups:
-        at = [(places[name].file, places[name].begin) for source in group for name in source.view.tensors]
+        own = [source.view if views is None else views[source.name, box] for source, boxes in group for box in boxes]
+        at = [(places[name].file, places[name].begin) for view in own for name in view.tensors]
         spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
     spans.sort(key=lambda span: span[:2])
-    out: list[list[Source]] = []
+    out: list[tuple[Owned, ...]] = []
     last = (-1, 0)
     for low, high, group in spans:
         if low < last:
@@ -197,6 +233,7 @@ class Shards:
     def __init__(self, save: Save) -> None:
         """The memory is that of the leaves, which must not change before it is written."""
         self._groups = save.groups
+        self._views = save.views
         self._copies: list[tuple[Block, np.ndarray]] | None = None
 
     @staticmethod
@@ -220,20 +257,20 @@ class Shards:
             return
         sized = ((group, sum(_leaving(source, boxes) for source, boxes in group)) for group in self._groups)
         for batch in batches(sized, batch_bytes):
-            yield list(_memory([owned for group in batch for owned in group]))
+            yield list(_memory([owned for group in batch for owned in group], self._views))
 
 
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
     # What comes from an accelerator is a copy already.
     owned = [one for group in save.groups for one in group]
     from_host = [one for one in owned if _on_host(one[0])]
-    shards = list(_memory(from_host))
+    shards = list(_memory(from_host, save.views))
     copies = allocate([memory.nbytes for _, memory in shards])
     for (_, memory), copy in zip(shards, copies, strict=True):
         np.copyto(copy, memory)
     return [
         *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
-        *_memory([one for one in owned if not _on_host(one[0])]),
+        *_memory([one for one in owned if not _on_host(one[0])], save.views),
     ]
 
 
@@ -250,7 +287,7 @@ def _volume(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def _memory(owned: Sequence[Owned]) -> Iterator[tuple[Block, np.ndarray]]:
+def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
     """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
     for source, boxes in owned:
         if not boxes:
@@ -261,7 +298,12 @@ def _memory(owned: Sequence[Owned]) -> Iterator[tuple[Block, np.ndarray]]:
             shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
         for box in boxes:
             shard = shards[box]
-            yield Block(source.view, box, shard.shape, shard.dtype), shard.reshape(-1).view(np.uint8)
+            if views is None:
+                block = Block(source.view, box, shard.shape, shard.dtype)
+            else:
+                whole = tuple((0, size) for size in shard.shape)
+                block = Block(views[source.name, box], whole, shard.shape, shard.dtype)
+            yield block, shard.reshape(-1).view(np.uint8)
 
 
 def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
@@ -282,8 +324,6 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     failure: Exception | None = None
     nbytes = 0
     try:
-        if store.whole and jax.process_count() > 1:
-            raise StorageError(f"{directory}: several processes cannot write into one file of an object store")
         options = save.options
         pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
         if store.whole and jax.process_index() == 0:
@@ -298,7 +338,7 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     except Exception as error:
         failure = error
     agree(f"{save.key}/facts", failure)
-    for part in ("plan", "copies", "data"):  # all have left these behind to come here
+    for part in ("plan", "pieces", "files", "copies", "data"):  # all have left these behind to come here
         forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started
     logger.info(
@@ -311,12 +351,11 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
 
 
 def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pace: Pace, *, whole: bool) -> int:
-    places = locations(save.layout)
     num_writes = 0
     with (WholeFileWriter if whole else Writer)(create, pace.requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
-            plan = transfer_plan(blocks, places.__getitem__, max_gap_bytes=0)
+            plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
             writer.run(plan, blocks, [memory for _, memory in batch])
             num_writes += plan.num_requests
             del batch, blocks  # before the next batch comes to the host

@@ -49,7 +49,12 @@ def lay_out(
     headers = [Header.layout(part, metadata, alignment=alignment) for part in parts]
     if len(headers) == 1:
         return Layout(((FILE_NAME, headers[0]),), None)
-    names = [f"model-{number:05}-of-{len(headers):05}.safetensors" for number in range(1, len(headers) + 1)]
+    names = file_names(len(headers))
     weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
     total = sum(header.data_bytes for header in headers)
     return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}))
+
+
+def file_names(count: int) -> list[str]:
+    """The names of several files."""
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

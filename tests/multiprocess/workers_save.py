@@ -568,10 +568,10 @@ def _between_headers() -> None:
 def _before_the_index() -> None:
     real = local.LocalStore.create
 
-    def create(store: local.LocalStore, path: str) -> local.NewLocalFile:
+    def create(store: local.LocalStore, path: str, nbytes: int | None = None) -> local.NewLocalFile:
         if path.endswith(".index.json"):
             _die()
-        return real(store, path)
+        return real(store, path, nbytes)
 
     mock.patch.object(local.LocalStore, "create", create).start()
 

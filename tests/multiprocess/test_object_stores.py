@@ -1,0 +1,45 @@
+"""Several processes save to an object store: each file by one of them, the work even, and every tensor whole."""
+
+import numpy as np
+import obstore
+import pytest
+
+import orbax_safetensors as ost
+from tests.multiprocess.launch import launch
+from tests.multiprocess.workers_object_stores import expected
+from tests.servers.faults import Answer
+
+PROCESSES = 4
+
+
+@pytest.fixture
+def together(s3):
+    s3.server.fail(Answer(403), method="PUT", path="*/fails/model-00002-*", times=None)
+    job = {"url": s3.url, "options": s3.options}
+    return s3, launch("tests.multiprocess.workers_object_stores:run", job, processes=PROCESSES, devices=2)
+
+
+def test_what_several_processes_save(together):
+    s3, found = together
+    assert [of_process["one"] for of_process in found] == [[]] * PROCESSES
+    assert [of_process["many"] for of_process in found] == [[]] * PROCESSES
+    options = ost.SafetensorsOptions(storage_options=s3.options)
+    for name in ("one", "many"):
+        assert ost.verify(f"{s3.url}/{name}", options=options) == []
+        restored = ost.SafetensorsHandler(options=options).restore(f"{s3.url}/{name}")
+        assert restored.keys() == expected().keys()
+        for leaf, host in expected().items():
+            assert restored[leaf].tobytes() == host.tobytes()
+            assert restored[leaf].shape == host.shape
+    # Every byte is written by one process, and by all of them about as many: the leaves are few and short.
+    written = [of_process["one bytes"] for of_process in found]
+    assert sum(written) == sum(host.nbytes for host in expected().values())
+    assert max(written) <= 1.3 * np.mean(written)
+    names = [one["path"] for one in obstore.list(s3.store(), "one").collect()]
+    assert names == ["one/config.json"] + [f"one/model-{n + 1:05}-of-{PROCESSES:05}.safetensors" for n in range(4)]
+    # All fail where one does, and what the others wrote is no checkpoint.
+    assert all("fails/model-00002-of-00004.safetensors: writing failed" in of_process["fails"] for of_process in found)
+    with pytest.raises(
+        ost.IndexFileError, match="expected 4 files model-.* found 3: a checkpoint that was not written"
+    ):
+        ost.open_checkpoint(f"{s3.url}/fails", options=options)
