@@ -26,7 +26,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
 from orbax_safetensors.plan.view import View
-from orbax_safetensors.processes import new_key
+from orbax_safetensors.processes import new_key, together
 from orbax_safetensors.sources import Source
 from orbax_safetensors.streaming import layouts
 from orbax_safetensors.streaming.beside import Beside, beside, copied
@@ -37,7 +37,7 @@ from orbax_safetensors.streaming.partition import Partition, Spec, check_found, 
 from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
-from orbax_safetensors.streaming.to_safetensors import in_all_processes, write_safetensors
+from orbax_safetensors.streaming.to_safetensors import write_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class _Run:
     def run(self, plan: Callable[[], Plan]) -> Conversion:
         started = time.perf_counter()
         key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
-        source, move = in_all_processes(key, plan)
+        source, move = together(key, plan)
         with closing(source):
             moved = move()
         seconds = time.perf_counter() - started

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 
@@ -17,6 +19,8 @@ from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMisma
 # The longest that the slowest process may take after the fastest, in seconds. A disk that is much slower than the
 # others must not fail a save, and jax.distributed itself notices a process that has died.
 _TIMEOUT_SECONDS = 3600
+
+_T = TypeVar("_T")
 
 _counts: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
@@ -36,38 +40,45 @@ def forget(key: str) -> None:
             multihost.get_jax_distributed_client().key_value_delete(key)
 
 
-def agree(key: str, failure: Exception | None, facts: str = "") -> None:
+def together(key: str, do: Callable[[], _T], facts: str = "") -> _T:
+    """Does something in every process; raises in all of them where it fails in one, as `agree` does."""
+    failure: BaseException | None = None
+    try:
+        result = do()
+    except BaseException as error:  # an interrupt, too: the others would wait for this process
+        failure = error
+    agree(key, failure, facts)
+    return result
+
+
+def agree(key: str, failure: BaseException | None, facts: str = "") -> None:
     """Waits until every process has called this with `key`, and raises in all of them where any has a failure.
 
     A process that failed raises its own error, the others a `StorageError` that names the process and quotes it. Where
     none has failed, all must have the same `facts`, else a `TensorMismatchError` says which process has others than
     the first.
     """
-    if jax.process_count() > 1:
-        own = f"{facts}\n" if failure is None else f"{facts}\n{type(failure).__name__}: {failure}"
-        try:
-            client = multihost.get_jax_distributed_client()
-            # A path may hold bytes that are no text, as surrogates.
-            client.key_value_set(f"{key}/{jax.process_index()}", own.encode("utf-8", "backslashreplace").decode())
-            client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000)
-            told = {int(name.rsplit("/", 1)[1]): text for name, text in client.key_value_dir_get(key)}
-        except Exception as error:
-            raise StorageError(f"the other processes cannot be reached: {error}") from (failure or error)
-        if failure is None:
-            _check(told)
-    if failure is not None:
-        if isinstance(failure, SafetensorsError):
-            raise failure
+    own = f"{facts}\n" if failure is None else f"{facts}\n{type(failure).__name__}: {failure}"
+    try:
+        told = exchange(key, own)
+    except StorageError as error:
+        raise error from (failure or error.__cause__)
+    if failure is None:
+        _check(told)
+    elif isinstance(failure, SafetensorsError) or not isinstance(failure, Exception):
+        raise failure
+    else:
         raise StorageError(f"{type(failure).__name__}: {failure}") from failure
 
 
 def exchange(key: str, own: str) -> list[str]:
-    """What every process has called this with, in their order."""
+    """What every process has called this with, in their order; `StorageError` where they cannot be reached."""
     if jax.process_count() == 1:
         return [own]
     try:
         client = multihost.get_jax_distributed_client()
-        client.key_value_set(f"{key}/{jax.process_index()}", own)
+        # A path may hold bytes that are no text, as surrogates.
+        client.key_value_set(f"{key}/{jax.process_index()}", own.encode("utf-8", "backslashreplace").decode())
         client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000)
         told = {int(name.rsplit("/", 1)[1]): text for name, text in client.key_value_dir_get(key)}
     except Exception as error:
@@ -75,12 +86,12 @@ def exchange(key: str, own: str) -> list[str]:
     return [text for _, text in sorted(told.items())]
 
 
-def _check(told: dict[int, str]) -> None:
-    split = {process: text.partition("\n") for process, text in sorted(told.items())}
-    for process, (_, _, error) in split.items():
+def _check(told: Sequence[str]) -> None:
+    split = [text.partition("\n") for text in told]
+    for process, (_, _, error) in enumerate(split):
         if error:
             raise StorageError(f"process {process} failed: {error}")
-    for process, (facts, _, _) in split.items():
+    for process, (facts, _, _) in enumerate(split):
         if facts != split[0][0]:
             raise TensorMismatchError(
                 f"process {process} does not save the same as process 0: other names or another order of them, "

@@ -11,8 +11,7 @@ from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.convert import is_orbax, reshard
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.processes import new_key
-from orbax_safetensors.streaming.to_safetensors import in_all_processes
+from orbax_safetensors.processes import new_key, together
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     cluster.begin(args)
     source = os.path.abspath(args.source)
     # In all processes or in none, as each may find something else.
-    if in_all_processes(new_key("reshard"), lambda: is_orbax(source)):
+    if together(new_key("reshard"), lambda: is_orbax(source)):
         if args.max_file_bytes is not None:
             raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
     elif args.no_compression:

@@ -38,7 +38,7 @@ from orbax_safetensors.orbax_store.leaves import (
     slices,
 )
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.processes import agree, forget, new_key
+from orbax_safetensors.processes import agree, forget, new_key, together
 
 # What Orbax adds to the name of a directory that is not finished.
 _UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
@@ -110,7 +110,8 @@ class OrbaxSink:
         self._ended = False
         self._looked = time.monotonic()
         self._process = jax.process_index()
-        failure, facts = None, ""
+        failure: BaseException | None = None
+        facts = ""
         try:
             self._check_options(step, item)
             self._draft = Draft(destination, step, item, ocdbt=ocdbt, zarr3=zarr3, compression=compression)
@@ -131,7 +132,7 @@ class OrbaxSink:
             )
             record = self._record_of(values, ocdbt=ocdbt, zarr3=zarr3, compression=compression, source=source)
             facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
-        except Exception as error:
+        except BaseException as error:
             failure = error
         agree(f"{self._key}/plan", failure, facts)
         self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
@@ -349,13 +350,7 @@ class OrbaxSink:
 
     def _together(self, part: str, do: Any, *, primary: bool = False) -> None:
         """Does something in every process, or in the primary one only; raises in all of them where it fails in one."""
-        failure = None
-        if not primary or self._process == 0:
-            try:
-                do()
-            except Exception as error:
-                failure = error
-        agree(f"{self._key}/{part}", failure)
+        together(f"{self._key}/{part}", do if not primary or self._process == 0 else lambda: None)
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import jax
 
@@ -13,7 +12,7 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.tiling import storage_order
-from orbax_safetensors.processes import agree, forget, new_key
+from orbax_safetensors.processes import agree, forget, new_key, together
 from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.draft import Draft
@@ -29,8 +28,6 @@ from orbax_safetensors.streaming.pipeline import (
     stream,
 )
 from orbax_safetensors.streaming.safetensors_sink import SafetensorsSink
-
-_T = TypeVar("_T")
 
 
 def write_safetensors(
@@ -66,8 +63,8 @@ def write_safetensors(
         if primary:
             draft.begin(resume=resume)
 
-    in_all_processes(f"{key}/begin", begin, digest)
-    done = in_all_processes(f"{key}/done", draft.done)
+    together(f"{key}/begin", begin, digest)
+    done = together(f"{key}/done", draft.done)
     # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
     agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
     left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
@@ -82,8 +79,8 @@ def write_safetensors(
         source.check()
         return nbytes
 
-    nbytes = in_all_processes(f"{key}/tiles", write)
-    in_all_processes(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
+    nbytes = together(f"{key}/tiles", write)
+    together(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
     for part in ("begin", "done", "seen", "tiles"):
         forget(f"{key}/{part}")
     return Moved(destination, nbytes, source.requests + sink.requests)
@@ -99,14 +96,3 @@ def _digest(source: TileSource, files: Files, beside: Beside, cuts: list[Bundle]
     for bundle in cuts:
         digest.update(repr([tuple(tile) for tile in bundle]).encode("utf-8", "backslashreplace"))
     return digest.hexdigest()
-
-
-def in_all_processes(key: str, do: Callable[[], _T], facts: str = "") -> _T:
-    """Does something in every process; raises in all of them where it fails in one."""
-    failure: Exception | None = None
-    try:
-        result = do()
-    except Exception as error:
-        failure = error
-    agree(key, failure, facts)
-    return result

@@ -66,6 +66,16 @@ def test_all_fail_where_one_cannot_flush(tmp_path):
         check("reshard_safetensors", tmp_path / f"{name} failing")
 
 
+def test_all_end_where_one_is_interrupted(tmp_path):
+    make_source("to_orbax", tmp_path / "hf")
+    make_source("to_safetensors", tmp_path / "from")
+    *others, last = start("interrupted", tmp_path)
+    assert last == dict.fromkeys(CALLS, "KeyboardInterrupt: ")
+    for told in others:
+        assert sorted(told) == sorted(CALLS)
+        assert all(text.startswith("StorageError: ") and "process 2 failed" in text for text in told.values()), told
+
+
 def test_a_file_system_that_shows_a_process_less(tmp_path):
     make_source("to_orbax", tmp_path / "hf")
     told = start("sees_less", tmp_path)

@@ -48,6 +48,23 @@ def fail(root: str) -> dict[str, Any]:
     return told
 
 
+def interrupted(root: str) -> dict[str, str]:
+    """Ctrl-C in the last process, which Python raises there as it raises an error, but as no `Exception`."""
+    told = {}
+
+    def interrupt(done: int, total: int) -> None:
+        if done and jax.process_index() == jax.process_count() - 1:
+            raise KeyboardInterrupt
+
+    for kind, call in CALLS.items():
+        source = Path(root) / ("hf" if kind in BOTH else "from/0/items")
+        try:
+            call(source, Path(root) / kind, progress=interrupt)
+        except (KeyboardInterrupt, ost.StorageError) as error:
+            told[kind] = f"{type(error).__name__}: {error}"
+    return told
+
+
 def sees_less(root: str) -> list[Any]:
     """The last process is not shown what the others have recorded; then it is, and all resume."""
     source, destination = Path(root) / "hf", Path(root) / "to"
