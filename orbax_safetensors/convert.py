@@ -19,12 +19,14 @@ from orbax_safetensors.errors import MappingError, SafetensorsError, StorageErro
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
+from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
 from orbax_safetensors.processes import new_key, together
 from orbax_safetensors.sources import Source
@@ -97,9 +99,9 @@ def convert(
     `<destination>.partial`; it stays after a failure, for a call with `resume`.
 
     Args:
-      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens.
-      destination: a directory: of steps for Orbax, of which `<destination>/<step>/items` is made; or of safetensors
-        files, which must not be there yet.
+      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens. Either may be a URL.
+      destination: a directory: of steps for Orbax, also as a `gs://` URL, of which `<destination>/<step>/items` is
+        made; or of safetensors files, which must not be there yet.
       to: `"orbax"` or `"safetensors"`.
       family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata, and take
         what it has said of `scan_layers` from Orbax's. Without a family, arrays are tensors of the same names.
@@ -122,7 +124,7 @@ def convert(
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
-    path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
+    path, how = place(source), _Run(destination, memory_bytes, resume, progress)
     if to == "orbax":
         _not_for("to='orbax'", config=config)
         return how.run(
@@ -167,7 +169,7 @@ def reshard(
 
     Raises: as `convert`.
     """
-    path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
+    path, how = place(source), _Run(destination, memory_bytes, resume, progress)
     if is_orbax(path):
         _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
         return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
@@ -183,6 +185,12 @@ def _not_for(what: str, **given: Any) -> None:
             raise SafetensorsError(f"{argument} is not for {what}")
 
 
+def place(path: PathLike) -> str:
+    """An absolute path, or a URL as it is but for a slash at its end."""
+    path = os.fspath(path)
+    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+
+
 Plan = tuple[TileSource, Callable[[], Moved]]  # an open source, and what moves it
 
 
@@ -192,9 +200,16 @@ class _Run:
     def __init__(self, destination: PathLike, memory_bytes: int, resume: bool, progress: Progress | None) -> None:
         if not isinstance(memory_bytes, int) or memory_bytes < 1:
             raise SafetensorsError(f"memory_bytes is {memory_bytes!r}, must be an integer of at least 1")
-        self.destination = os.path.abspath(os.fspath(destination))
+        self.destination = place(destination)
         self.memory_bytes = memory_bytes
         self.options: Any = {"memory_bytes": memory_bytes, "resume": resume, "progress": progress}
+
+    @property
+    def directory(self) -> str:
+        """The destination, where safetensors files are written to it; `StorageError` where it is a URL."""
+        if "://" in self.destination:
+            raise StorageError(f"{self.destination}: conversions write safetensors to file systems only")
+        return self.destination
 
     def run(self, plan: Callable[[], Plan]) -> Conversion:
         started = time.perf_counter()
@@ -294,7 +309,7 @@ def _orbax_to_safetensors(
 ) -> Plan:
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    checkpoint = _opened(path, how)
+    destination, checkpoint = how.directory, _opened(path, how)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
@@ -324,12 +339,14 @@ def _orbax_to_safetensors(
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
     return source, lambda: write_safetensors(
-        source, how.destination, files, around, together, SafetensorsOptions(), **how.options
+        source, destination, files, around, together, SafetensorsOptions(), **how.options
     )
 
 
 def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
-    checkpoint = read_checkpoint(path)
+    if "://" in path:
+        raise StorageError(f"{path}: safetensors files are laid out anew with what lies beside them, on file systems")
+    destination, checkpoint = how.directory, read_checkpoint(path)
     options = SafetensorsOptions()
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
@@ -354,7 +371,7 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
     directory = path if os.path.isdir(path) else None
     around = Beside(copies=copied(directory) if directory else {})
     alone = [(name,) for name in source.leaves]
-    return source, lambda: write_safetensors(source, how.destination, files, around, alone, options, **how.options)
+    return source, lambda: write_safetensors(source, destination, files, around, alone, options, **how.options)
 
 
 def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
@@ -365,11 +382,16 @@ def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
 
 
 def is_orbax(path: str) -> bool:
-    """Whether `path` is meant as a checkpoint of Orbax: a directory that has no safetensors files."""
-    try:
-        return os.path.isdir(path) and not any(name.endswith(SUFFIX) for name in os.listdir(path))
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+    """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
+    if is_remote(path):
+        store, path = store_of(path, None)
+        names = store.list(path)
+    else:
+        try:
+            names = os.listdir(path) if os.path.isdir(path) else None
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+    return names is not None and not any(name.endswith(SUFFIX) for name in names)
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
