@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +36,9 @@ from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
 from orbax_safetensors.streaming.partition import Partition, Spec, check_found, partition
-from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits, is_below
+from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, batch_bytes, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_objects import write_objects
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
 from orbax_safetensors.streaming.to_safetensors import write_safetensors
 
@@ -204,13 +205,6 @@ class _Run:
         self.memory_bytes = memory_bytes
         self.options: Any = {"memory_bytes": memory_bytes, "resume": resume, "progress": progress}
 
-    @property
-    def directory(self) -> str:
-        """The destination, where safetensors files are written to it; `StorageError` where it is a URL."""
-        if "://" in self.destination:
-            raise StorageError(f"{self.destination}: conversions write safetensors to file systems only")
-        return self.destination
-
     def run(self, plan: Callable[[], Plan]) -> Conversion:
         started = time.perf_counter()
         key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
@@ -309,7 +303,7 @@ def _orbax_to_safetensors(
 ) -> Plan:
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    destination, checkpoint = how.directory, _opened(path, how)
+    checkpoint = _opened(path, how)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
@@ -328,25 +322,21 @@ def _orbax_to_safetensors(
     layout = lay_out(
         [(name, from_numpy(dtypes[name]), shape) for name, (_, shape) in tensors.items()],
         _METADATA,
-        max_file_bytes=MAX_FILE_BYTES,
+        max_file_bytes=_file_bytes(how),
         alignment=SafetensorsOptions().alignment,
     )
     if casts.everywhere is not None:
         around = around.stored_as(casts.everywhere)
     files = layouts.whole(layout, {one.name: one.view for one in viewed})
-    together = interleaved(files.views)
-    for names in together:
+    joined = interleaved(files.views)
+    for names in joined:
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
-    return source, lambda: write_safetensors(
-        source, destination, files, around, together, SafetensorsOptions(), **how.options
-    )
+    return source, _writing(source, how, files, around, joined)
 
 
 def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
-    if "://" in path:
-        raise StorageError(f"{path}: safetensors files are laid out anew with what lies beside them, on file systems")
-    destination, checkpoint = how.directory, read_checkpoint(path)
+    checkpoint = read_checkpoint(path)
     options = SafetensorsOptions()
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
@@ -368,10 +358,28 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
             if dtype.bits < 8 and sharding.shard(name, shape) != shape:
                 raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
         files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
-    directory = path if os.path.isdir(path) else None
-    around = Beside(copies=copied(directory) if directory else {})
+    of_one_file = checkpoint.files[0].path == checkpoint.path
+    around = Beside() if of_one_file else Beside(copies=copied(path))
     alone = [(name,) for name in source.leaves]
-    return source, lambda: write_safetensors(source, destination, files, around, alone, options, **how.options)
+    return source, _writing(source, how, files, around, alone)
+
+
+def _writing(
+    source: TileSource, how: _Run, files: layouts.Files, around: Beside, groups: Sequence[tuple[str, ...]]
+) -> Callable[[], Moved]:
+    """What writes safetensors files; `groups` are leaves that interleave in them."""
+    store, destination = store_of(how.destination, None)
+    options = SafetensorsOptions()
+    if store.whole:
+        return lambda: write_objects(source, store, destination, files, around, options, **how.options)
+    return lambda: write_safetensors(source, destination, files, around, groups, options, **how.options)
+
+
+def _file_bytes(how: _Run) -> int:
+    """The most that a file gets of tensors, whose order is not that in which they are made."""
+    # On an object store, a file waits in memory until it is whole.
+    whole = store_of(how.destination, None)[0].whole
+    return min(MAX_FILE_BYTES, batch_bytes(how.memory_bytes)) if whole else MAX_FILE_BYTES
 
 
 def _opened(path: str, how: _Run) -> OrbaxCheckpoint:

@@ -150,6 +150,16 @@ class Store(Protocol):
         """Waits until the names of new files in the directory `path` are on the disk."""
 
 
+def write_small(store: Store, path: str, content: bytes) -> None:
+    """Writes the beginning of a file, or all of it; returns when the file is on the disk."""
+    file = store.create(path, len(content))
+    try:
+        file.write(0, [memoryview(content)])
+        file.sync()
+    finally:
+        file.close()
+
+
 def read_small(file: File, most: int) -> bytes:
     """All that a file holds, which is closed; `StorageError` where it has more than `most` bytes."""
     try:
