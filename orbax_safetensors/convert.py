@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.io.stores import store_of
@@ -28,14 +26,14 @@ from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_shar
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
 from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
-from orbax_safetensors.processes import new_key, together
+from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.sources import Source
 from orbax_safetensors.streaming import layouts
 from orbax_safetensors.streaming.beside import Beside, beside, copied
 from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.partition import Partition, Spec, check_found, partition
+from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, check_found, partition
 from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, batch_bytes, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_objects import write_objects
@@ -47,6 +45,7 @@ logger = logging.getLogger(__name__)
 PathLike = str | os.PathLike[str]
 
 MEMORY_BYTES = 2 * 2**30
+_LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
 # What Orbax restores in one piece even where it wants a part, where nobody says how arrays will be sharded.
 _CHUNK_BYTES = 64 * 2**20
 _MAXTEXT = "maxtext."
@@ -85,8 +84,9 @@ def convert(
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     dtype: Any = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: AskedMesh = None,
     spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
     step: int = 0,
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
@@ -113,6 +113,7 @@ def convert(
         array. What no pattern is found in keeps its dtype, as all do without it.
       mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
         array's dimensions, as for `reshard`. Arrays are stored in chunks of what each device will have.
+      like: to Orbax, instead of both, the target of a restore, as for `reshard`.
       step: to Orbax, its number.
       compression: to Orbax, whether chunks are compressed.
       memory_bytes: for tiles on their way, and all that is made of them.
@@ -125,26 +126,28 @@ def convert(
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
-    path, how = place(source), _Run(destination, memory_bytes, resume, progress)
-    if to == "orbax":
-        _not_for("to='orbax'", config=config)
-        return how.run(
-            lambda: _safetensors_to_orbax(
-                path, how, family, variant, Casts(dtype), partition(mesh, spec), step, compression
-            )
-        )
-    if to == "safetensors":
-        _not_for("to='safetensors'", mesh=mesh, spec=spec, step=step, compression=not compression)
-        return how.run(lambda: _orbax_to_safetensors(path, how, family, variant, config, Casts(dtype)))
-    raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
+    how = _Run(source, destination, memory_bytes, resume, progress)
+
+    def plan() -> Plan:
+        if to == "orbax":
+            _not_for("to='orbax'", config=config)
+            sharding = partition(mesh, spec, like)
+            return _safetensors_to_orbax(how, family, variant, Casts(dtype), sharding, step, compression)
+        if to == "safetensors":
+            _not_for("to='safetensors'", mesh=mesh, spec=spec, like=like, step=step, compression=not compression)
+            return _orbax_to_safetensors(how, family, variant, config, Casts(dtype))
+        raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
+
+    return how.run(plan, to, family if isinstance(family, str) else None, variant, dtype, mesh, spec, step, compression)
 
 
 def reshard(
     source: PathLike,
     destination: PathLike,
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: AskedMesh = None,
     spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
@@ -161,23 +164,30 @@ def reshard(
     Args:
       source: what `open_orbax` opens, or safetensors files.
       destination: as for `convert`.
-      mesh: sizes of axes by name, as `{"fsdp": 16}`. No device is needed.
+      mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
       spec: by pattern (`re.search`) of a name, for each leading dimension of an array the axis that shards it, several
         in a tuple, or None. The first pattern counts that is found in a name, and arrays that none is found in are not
-        sharded. Axes must divide the dimensions, as JAX wants it.
+        sharded. Axes must divide the dimensions, as JAX wants it. A `PartitionSpec` says it as well.
+      like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
+        `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
       compression, memory_bytes, resume, progress: as for `convert`.
 
     Raises: as `convert`.
     """
-    path, how = place(source), _Run(destination, memory_bytes, resume, progress)
-    if is_orbax(path):
-        _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
-        return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
-    _not_for("safetensors", compression=not compression)
-    _not_for("a mesh, whose devices have a file each", max_file_bytes=mesh and max_file_bytes != MAX_FILE_BYTES)
-    sharding = None if mesh is None and not spec else partition(mesh, spec)
-    return how.run(lambda: _reshard_safetensors(path, how, sharding, max_file_bytes))
+    how = _Run(source, destination, memory_bytes, resume, progress)
+
+    def plan() -> Plan:
+        if is_orbax(how.source):
+            _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
+            return _reshard_orbax(how, partition(mesh, spec, like), compression)
+        _not_for("safetensors", compression=not compression)
+        meshed = mesh or like is not None
+        _not_for("a mesh, whose devices have a file each", max_file_bytes=meshed and max_file_bytes != MAX_FILE_BYTES)
+        sharding = None if mesh is None and not spec and like is None else partition(mesh, spec, like)
+        return _reshard_safetensors(how, sharding, max_file_bytes)
+
+    return how.run(plan, mesh, spec, max_file_bytes, compression)
 
 
 def _not_for(what: str, **given: Any) -> None:
@@ -198,19 +208,45 @@ Plan = tuple[TileSource, Callable[[], Moved]]  # an open source, and what moves 
 class _Run:
     """What every conversion has, and how it is run: planned in all processes or in none, then timed."""
 
-    def __init__(self, destination: PathLike, memory_bytes: int, resume: bool, progress: Progress | None) -> None:
-        if not isinstance(memory_bytes, int) or memory_bytes < 1:
-            raise SafetensorsError(f"memory_bytes is {memory_bytes!r}, must be an integer of at least 1")
-        self.destination = place(destination)
+    def __init__(
+        self, source: PathLike, destination: PathLike, memory_bytes: int, resume: bool, progress: Progress | None
+    ) -> None:
+        self._asked = {"source": source, "destination": destination}
+        self.source, self.destination = (
+            place(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else "" for path in self._asked.values()
+        )
         self.memory_bytes = memory_bytes
         self.options: Any = {"memory_bytes": memory_bytes, "resume": resume, "progress": progress}
 
-    def run(self, plan: Callable[[], Plan]) -> Conversion:
+    def _check(self) -> None:
+        for argument, path in self._asked.items():
+            if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
+                raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
+        if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
+            raise SafetensorsError(
+                f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
+            )
+
+    def run(self, plan: Callable[[], Plan], *asked: Any) -> Conversion:
+        """Does what `plan` comes to; `asked` are the other arguments, which processes have to be called with alike."""
         started = time.perf_counter()
-        key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
-        source, move = together(key, plan)
-        with closing(source):
-            moved = move()
+        key = new_key("conversion")
+        opened: Plan | None = None
+
+        def checked() -> None:
+            nonlocal opened
+            self._check()
+            opened = plan()
+
+        try:
+            facts = (self.source, self.destination, self.memory_bytes, self.options["resume"], *asked)
+            together(key, checked, repr(facts).replace("\n", " "))
+            assert opened is not None
+            moved = opened[1]()
+        finally:
+            if opened is not None:
+                opened[0].close()
+        forget(key)
         seconds = time.perf_counter() - started
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         logger.info(
@@ -225,7 +261,6 @@ class _Run:
 
 
 def _safetensors_to_orbax(
-    path: str,
     how: _Run,
     family: AskedFamily,
     variant: Mapping[str, Any] | None,
@@ -234,6 +269,7 @@ def _safetensors_to_orbax(
     step: int,
     compression: bool,
 ) -> Plan:
+    path = how.source
     if is_orbax(path):
         raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
@@ -266,7 +302,8 @@ def _safetensors_to_orbax(
     return source, lambda: write_orbax(source, target, interleaved(views), **how.options)
 
 
-def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool) -> Plan:
+def _reshard_orbax(how: _Run, sharding: Partition, compression: bool) -> Plan:
+    path = how.source
     checkpoint = _opened(path, how)
     arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
     source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
@@ -294,13 +331,13 @@ def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool)
 
 
 def _orbax_to_safetensors(
-    path: str,
     how: _Run,
     family: AskedFamily,
     variant: Mapping[str, Any] | None,
     config: Any,
     casts: Casts,
 ) -> Plan:
+    path = how.source
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
     checkpoint = _opened(path, how)
@@ -320,7 +357,7 @@ def _orbax_to_safetensors(
     viewed, tensors = taken_apart(given, family, variant, around.config or {})
     dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
     layout = lay_out(
-        [(name, from_numpy(dtypes[name]), shape) for name, (_, shape) in tensors.items()],
+        [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],
         _METADATA,
         max_file_bytes=_file_bytes(how),
         alignment=SafetensorsOptions().alignment,
@@ -335,7 +372,8 @@ def _orbax_to_safetensors(
     return source, _writing(source, how, files, around, joined)
 
 
-def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
+def _reshard_safetensors(how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
+    path = how.source
     checkpoint = read_checkpoint(path)
     options = SafetensorsOptions()
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
@@ -373,6 +411,13 @@ def _writing(
     if store.whole:
         return lambda: write_objects(source, store, destination, files, around, options, **how.options)
     return lambda: write_safetensors(source, destination, files, around, groups, options, **how.options)
+
+
+def _stored(path: str, name: str, dtype: np.dtype) -> DType:
+    try:
+        return from_numpy(dtype)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
 
 
 def _file_bytes(how: _Run) -> int:

@@ -63,9 +63,11 @@ class Beside:
         if self.config is None:
             return self
         own = dict(self.config)
-        for key in ("dtype", "torch_dtype"):
-            if key in own:
-                own[key] = dtype.name
+        if isinstance(own.get("text_config"), dict):
+            own["text_config"] = dict(own["text_config"])
+        for part in (own, own.get("text_config")):
+            if isinstance(part, dict):
+                part |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in part}
         return replace(self, config=own)
 
 

@@ -129,7 +129,7 @@ def test_a_process_that_fails_fails_all(together, name, process, why):
 
 def test_trees_that_differ(together):
     root, found = together
-    assert all("does not save the same as process 0" in one["trees_that_differ"] for one in found)
+    assert all("does not do the same as process 0" in one["trees_that_differ"] for one in found)
     assert not (root / "trees_that_differ").exists()
 
 
