@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,26 +14,29 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
+from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
-from orbax_safetensors.processes import new_key, together
+from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.sources import Source
 from orbax_safetensors.streaming import layouts
 from orbax_safetensors.streaming.beside import Beside, beside, copied
 from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.partition import Partition, Spec, check_found, partition
-from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, check_fits, is_below
+from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, check_found, partition
+from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, batch_bytes, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_objects import write_objects
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, write_orbax
 from orbax_safetensors.streaming.to_safetensors import write_safetensors
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 PathLike = str | os.PathLike[str]
 
 MEMORY_BYTES = 2 * 2**30
+_LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
 # What Orbax restores in one piece even where it wants a part, where nobody says how arrays will be sharded.
 _CHUNK_BYTES = 64 * 2**20
 _MAXTEXT = "maxtext."
@@ -82,8 +84,9 @@ def convert(
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     dtype: Any = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: AskedMesh = None,
     spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
     step: int = 0,
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
@@ -97,9 +100,9 @@ def convert(
     `<destination>.partial`; it stays after a failure, for a call with `resume`.
 
     Args:
-      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens.
-      destination: a directory: of steps for Orbax, of which `<destination>/<step>/items` is made; or of safetensors
-        files, which must not be there yet.
+      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens. Either may be a URL.
+      destination: a directory: of steps for Orbax, also as a `gs://` URL, of which `<destination>/<step>/items` is
+        made; or of safetensors files, which must not be there yet.
       to: `"orbax"` or `"safetensors"`.
       family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata, and take
         what it has said of `scan_layers` from Orbax's. Without a family, arrays are tensors of the same names.
@@ -110,6 +113,7 @@ def convert(
         array. What no pattern is found in keeps its dtype, as all do without it.
       mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
         array's dimensions, as for `reshard`. Arrays are stored in chunks of what each device will have.
+      like: to Orbax, instead of both, the target of a restore, as for `reshard`.
       step: to Orbax, its number.
       compression: to Orbax, whether chunks are compressed.
       memory_bytes: for tiles on their way, and all that is made of them.
@@ -122,26 +126,28 @@ def convert(
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
-    path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
-    if to == "orbax":
-        _not_for("to='orbax'", config=config)
-        return how.run(
-            lambda: _safetensors_to_orbax(
-                path, how, family, variant, Casts(dtype), partition(mesh, spec), step, compression
-            )
-        )
-    if to == "safetensors":
-        _not_for("to='safetensors'", mesh=mesh, spec=spec, step=step, compression=not compression)
-        return how.run(lambda: _orbax_to_safetensors(path, how, family, variant, config, Casts(dtype)))
-    raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
+    how = _Run(source, destination, memory_bytes, resume, progress)
+
+    def plan() -> Plan:
+        if to == "orbax":
+            _not_for("to='orbax'", config=config)
+            sharding = partition(mesh, spec, like)
+            return _safetensors_to_orbax(how, family, variant, Casts(dtype), sharding, step, compression)
+        if to == "safetensors":
+            _not_for("to='safetensors'", mesh=mesh, spec=spec, like=like, step=step, compression=not compression)
+            return _orbax_to_safetensors(how, family, variant, config, Casts(dtype))
+        raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
+
+    return how.run(plan, to, family if isinstance(family, str) else None, variant, dtype, mesh, spec, step, compression)
 
 
 def reshard(
     source: PathLike,
     destination: PathLike,
     *,
-    mesh: Mapping[str, int] | None = None,
+    mesh: AskedMesh = None,
     spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
@@ -158,23 +164,30 @@ def reshard(
     Args:
       source: what `open_orbax` opens, or safetensors files.
       destination: as for `convert`.
-      mesh: sizes of axes by name, as `{"fsdp": 16}`. No device is needed.
+      mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
       spec: by pattern (`re.search`) of a name, for each leading dimension of an array the axis that shards it, several
         in a tuple, or None. The first pattern counts that is found in a name, and arrays that none is found in are not
-        sharded. Axes must divide the dimensions, as JAX wants it.
+        sharded. Axes must divide the dimensions, as JAX wants it. A `PartitionSpec` says it as well.
+      like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
+        `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
       compression, memory_bytes, resume, progress: as for `convert`.
 
     Raises: as `convert`.
     """
-    path, how = os.path.abspath(os.fspath(source)), _Run(destination, memory_bytes, resume, progress)
-    if is_orbax(path):
-        _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
-        return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
-    _not_for("safetensors", compression=not compression)
-    _not_for("a mesh, whose devices have a file each", max_file_bytes=mesh and max_file_bytes != MAX_FILE_BYTES)
-    sharding = None if mesh is None and not spec else partition(mesh, spec)
-    return how.run(lambda: _reshard_safetensors(path, how, sharding, max_file_bytes))
+    how = _Run(source, destination, memory_bytes, resume, progress)
+
+    def plan() -> Plan:
+        if is_orbax(how.source):
+            _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
+            return _reshard_orbax(how, partition(mesh, spec, like), compression)
+        _not_for("safetensors", compression=not compression)
+        meshed = mesh or like is not None
+        _not_for("a mesh, whose devices have a file each", max_file_bytes=meshed and max_file_bytes != MAX_FILE_BYTES)
+        sharding = None if mesh is None and not spec and like is None else partition(mesh, spec, like)
+        return _reshard_safetensors(how, sharding, max_file_bytes)
+
+    return how.run(plan, mesh, spec, max_file_bytes, compression)
 
 
 def _not_for(what: str, **given: Any) -> None:
@@ -183,25 +196,57 @@ def _not_for(what: str, **given: Any) -> None:
             raise SafetensorsError(f"{argument} is not for {what}")
 
 
+def place(path: PathLike) -> str:
+    """An absolute path, or a URL as it is but for a slash at its end."""
+    path = os.fspath(path)
+    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+
+
 Plan = tuple[TileSource, Callable[[], Moved]]  # an open source, and what moves it
 
 
 class _Run:
     """What every conversion has, and how it is run: planned in all processes or in none, then timed."""
 
-    def __init__(self, destination: PathLike, memory_bytes: int, resume: bool, progress: Progress | None) -> None:
-        if not isinstance(memory_bytes, int) or memory_bytes < 1:
-            raise SafetensorsError(f"memory_bytes is {memory_bytes!r}, must be an integer of at least 1")
-        self.destination = os.path.abspath(os.fspath(destination))
+    def __init__(
+        self, source: PathLike, destination: PathLike, memory_bytes: int, resume: bool, progress: Progress | None
+    ) -> None:
+        self._asked = {"source": source, "destination": destination}
+        self.source, self.destination = (
+            place(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else "" for path in self._asked.values()
+        )
         self.memory_bytes = memory_bytes
         self.options: Any = {"memory_bytes": memory_bytes, "resume": resume, "progress": progress}
 
-    def run(self, plan: Callable[[], Plan]) -> Conversion:
+    def _check(self) -> None:
+        for argument, path in self._asked.items():
+            if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
+                raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
+        if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
+            raise SafetensorsError(
+                f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
+            )
+
+    def run(self, plan: Callable[[], Plan], *asked: Any) -> Conversion:
+        """Does what `plan` comes to; `asked` are the other arguments, which processes have to be called with alike."""
         started = time.perf_counter()
-        key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
-        source, move = together(key, plan)
-        with closing(source):
-            moved = move()
+        key = new_key("conversion")
+        opened: Plan | None = None
+
+        def checked() -> None:
+            nonlocal opened
+            self._check()
+            opened = plan()
+
+        try:
+            facts = (self.source, self.destination, self.memory_bytes, self.options["resume"], *asked)
+            together(key, checked, repr(facts).replace("\n", " "))
+            assert opened is not None
+            moved = opened[1]()
+        finally:
+            if opened is not None:
+                opened[0].close()
+        forget(key)
         seconds = time.perf_counter() - started
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         logger.info(
@@ -216,7 +261,6 @@ class _Run:
 
 
 def _safetensors_to_orbax(
-    path: str,
     how: _Run,
     family: AskedFamily,
     variant: Mapping[str, Any] | None,
@@ -225,6 +269,7 @@ def _safetensors_to_orbax(
     step: int,
     compression: bool,
 ) -> Plan:
+    path = how.source
     if is_orbax(path):
         raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
@@ -257,7 +302,8 @@ def _safetensors_to_orbax(
     return source, lambda: write_orbax(source, target, interleaved(views), **how.options)
 
 
-def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool) -> Plan:
+def _reshard_orbax(how: _Run, sharding: Partition, compression: bool) -> Plan:
+    path = how.source
     checkpoint = _opened(path, how)
     arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
     source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
@@ -285,13 +331,13 @@ def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool)
 
 
 def _orbax_to_safetensors(
-    path: str,
     how: _Run,
     family: AskedFamily,
     variant: Mapping[str, Any] | None,
     config: Any,
     casts: Casts,
 ) -> Plan:
+    path = how.source
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
     checkpoint = _opened(path, how)
@@ -311,24 +357,23 @@ def _orbax_to_safetensors(
     viewed, tensors = taken_apart(given, family, variant, around.config or {})
     dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
     layout = lay_out(
-        [(name, from_numpy(dtypes[name]), shape) for name, (_, shape) in tensors.items()],
+        [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],
         _METADATA,
-        max_file_bytes=MAX_FILE_BYTES,
+        max_file_bytes=_file_bytes(how),
         alignment=SafetensorsOptions().alignment,
     )
     if casts.everywhere is not None:
         around = around.stored_as(casts.everywhere)
     files = layouts.whole(layout, {one.name: one.view for one in viewed})
-    together = interleaved(files.views)
-    for names in together:
+    joined = interleaved(files.views)
+    for names in joined:
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
-    return source, lambda: write_safetensors(
-        source, how.destination, files, around, together, SafetensorsOptions(), **how.options
-    )
+    return source, _writing(source, how, files, around, joined)
 
 
-def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
+def _reshard_safetensors(how: _Run, sharding: Partition | None, max_file_bytes: int) -> Plan:
+    path = how.source
     checkpoint = read_checkpoint(path)
     options = SafetensorsOptions()
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
@@ -351,10 +396,35 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
             if dtype.bits < 8 and sharding.shard(name, shape) != shape:
                 raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
         files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
-    directory = path if os.path.isdir(path) else None
-    around = Beside(copies=copied(directory) if directory else {})
+    of_one_file = checkpoint.files[0].path == checkpoint.path
+    around = Beside() if of_one_file else Beside(copies=copied(path))
     alone = [(name,) for name in source.leaves]
-    return source, lambda: write_safetensors(source, how.destination, files, around, alone, options, **how.options)
+    return source, _writing(source, how, files, around, alone)
+
+
+def _writing(
+    source: TileSource, how: _Run, files: layouts.Files, around: Beside, groups: Sequence[tuple[str, ...]]
+) -> Callable[[], Moved]:
+    """What writes safetensors files; `groups` are leaves that interleave in them."""
+    store, destination = store_of(how.destination, None)
+    options = SafetensorsOptions()
+    if store.whole:
+        return lambda: write_objects(source, store, destination, files, around, options, **how.options)
+    return lambda: write_safetensors(source, destination, files, around, groups, options, **how.options)
+
+
+def _stored(path: str, name: str, dtype: np.dtype) -> DType:
+    try:
+        return from_numpy(dtype)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
+
+
+def _file_bytes(how: _Run) -> int:
+    """The most that a file gets of tensors, whose order is not that in which they are made."""
+    # On an object store, a file waits in memory until it is whole.
+    whole = store_of(how.destination, None)[0].whole
+    return min(MAX_FILE_BYTES, batch_bytes(how.memory_bytes)) if whole else MAX_FILE_BYTES
 
 
 def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
@@ -365,11 +435,16 @@ def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
 
 
 def is_orbax(path: str) -> bool:
-    """Whether `path` is meant as a checkpoint of Orbax: a directory that has no safetensors files."""
-    try:
-        return os.path.isdir(path) and not any(name.endswith(SUFFIX) for name in os.listdir(path))
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+    """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
+    if is_remote(path):
+        store, path = store_of(path, None)
+        names = store.list(path)
+    else:
+        try:
+            names = os.listdir(path) if os.path.isdir(path) else None
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+    return names is not None and not any(name.endswith(SUFFIX) for name in names)
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:

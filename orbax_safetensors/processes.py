@@ -94,7 +94,7 @@ def _check(told: Sequence[str]) -> None:
     for process, (facts, _, _) in enumerate(split):
         if facts != split[0][0]:
             raise TensorMismatchError(
-                f"process {process} does not save the same as process 0: other names or another order of them, "
-                "other shapes, dtypes, shardings or metadata, or arrays that only it has (make those global arrays, or "
-                "NumPy arrays that all processes have), or it does not see the same files"
+                f"process {process} does not do the same as process 0: other arguments, other names or another order "
+                "of them, other shapes, dtypes, shardings or metadata, or arrays that only it has (make those global "
+                "arrays, or NumPy arrays that all processes have), or it does not see the same files"
             )

@@ -11,13 +11,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.orbax_store import open_orbax
+from orbax_safetensors.streaming import cutting
 from tests.files import random_bits, write, write_indexed
 
 ROOT = Path(__file__).parents[1] / "testdata"
@@ -289,6 +290,9 @@ def test_a_disk_that_is_full(tmp_path):
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
         ({"to": "orbax", "dtype": {"(": "float16"}}, "no regular expression"),
         ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
+        ({"to": "orbax", "memory_bytes": True}, "memory_bytes is True"),
+        ({"to": "orbax", "like": {"w": np.zeros(3)}}, "like: expected a tree with shardings"),
+        ({"to": "orbax", "mesh": {"x": 2}, "like": {"w": np.zeros(3)}}, "pass like alone"),
         ({"to": "orbax", "config": {"a": 1}}, "config is not for to='orbax'"),
         ({"to": "safetensors", "step": 1}, "step is not for to='safetensors'"),
         ({"to": "safetensors", "mesh": {"x": 2}}, "mesh is not for to='safetensors'"),
@@ -324,6 +328,63 @@ def test_arguments_of_a_reshard_that_do_not_fit(tmp_path, kind, arguments, messa
     source = tmp_path / "safetensors" if kind == "safetensors" else ROOT / "orbax" / "qwen3_unscanned"
     with pytest.raises(ost.SafetensorsError, match=message):
         ost.reshard(source, tmp_path / "to", **arguments)
+
+
+def test_a_target_says_the_chunks(tmp_path):
+    """As it is given to a restore, of JAX or of Orbax, with a mesh whose devices need not be there."""
+    arrays = checkpoint(tmp_path / "from")
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    shardings = {name: NamedSharding(mesh, P("x") if array.ndim else P()) for name, array in arrays.items()}
+    target = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+    target = {name: leaf.update(sharding=shardings[name]) for name, leaf in target.items()}
+    args = {name: ocp.ArrayRestoreArgs(sharding=sharding) for name, sharding in shardings.items()}
+    sharded = [name for name, array in arrays.items() if array.ndim]
+    by_hand = {"mesh": mesh, "spec": {f"^{name}$": P("x") for name in sharded}}
+    for number, asked in enumerate(({"like": target}, {"like": args}, by_hand)):
+        ost.convert(tmp_path / "from", tmp_path / str(number), to="orbax", **asked)
+        found = open_orbax(tmp_path / str(number)).leaves
+        for name, array in arrays.items():
+            assert found[name].chunk_shape == ((array.shape[0] // 2, *array.shape[1:]) if array.ndim else ())
+            assert found[name].sharding.shape.tolist() == [2, 4]
+
+
+def test_targets_that_do_not_fit(tmp_path):
+    checkpoint(tmp_path / "from")
+    one, other = (NamedSharding(AbstractMesh((size,), ("x",)), P("x")) for size in (2, 4))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.ShapeDtypeStruct((24, 40), np.float32, sharding=one)
+    for like, message in (
+        (
+            {"w": leaf, "b": leaf.update(sharding=other)},
+            "like: 'b': is over the mesh {'x': 4}, others are over {'x': 2}",
+        ),
+        ({"w": leaf.update(sharding=device)}, "like: 'w': expected a sharding over a mesh"),
+        ({"other": leaf}, "is found in none of the"),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            ost.reshard(tmp_path / "from", tmp_path / "to", like=like)
+
+
+def test_what_safetensors_have_no_dtype_for(tmp_path):
+    tree = {"w": np.ones((2, 2), ml_dtypes.int4)}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
+    with pytest.raises(ost.TensorMismatchError, match="'w': dtype: expected one that safetensors can store"):
+        ost.convert(tmp_path, tmp_path / "to", to="safetensors")
+
+
+@pytest.mark.parametrize("arguments", [(None, "to"), ("from", ""), (b"from", "to"), ("from", 3)])
+def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "from")
+    with pytest.raises(ost.SafetensorsError, match="must be a path or a URL"):
+        ost.reshard(*arguments)
+
+
+def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    monkeypatch.setattr(cutting, "_MAX_BUNDLES", 10)
+    with pytest.raises(ost.SafetensorsError, match="memory_bytes is too little"):
+        ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=100)
 
 
 def test_patterns_that_nothing_is_called_like(tmp_path):

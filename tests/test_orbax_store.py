@@ -1010,10 +1010,10 @@ def test_where_nothing_is(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="found a file"):
         open_orbax(tmp_path / "file")
-    for nowhere in ("gs://bucket/0", "s3://bucket"):
-        with pytest.raises(StorageError, match="only local and mounted"):
+    for nowhere in ("s3://bucket/0", "gs://", "https://host/0"):
+        with pytest.raises(StorageError, match="in file systems and below gs://bucket only"):
             open_orbax(nowhere)
-        with pytest.raises(StorageError, match="only local and mounted"):
+        with pytest.raises(StorageError, match="in file systems and below gs://bucket only"):
             OrbaxSink(nowhere, tree_of(leaf_of))
 
 

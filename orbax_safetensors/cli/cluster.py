@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import jax
 
+from orbax_safetensors.convert import place
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.processes import agree, new_key
 
@@ -40,7 +41,7 @@ def begin(args: argparse.Namespace) -> None:
         if pythons:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     # Agreements have the names of paths, so that processes with others would wait for each other in vain.
-    source, destination = (os.path.abspath(path) for path in (args.source, args.destination))
+    source, destination = (place(path) for path in (args.source, args.destination))
     asked = vars(args) | {"source": source, "destination": destination}
     try:
         agree(new_key("command"), None, repr(sorted(asked.items())))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from orbax_safetensors.cli import cluster
 from orbax_safetensors.cli.convert import common, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
-from orbax_safetensors.convert import is_orbax, reshard
+from orbax_safetensors.convert import is_orbax, place, reshard
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.processes import new_key, together
 
@@ -20,7 +19,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if args.max_file_bytes is not None and args.mesh is not None:
         raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
     cluster.begin(args)
-    source = os.path.abspath(args.source)
+    source = place(args.source)
     # In all processes or in none, as each may find something else.
     if together(new_key("reshard"), lambda: is_orbax(source)):
         if args.max_file_bytes is not None:

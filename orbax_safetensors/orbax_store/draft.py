@@ -1,8 +1,11 @@
 """The directory of a checkpoint that is being written: how it begins, is taken up again, and becomes a checkpoint.
 
-It has the name that Orbax gives unfinished checkpoints, by which all of Orbax ignores it. Chunks that are in its store
-are complete: OCDBT refers to a chunk only once its bytes are written, and plain files are renamed into place. So what
-the store lists is the record of the work that is done, and none is kept beside it but that of what the work is.
+It has the name that Orbax gives unfinished checkpoints, by which all of Orbax ignores it. On an object store, which
+renames nothing, it has its own name, and all of Orbax ignores it until a file says that it is finished.
+
+Chunks that are in its store are complete: OCDBT refers to a chunk only once its bytes are written, plain files are
+renamed into place, and objects are there whole or not at all. So what the store lists is the record of the work that is
+done, and none is kept beside it but that of what the work is.
 """
 
 from __future__ import annotations
@@ -10,27 +13,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import posixpath
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 from etils import epath
 
 # `Checkpointer.save` does these steps in one, and would leave the other processes waiting where one of them fails.
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.path import atomicity_defaults
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.handlers import registry
 from orbax_safetensors.orbax_store.leaves import OrbaxLeaf
-from orbax_safetensors.orbax_store.source import STEP_FILE
+from orbax_safetensors.orbax_store.places import fresh, is_remote, kvstore, names
+from orbax_safetensors.orbax_store.source import FINISHED_FILE, STEP_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +54,18 @@ class Draft:
         """Touches nothing."""
         self._ocdbt, self._zarr3 = ocdbt, zarr3
         self._item = item
-        self.path = posixpath.join(destination, str(step))
+        final = epath.Path(destination) / str(step)
+        self.path = os.fspath(final)
         self._handler = ocp.PyTreeCheckpointHandler(
             use_ocdbt=ocdbt, use_zarr3=zarr3, use_compression=compression, type_handler_registry=registry()
         )
         self._metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
-        temporary_path = ocp.path.atomicity.AtomicRenameTemporaryPath
-        self._step_path = temporary_path.from_final(epath.Path(self.path), checkpoint_metadata_store=self._metadata)
+        temporary_path = atomicity_defaults.get_default_temporary_path_class(final)
+        self._step_path = temporary_path.from_final(final, checkpoint_metadata_store=self._metadata)
         self._item_path = temporary_path.from_final(self._step_path.get() / item)
-        self._record = posixpath.join(self._step_path.get(), _RECORD_FILE)
+        self._record = self._step_path.get() / _RECORD_FILE
+        # Whether what is finished takes the name of what is unfinished, and nothing but a file in it tells them apart.
+        self._in_place = is_remote(self.path)
 
     @property
     def item_directory(self) -> epath.Path:
@@ -73,9 +78,9 @@ class Draft:
         Raises `StorageError` where the step is there already, or something else in the place of what is unfinished, and
         `TensorMismatchError` where the record is another.
         """
-        if os.path.lexists(self.path):
-            raise StorageError(f"{self.path}: already exists")
-        self._check_place()
+        with stored(self.path):
+            self._check_free()
+            self._check_place()
         if resume and (begun := self._begun()) is not None:
             # Compared as JSON has it: without tuples, and with the keys in any order.
             for key, value in json.loads(json.dumps(record)).items():
@@ -95,10 +100,16 @@ class Draft:
             self._write_record(record)
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
-        draft = f"{self._record}.new"
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(draft, self._record)
+        if self._in_place:
+            self._record.write_text(json.dumps(record))
+            return
+        draft = self._record.with_name(f"{_RECORD_FILE}.new")
+        draft.write_text(json.dumps(record))
+        draft.replace(self._record)
+
+    def _check_free(self) -> None:
+        if (fresh(self.path) / FINISHED_FILE).exists() if self._in_place else os.path.lexists(self.path):
+            raise StorageError(f"{self.path}: already exists")
 
     def _check_place(self) -> None:
         """Raises `StorageError` where there is no directory; links are not followed, to wherever they lead."""
@@ -113,27 +124,27 @@ class Draft:
         Both begin with Orbax's metadata of the step, in which there is a time once the step is complete.
         """
         path = self._step_path.get()
-        names = set(os.listdir(path))
-        if not names or _RECORD_FILE in names:
+        inside = names(path)
+        if not inside or _RECORD_FILE in inside:
             return
-        if STEP_FILE not in names:
-            raise StorageError(f"{path}: is no unfinished checkpoint, it holds {min(names)!r}; move it away")
+        if STEP_FILE not in inside:
+            raise StorageError(f"{path}: is no unfinished checkpoint, it holds {inside[0]!r}; move it away")
         metadata = self._metadata.read(path / STEP_FILE)
         if isinstance(metadata, dict) and metadata.get("commit_timestamp_nsecs") is not None:
             raise StorageError(f"{path}: is a checkpoint that was finished, as its {STEP_FILE} says; move it away")
 
     def _empty(self) -> None:
-        """Deletes what is there but for a record, which says until the end that there is nothing to take up."""
+        """Deletes what is there, and last a record, which says until then that there is nothing to take up."""
         self._write_record({})
-        for entry in list(os.scandir(self._step_path.get())):
-            if entry.name != _RECORD_FILE:
-                _remove(entry)
+        for name in names(self._step_path.get()):
+            if name != _RECORD_FILE:
+                _remove(self._step_path.get() / name)
+        self._step_path.get().rmtree()
 
     def _begun(self) -> Any:
         """The record of what is there; None where there is nothing that could be taken up."""
         try:
-            with open(self._record, encoding="utf-8") as file:
-                begun = json.load(file)
+            begun = json.loads(self._record.read_bytes())
             if not isinstance(begun, dict):
                 raise ValueError(f"expected a dict, found {begun!r:.80}")
             return begun or None
@@ -141,7 +152,7 @@ class Draft:
             if self._step_path.get().exists():
                 logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
             return None
-        except (OSError, ValueError) as error:
+        except Exception as error:
             raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error
 
     def _reopen(self, record: Mapping[str, Any]) -> None:
@@ -149,12 +160,12 @@ class Draft:
         finished, directory = self._step_path.get() / self._item, self.item_directory
         with stored(f"{directory}: cannot be taken up again"):
             if finished.exists() and not directory.exists():
-                os.rename(finished, directory)
+                finished.rename(directory)
             tops = {name.split("/")[0] for name in record["leaves"]}
-            for entry in list(os.scandir(directory)):
-                if entry.name.startswith(_PROCESS_PREFIX) if self._ocdbt else entry.name in tops:
+            for name in names(directory):
+                if name.startswith(_PROCESS_PREFIX) if self._ocdbt else name in tops:
                     continue
-                _remove(entry)
+                _remove(directory / name)
 
     def chunks(self, leaves: Mapping[str, OrbaxLeaf]) -> dict[str, np.ndarray]:
         """For every array, which of its chunks are in the store, over the grid of its chunks.
@@ -176,19 +187,15 @@ class Draft:
         return present
 
     def _keys(self) -> Iterator[str]:
-        directory = self.item_directory.as_posix()
+        directory = self.item_directory
         # A context of its own, so that nothing that was cached before is listed.
         context = ocp.type_handlers.get_ts_context(use_ocdbt=self._ocdbt)
-        with stored(directory):
+        with stored(os.fspath(directory)):
+            roots = [directory]
             if self._ocdbt:
-                roots = sorted(entry.path for entry in os.scandir(directory) if entry.name.startswith(_PROCESS_PREFIX))
-            else:
-                roots = [f"{directory}/"]
+                roots = [directory / name for name in names(directory) if name.startswith(_PROCESS_PREFIX)]
             for root in roots:
-                spec = tensorstore_utils.build_kvstore_tspec(root, use_ocdbt=self._ocdbt)
-                if not self._ocdbt:
-                    spec["path"] = root
-                for key in ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result().list().result():
+                for key in kvstore(os.fspath(root), context, ocdbt=self._ocdbt).list().result():
                     yield os.fsdecode(key)
 
     def save(self, tree: Any, custom_metadata: Any) -> None:
@@ -199,7 +206,7 @@ class Draft:
             self._handler.save(self.item_directory, args=ocp.args.PyTreeSave(tree, custom_metadata=custom_metadata))
 
     def finish(self, custom_metadata: dict[str, Any] | None) -> None:
-        """Makes it a checkpoint, as `Checkpointer.save` does with an item: merges, renames the item, then the step."""
+        """Makes it a checkpoint, as `Checkpointer.save` does with an item: merges, finishes the item, then the step."""
         with stored(self.path):
             self._metadata.update(
                 file_path=self._step_path.get() / STEP_FILE,
@@ -208,13 +215,17 @@ class Draft:
             )
             self._handler.finalize(self.item_directory)
             asyncio_utils.run_sync(self._item_path.finalize())
-            os.unlink(self._record)
-            asyncio_utils.run_sync(self._step_path.finalize())
+            if self._in_place:  # a record does no harm in what is finished; without it, nothing could be taken up
+                asyncio_utils.run_sync(self._step_path.finalize())
+                self._record.unlink()
+            else:
+                self._record.unlink()
+                asyncio_utils.run_sync(self._step_path.finalize())
 
 
-def _remove(entry: os.DirEntry[str]) -> None:
+def _remove(path: epath.Path) -> None:
     """Deletes a file, a link or a directory with all that is in it."""
-    if entry.is_dir(follow_symlinks=False):
-        shutil.rmtree(entry.path)
+    if path.is_dir() and not os.path.islink(path):
+        path.rmtree()
     else:
-        os.unlink(entry.path)
+        path.unlink()

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-
-
-def local(path: str | os.PathLike[str]) -> str:
-    """An absolute path; `StorageError` where it is no path of a file system."""
-    path = os.fsdecode(path)
-    if "://" in path:
-        raise StorageError(f"{path}: only local and mounted file systems can be read and written")
-    return os.path.abspath(path)
 
 
 @contextlib.contextmanager

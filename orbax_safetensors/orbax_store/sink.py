@@ -26,7 +26,7 @@ from orbax.checkpoint._src.multihost import multihost
 from orbax_safetensors import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.draft import Draft
-from orbax_safetensors.orbax_store.flow import Budget, Operations, local, stored
+from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
 from orbax_safetensors.orbax_store.handlers import streamed, write_spec
 from orbax_safetensors.orbax_store.leaves import (
     ARRAYS,
@@ -37,6 +37,7 @@ from orbax_safetensors.orbax_store.leaves import (
     chunks_of,
     slices,
 )
+from orbax_safetensors.orbax_store.places import absolute
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key, together
 
@@ -78,7 +79,7 @@ class OrbaxSink:
         """Makes the temporary directory and all arrays in it.
 
         Args:
-          destination: the directory of steps; it need not be there.
+          destination: the directory of steps, or its `gs://` URL; it need not be there.
           tree: a pytree with an `OrbaxLeaf` for every array, whose tiles are written, and Python or NumPy scalars and
             strings, which are saved as they are. Empty nodes are saved too.
           step: its number, which is the name of its directory.
@@ -98,7 +99,7 @@ class OrbaxSink:
         Raises `StorageError` where the step is there already or storage fails, and `TensorMismatchError` where a leaf
         cannot be stored or what was left behind is of another sink; in every process, before anything is written.
         """
-        destination = local(destination)
+        destination = absolute(destination)
         self.path = os.path.join(destination, str(step))
         self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
         self._budget = Budget(memory_bytes)
@@ -203,9 +204,11 @@ class OrbaxSink:
         """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
         directory = self._draft.item_directory
         if self._process == 0:
-            making = [
-                (name, ts.open(ts.Spec(spec), create=True, open=True, context=context)) for name, spec in specs.items()
-            ]
+            with stored(self.path):
+                making = [
+                    (name, ts.open(ts.Spec(spec), create=True, open=True, context=context))
+                    for name, spec in specs.items()
+                ]
             for name, future in making:
                 with stored(f"{directory}: {name!r}"):
                     future.result()

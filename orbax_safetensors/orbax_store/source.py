@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
-import glob
-import json
 import logging
 import os
-import posixpath
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -25,9 +22,10 @@ from etils import epath
 from orbax.checkpoint._src.metadata import empty_values
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 from orbax.checkpoint._src.metadata import tree as tree_metadata
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store.flow import Budget, Operations, local, stored
+from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
 from orbax_safetensors.orbax_store.leaves import (
     ARRAYS,
     JAX_ARRAY,
@@ -43,12 +41,14 @@ from orbax_safetensors.orbax_store.leaves import (
     partition_spec,
     slices,
 )
+from orbax_safetensors.orbax_store.places import absolute, fresh, is_remote, names, read_json, state
 from orbax_safetensors.plan.view import Box
 
 logger = logging.getLogger(__name__)
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
+FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 _SHARDING_FILE = "_sharding"
 _STRINGS_FILE = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
@@ -75,7 +75,7 @@ class OrbaxCheckpoint:
     """A finished checkpoint.
 
     Attributes:
-      path: the directory of the item.
+      path: the directory of the item, or its URL.
       step: the number of the step it is of; None where its directories are not named so.
       leaves: by key path, joined by dots.
       custom_metadata: what the user has given with the step.
@@ -158,7 +158,7 @@ class OrbaxCheckpoint:
             with stored(f"{self.path}: {name!r}"):
                 spec = {
                     "driver": "json",
-                    "kvstore": {"driver": "file", "path": posixpath.join(self.path, _STRINGS_FILE)},
+                    "kvstore": tensorstore_utils.build_kvstore_tspec(self.path, _STRINGS_FILE, use_ocdbt=False),
                     "json_pointer": f"/{name}",  # unescaped, as Orbax writes it
                 }
                 return str(ts.open(spec, read=True, open=True).result().read().result().item())
@@ -167,6 +167,11 @@ class OrbaxCheckpoint:
         if leaf.kind != SCALAR:
             return out
         return out[()] if isinstance(out[()], np.number) else out.item()
+
+    def state(self) -> dict[str, Any]:
+        """What tells of each of its files that it has changed, by path; `StorageError` where that cannot be told."""
+        with stored(self.path):
+            return state(self.path)
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:
@@ -177,23 +182,25 @@ class OrbaxCheckpoint:
 def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
     """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
 
-    `path` is the directory of an item, of a step that has one item, or of steps, whose latest is opened. Reads take at
-    most `memory_bytes` besides the memory that they fill, or what one chunk needs. Raises `StorageError` where there
-    is no finished checkpoint, and `TensorMismatchError` where it has a leaf of a kind that is not known here.
+    `path` is the directory of an item, of a step that has one item, or of steps, whose latest is opened; or such a
+    directory's `gs://` URL. Reads take at most `memory_bytes` besides the memory that they fill, or what one chunk
+    needs. Raises `StorageError` where there is no finished checkpoint, and `TensorMismatchError` where it has a leaf of
+    a kind that is not known here.
     """
     budget = Budget(memory_bytes)
-    path = local(path)
+    path = absolute(path)
     with stored(path):
-        item, step = _find(path)
-    parent = posixpath.dirname(item)
-    metadata = _tree_metadata(item)
-    with stored(f"{posixpath.join(item, TREE_FILE)}: is not what Orbax writes"):
+        directory, step = _find(fresh(path))
+    item = os.fspath(directory)
+    metadata = _tree_metadata(directory)
+    with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
         nested = metadata.as_nested_tree()
     entries: dict[str, Any] = {}
     structure = _structure(nested, "", entries, item)
     ocdbt = metadata.use_ocdbt
     if ocdbt is None:
-        ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(item))
+        with stored(item):
+            ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(directory)
     zarr3 = bool(metadata.use_zarr3)
     context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
     opening = {}
@@ -201,7 +208,7 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
         if entry.value_type == STRING:
             continue
         info = ocp.type_handlers.ParamInfo(
-            name=name, parent_dir=epath.Path(item), is_ocdbt_checkpoint=ocdbt, use_zarr3=zarr3, ts_context=context
+            name=name, parent_dir=directory, is_ocdbt_checkpoint=ocdbt, use_zarr3=zarr3, ts_context=context
         )
         with stored(f"{item}: {name!r}"):
             spec = ocp.type_handlers.get_json_tspec_read(
@@ -214,12 +221,13 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
     for name, future in opening.items():
         with stored(f"{item}: {name!r}"):
             stores[name] = future.result()
-    shardings, random_keys = _shardings(item), _random_keys(item)
+    with stored(item):
+        shardings, random_keys = _shardings(directory), _random_keys(directory)
     leaves = {
         name: _leaf(entry, stores.get(name), shardings.get(name), random_keys.get(name))
         for name, entry in entries.items()
     }
-    step_metadata = _json(posixpath.join(item, STEP_FILE)) or _json(posixpath.join(parent, STEP_FILE)) or {}
+    step_metadata = read_json(directory / STEP_FILE) or read_json(directory.parent / STEP_FILE) or {}
     return OrbaxCheckpoint(
         path=item,
         step=step,
@@ -235,71 +243,72 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
     )
 
 
-def _find(path: str) -> tuple[str, int | None]:
+def _find(path: epath.Path) -> tuple[epath.Path, int | None]:
     """The directory of the item that `path` stands for, and the step."""
-    if not os.path.isdir(path):
+    if not path.is_dir():
         raise StorageError(f"{path}: expected the directory of an Orbax checkpoint, found {_what(path)}")
-    for directory in (path, posixpath.dirname(path)):
-        if _UNFINISHED in posixpath.basename(directory):
+    for directory in (path, path.parent):
+        if _UNFINISHED in directory.name:
             raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
-    if os.path.isfile(posixpath.join(path, TREE_FILE)):
-        return path, _step(path) if _step(path) is not None else _step(posixpath.dirname(path))
-    names = _directories(path)
-    items = [name for name in names if os.path.isfile(posixpath.join(path, name, TREE_FILE))]
-    finished = [name for name in items if _UNFINISHED not in name]
-    named_as_steps = all(_STEP.fullmatch(name) for name in finished)
-    if os.path.isfile(posixpath.join(path, STEP_FILE)) or not named_as_steps:
-        if len(finished) == 1:
-            return posixpath.join(path, finished[0]), _step(path)
-        if not finished:
-            raise StorageError(f"{path}: expected an item, a directory with {TREE_FILE}; found {names}")
-        raise StorageError(f"{path}: holds several items, give the directory of one: {finished}")
-    steps = {
-        int(match[1]): name
-        for name in names
-        if (match := _STEP.fullmatch(name)) and (name in finished or _is_step(posixpath.join(path, name)))
-    }
-    if not steps:
-        unfinished = [name for name in names if _UNFINISHED in name]
-        found = f"; {unfinished} were never finished" if unfinished else ""
-        raise StorageError(f"{path}: holds no finished checkpoint of Orbax{found}")
-    return _find(posixpath.join(path, steps[max(steps)]))
+    inside = names(path)
+    if STEP_FILE in inside:
+        _check_finished(path)
+    elif (path.parent / STEP_FILE).exists():
+        _check_finished(path.parent)
+    if TREE_FILE in inside:
+        _check_finished(path)
+        return path, _step(path) if _step(path) is not None else _step(path.parent)
+    directories = names(path, directories=True)
+    numbers = {name: int(match[1]) for name in directories if (match := _STEP.fullmatch(name))}
+    items = [name for name in directories if name not in numbers and _is_item(path / name)]
+    if items or STEP_FILE in inside:
+        items += [name for name in numbers if _is_item(path / name)]
+        if len(items) == 1:
+            return _find(path / items[0])[0], _step(path)
+        if not items:
+            raise StorageError(f"{path}: expected an item, a directory with {TREE_FILE}; found {directories}")
+        raise StorageError(f"{path}: holds several items, give the directory of one: {sorted(items)}")
+    for name in sorted(numbers, key=numbers.__getitem__, reverse=True):
+        if (_is_item(path / name) or _is_step(path / name)) and _is_finished(path / name):
+            return _find(path / name)
+    unfinished = [
+        name for name in directories if _UNFINISHED in name or (name in numbers and not _is_finished(path / name))
+    ]
+    found = f"; {unfinished} were never finished" if unfinished else ""
+    raise StorageError(f"{path}: holds no finished checkpoint of Orbax{found}")
 
 
-def _is_step(path: str) -> bool:
-    return os.path.isfile(posixpath.join(path, STEP_FILE)) or any(
-        os.path.isfile(posixpath.join(path, name, TREE_FILE)) for name in _directories(path)
-    )
+def _is_item(path: epath.Path) -> bool:
+    return _UNFINISHED not in path.name and TREE_FILE in names(path)
 
 
-def _directories(path: str) -> list[str]:
-    with os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir())
+def _is_step(path: epath.Path) -> bool:
+    inside = names(path)
+    return STEP_FILE in inside or any((path / name / TREE_FILE).exists() for name in inside)
 
 
-def _what(path: str) -> str:
-    return "a file" if os.path.exists(path) else "nothing"
+def _is_finished(path: epath.Path) -> bool:
+    """Whether an item or a step is; where Orbax renames it then, that is told by its name."""
+    return not is_remote(path) or FINISHED_FILE in names(path)
 
 
-def _step(path: str) -> int | None:
-    match = _STEP.fullmatch(posixpath.basename(path))
+def _check_finished(path: epath.Path) -> None:
+    if not _is_finished(path):
+        raise StorageError(f"{path}: was never finished: Orbax writes {FINISHED_FILE} when a checkpoint is complete")
+
+
+def _what(path: epath.Path) -> str:
+    return "a file" if path.exists() else "nothing"
+
+
+def _step(path: epath.Path) -> int | None:
+    match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def _json(path: str) -> Any:
-    """What a file says; None where it is not there."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path}: {error}") from error
-
-
-def _tree_metadata(item: str) -> Any:
-    path = posixpath.join(item, TREE_FILE)
-    content = _json(path)
+def _tree_metadata(item: epath.Path) -> Any:
+    path = item / TREE_FILE
+    content = read_json(path)
     with stored(f"{path}: is not what Orbax writes"):
         return tree_metadata.InternalTreeMetadata.from_json(content)
 
@@ -341,10 +350,10 @@ def _leaf(entry: Any, store: ts.TensorStore | None, sharding: Any, random_key: s
     )
 
 
-def _shardings(item: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+def _shardings(item: epath.Path) -> dict[str, ocp.metadata.ShardingMetadata]:
     """What is recorded of shardings, by leaf; those of kinds that this Orbax has no record for are left out."""
-    path = posixpath.join(item, _SHARDING_FILE)
-    content = _json(path) or {}
+    path = item / _SHARDING_FILE
+    content = read_json(path) or {}
     shardings: dict[str, ocp.metadata.ShardingMetadata] = {}
     with stored(f"{path}: is not what Orbax writes"):
         for key, text in content.items():
@@ -359,13 +368,14 @@ def _shardings(item: str) -> dict[str, ocp.metadata.ShardingMetadata]:
     return shardings
 
 
-def _random_keys(item: str) -> dict[str, str]:
+def _random_keys(item: epath.Path) -> dict[str, str]:
     """The implementations of the leaves that are the data of random keys. Every process's file has all of them."""
-    files = sorted(glob.glob(posixpath.join(glob.escape(item), _ARRAY_METADATAS, "process_*")))
+    directory = item / _ARRAY_METADATAS
+    files = [name for name in names(directory) if name.startswith("process_")] if directory.exists() else []
     if not files:
         return {}
-    content = _json(files[0])
-    with stored(f"{files[0]}: is not what Orbax writes"):
+    content = read_json(directory / files[0])
+    with stored(f"{directory / files[0]}: is not what Orbax writes"):
         arrays = [entry["array_metadata"] for entry in content["array_metadatas"]]
         return {
             array["param_name"]: array["ext_metadata"][RANDOM_KEY]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import shutil
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.errors import MappingError, StorageError
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.io.store import Store, read_small, write_small
+from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import CONFIG_NAME, as_config
 
-# What `save_pretrained` of transformers writes for tokenizers, processors and generation.
+# What `save_pretrained` of transformers writes for tokenizers, processors and generation. Where a server does not list
+# what it has, it is asked for the names without a star.
 _PATTERNS = (
     "added_tokens.json",
     "chat_template*",
@@ -28,75 +31,92 @@ _PATTERNS = (
     "*.bpe.model",
     "spiece.model",
     "*.tiktoken",
+    "tokenizer.json",
+    "tokenizer_config.json",
     "tokenizer*.json",
+    "tokenizer.model",
     "tokenizer*.model",
     "vocab.json",
     "vocab.txt",
 )
 
+_MAX_BYTES = 2**30
+
 
 @dataclass(frozen=True)
 class Beside:
-    """The content of `config.json`, None where there is none, and files to copy besides: their paths by name."""
+    """The content of `config.json`, None where there is none, and files to copy besides: paths or URLs by name."""
 
     config: Mapping[str, Any] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self, directory: str) -> None:
-        """Writes all of it; raises `StorageError` where that is not possible."""
-        try:
-            for name, path in self.copies.items():
-                shutil.copyfile(path, os.path.join(directory, name))
-            if self.config is not None:
-                with open(os.path.join(directory, CONFIG_NAME), "w", encoding="utf-8") as file:
-                    file.write(json.dumps(self.config, indent=2) + "\n")
-        except OSError as error:
-            raise StorageError(f"{directory}: {error}") from error
+    def write(self, store: Store, directory: str) -> None:
+        """Writes all of it, so that it is on the disk; raises `StorageError` where that is not possible."""
+        for name, path in self.copies.items():
+            write_small(store, posixpath.join(directory, name), _read(path))
+        if self.config is not None:
+            text = json.dumps(self.config, indent=2) + "\n"
+            write_small(store, posixpath.join(directory, CONFIG_NAME), text.encode())
 
     def stored_as(self, dtype: np.dtype) -> Beside:
         """The same for tensors that are all cast to `dtype`: transformers loads a model in what its config says."""
         if self.config is None:
             return self
         own = dict(self.config)
-        for key in ("dtype", "torch_dtype"):
-            if key in own:
-                own[key] = dtype.name
+        if isinstance(own.get("text_config"), dict):
+            own["text_config"] = dict(own["text_config"])
+        for part in (own, own.get("text_config")):
+            if isinstance(part, dict):
+                part |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in part}
         return replace(self, config=own)
 
 
 def beside(config: Any) -> Beside:
     """What a caller's `config` stands for.
 
-    It is the content of a `config.json`, something with a `to_dict` that gives it, the path of such a file, or a
-    directory with one, whose tokenizer's files and their like are copied too. Raises `MappingError` where it is no
+    It is the content of a `config.json`, something with a `to_dict` that gives it, the path or URL of such a file, or
+    of a directory with one, whose tokenizer's files and their like are copied too. Raises `MappingError` where it is no
     config, and `StorageError` where it cannot be read.
     """
     if not isinstance(config, str | os.PathLike):
         return Beside(as_config(config))
     path = os.fsdecode(config)
-    if not os.path.isdir(path):
-        return Beside(as_config(_read(path)))
-    return Beside(as_config(_read(os.path.join(path, CONFIG_NAME))), copied(path))
+    if path.endswith(".json") or os.path.isfile(path):
+        return Beside(as_config(_json(path)))
+    return Beside(as_config(_json(posixpath.join(path, CONFIG_NAME))), copied(path))
 
 
 def copied(directory: str) -> dict[str, str]:
-    """The files of a directory that belong to a model besides its tensors, by name."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
-    except OSError as error:
-        raise StorageError(f"{directory}: {error}") from error
+    """The files of a directory that belong to a model besides its tensors, by name.
+
+    Of a server that lists no names, those that most models have.
+    """
+    store, directory = store_of(directory, None)
+    if not store.lists:
+        asked = (posixpath.join(directory, name) for name in _PATTERNS if "*" not in name)
+        return {posixpath.basename(path): path for path in asked if _is_there(store, path)}
+    paths = {name: posixpath.join(directory, name) for name in store.list(directory) or ()}
     return {
-        name: os.path.join(directory, name)
-        for name in names
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS)
+        name: path
+        for name, path in paths.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS) and not os.path.isdir(path)
     }
 
 
-def _read(path: str) -> Any:
+def _is_there(store: Store, path: str) -> bool:
+    if (file := store.find(path)) is None:
+        return False
+    file.close()
+    return True
+
+
+def _read(path: str) -> bytes:
+    store, path = store_of(path, None)
+    return read_small(store.open(path), _MAX_BYTES)
+
+
+def _json(path: str) -> Any:
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except OSError as error:
-        raise StorageError(f"{path}: {error}") from error
+        return json.loads(_read(path))
     except ValueError as error:
         raise MappingError(f"{path}: is not JSON: {error}") from error

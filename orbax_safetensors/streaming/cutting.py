@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
+from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.tiling import common, tile_shape, tiles
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource
+
+# Each takes some hundred bytes of memory.
+_MAX_BUNDLES = 1_000_000
 
 
 def bundles(
@@ -22,7 +26,7 @@ def bundles(
 
     Tiles are longest along the axes that come first in `orders`, or in the source's order. Those of leaves that are
     `together` make one bundle, box by box, if the leaves are cut alike. A bundle has at most `limit` bytes, if one
-    grain has not more.
+    grain has not more. Raises `SafetensorsError` where that makes more tiles than a process can keep.
     """
     out: list[Bundle] = []
     for names in together:
@@ -34,6 +38,10 @@ def bundles(
             out += list(zip(*own, strict=True))
         else:
             out += [(tile,) for of_leaf in own for tile in of_leaf]
+        if len(out) > _MAX_BUNDLES:
+            raise SafetensorsError(
+                f"memory_bytes is too little: in batches of {limit} bytes, there are more than {_MAX_BUNDLES} of them"
+            )
     return out
 
 

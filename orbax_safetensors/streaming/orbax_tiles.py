@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -26,7 +25,7 @@ class OrbaxSource:
         self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._of.items()}
         for name, leaf in self._of.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
-        self._state = _state(checkpoint.path)
+        self._state = checkpoint.state()
         moved = (checkpoint.path, sorted(self._state.items()), sorted(stored.items()))
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.requests = 0
@@ -66,26 +65,13 @@ class OrbaxSource:
 
     def check(self) -> None:
         """See `TileSource`."""
-        found = _state(self._checkpoint.path)
+        found = self._checkpoint.state()
         if found != self._state:
             changed = sorted(set(found.items()) ^ set(self._state.items()))[0][0]
             raise StorageError(f"{self._checkpoint.path}: {changed} changed while the checkpoint was in use")
 
     def close(self) -> None:
         """See `TileSource`."""
-
-
-def _state(path: str) -> dict[str, tuple[int, int]]:
-    """Size and modification time of every file of a checkpoint, by path."""
-    found = {}
-    try:
-        for directory, _, names in os.walk(path):
-            for name in names:
-                facts = os.stat(os.path.join(directory, name))
-                found[os.path.relpath(os.path.join(directory, name), path)] = (facts.st_size, facts.st_mtime_ns)
-    except OSError as error:
-        raise StorageError(f"{path}: {error}") from error
-    return found
 
 
 class OrbaxTiles:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import arrays
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.plan.view import Box
 
-Spec = Sequence[str | Sequence[str] | None]
+Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
+AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None
 
 # The mesh of an array that nobody shards. MaxText's own converter calls its only axis so.
 _UNSHARDED = {"checkpoint_sharding_axis": 1}
@@ -67,27 +70,66 @@ class Partition:
         return arrays.device_boxes(NamedSharding(mesh, PartitionSpec(*self.spec(name, shape))), shape)
 
 
-def partition(mesh: Mapping[str, int] | None, patterns: Mapping[str, Spec] | None) -> Partition:
-    """Checks what a caller says; without a mesh, nothing is sharded."""
+def partition(mesh: AskedMesh, patterns: Mapping[str, Spec] | None, like: Any = None) -> Partition:
+    """Checks what a caller says; without a mesh, nothing is sharded. `like` is a tree that says both."""
+    if like is not None:
+        if mesh is not None or patterns:
+            raise TensorMismatchError("like says the mesh and all specs: pass like alone, or mesh and spec")
+        return _of_target(like)
     if mesh is None:
         if patterns:
             raise TensorMismatchError("spec names the axes of a mesh: pass mesh, too")
         return Partition(_UNSHARDED, {})
+    sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     if (
-        not isinstance(mesh, Mapping)
-        or not mesh
-        or not all(isinstance(axis, str) and type(size) is int and size > 0 for axis, size in mesh.items())
+        not isinstance(sizes, Mapping)
+        or not sizes
+        or not all(isinstance(axis, str) and _is_size(size) for axis, size in sizes.items())
     ):
         raise TensorMismatchError(f"mesh: expected the sizes of its axes by name, as {{'fsdp': 16}}, found {mesh!r}")
     if not isinstance(patterns or {}, Mapping):
         raise TensorMismatchError(
             f"spec: expected axes by pattern, as {{'kernel': ('fsdp', None)}}, found {patterns!r}"
         )
+    specs = {}
     for pattern, spec in (patterns or {}).items():
         check_pattern("spec", pattern)
-        if not _is_spec(spec):
+        specs[pattern] = tuple(spec) if isinstance(spec, PartitionSpec) else spec
+        if not _is_spec(specs[pattern]):
             raise TensorMismatchError(f"spec: {pattern!r}: expected a tuple of axes and None, found {spec!r}")
-    return Partition(dict(mesh), dict(patterns or {}))
+    return Partition({axis: int(size) for axis, size in sizes.items()}, specs)
+
+
+def _of_target(tree: Any) -> Partition:
+    """The shardings of a restore's target, by the whole names of its leaves."""
+    mesh: Mapping[str, int] | None = None
+    specs = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "sharding")):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        sharding = _sharding(leaf)
+        if sharding is None:
+            continue
+        if not isinstance(sharding, NamedSharding):
+            raise TensorMismatchError(f"like: {name!r}: expected a sharding over a mesh, found {sharding}")
+        own = dict(sharding.mesh.shape)
+        mesh = own if mesh is None else mesh
+        if list(own.items()) != list(mesh.items()):
+            raise TensorMismatchError(f"like: {name!r}: is over the mesh {own}, others are over {dict(mesh)}")
+        specs[f"^{re.escape(name)}$"] = tuple(sharding.spec)
+    if mesh is None:
+        raise TensorMismatchError("like: expected a tree with shardings, found none in it")
+    return Partition(mesh, specs)
+
+
+def _sharding(leaf: Any) -> Any:
+    """That of a target's leaf, which `ArrayRestoreArgs` may have as a mesh and its axes."""
+    if getattr(leaf, "mesh", None) is not None and getattr(leaf, "mesh_axes", None) is not None:
+        return NamedSharding(leaf.mesh, leaf.mesh_axes)
+    return getattr(leaf, "sharding", None)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) > 0
 
 
 def _is_spec(spec: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.io.arena import trim
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.transfer import batches
+
+_T = TypeVar("_T")
 
 Progress = Callable[[int, int], None]
 
@@ -122,16 +124,16 @@ def nbytes(tiles: Iterable[Tile], leaves: Mapping[str, Fact]) -> int:
     return sum(prod(tile.shape) * leaves[tile.name].dtype.itemsize for tile in tiles)
 
 
-def share(bundles: Sequence[Bundle], leaves: Mapping[str, Fact], process: int, count: int) -> list[Bundle]:
-    """What one of `count` processes moves: bundles that follow one another, of about as many bytes as the others'."""
-    sizes = [nbytes(bundle, leaves) for bundle in bundles]
+def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: int) -> list[_T]:
+    """What one of `count` processes moves: items that follow one another, of about as many bytes as the others'."""
+    sizes = [size(item) for item in items]
     total, before = sum(sizes), 0
     own = []
-    for bundle, size in zip(bundles, sizes, strict=True):
-        # The process in whose part of all bytes the middle of the bundle is.
-        if min((2 * before + size) * count // max(2 * total, 1), count - 1) == process:
-            own.append(bundle)
-        before += size
+    for item, nbytes in zip(items, sizes, strict=True):
+        # The process in whose part of all bytes the middle of the item is.
+        if min((2 * before + nbytes) * count // max(2 * total, 1), count - 1) == process:
+            own.append(item)
+        before += nbytes
     return own
 
 

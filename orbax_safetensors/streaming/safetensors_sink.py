@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 
 import numpy as np
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
-from orbax_safetensors.io.store import NewFile, Store
+from orbax_safetensors.io.store import NewFile, Store, write_small
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.streaming.beside import Beside
@@ -78,25 +77,12 @@ class SafetensorsSink:
         Called by one process, after all have closed. All is on the disk before it has that name.
         """
         directory = self._draft.directory
-        beside.write(directory)
-        others = set(self._store.list(directory) or ()).difference(name for name, _ in self._files.layout.files)
-        for name in sorted(others):
-            with closing(self._store.create(os.path.join(directory, name))) as file:
-                file.sync()
+        beside.write(self._store, directory)
         if (index := self._files.layout.index) is not None:
-            self._write_whole(self._store.create(os.path.join(directory, INDEX_NAME)), index.encode())
+            write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
-            self._write_whole(self._create(number), header.encode())
+            write_small(self._store, self._paths[number], header.encode())
             found = os.stat(self._paths[number]).st_size
             if found != header.file_bytes:
                 raise StorageError(f"{self._paths[number]}: expected {header.file_bytes} bytes, found {found}")
         self._draft.finish()
-
-    @staticmethod
-    def _write_whole(file: NewFile, text: bytes) -> None:
-        """Returns when it is on the disk, with all else that was written to the file."""
-        try:
-            file.write(0, [memoryview(text)])
-            file.sync()
-        finally:
-            file.close()

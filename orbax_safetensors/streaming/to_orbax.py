@@ -13,7 +13,16 @@ from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink
 from orbax_safetensors.plan.tiling import chunk_shape
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles
-from orbax_safetensors.streaming.pipeline import Moved, Progress, TileSource, batch_bytes, check_fits, share, stream
+from orbax_safetensors.streaming.pipeline import (
+    Moved,
+    Progress,
+    TileSource,
+    batch_bytes,
+    check_fits,
+    nbytes,
+    share,
+    stream,
+)
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,8 @@ def write_orbax(
         # Every process sees the same as written, and then begins to write.
         left = [bundle for bundle in cuts if not all(sink.written(tile.name, tile.box) for tile in bundle)]
         tiles = OrbaxTiles(sink)
-        own = share(left, source.leaves, jax.process_index(), jax.process_count())
-        nbytes = stream(source, tiles, own, limit, progress)
+        own = share(left, lambda bundle: nbytes(bundle, source.leaves), jax.process_index(), jax.process_count())
+        moved = stream(source, tiles, own, limit, progress)
         source.check()
         sink.commit()
-    return Moved(target.path, nbytes, source.requests + tiles.requests)
+    return Moved(target.path, moved, source.requests + tiles.requests)

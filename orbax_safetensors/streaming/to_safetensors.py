@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -24,6 +24,7 @@ from orbax_safetensors.streaming.pipeline import (
     TileSource,
     batch_bytes,
     is_below,
+    nbytes,
     share,
     stream,
 )
@@ -52,10 +53,10 @@ def write_safetensors(
     orders = {name: storage_order(files.views[name]) for name in source.leaves}
     cuts = bundles(source, grains, orders, groups, limit)
     numbers = {tile: number for number, tile in enumerate(tile for bundle in cuts for tile in bundle)}
-    digest = _digest(source, files, beside, cuts)
+    told = digest(source, files, beside, cuts)
     key = new_key(f"convert/{hashlib.sha256(os.fsencode(destination)).hexdigest()}")
     primary = jax.process_index() == 0
-    draft = Draft(destination, digest)
+    draft = Draft(destination, told)
 
     def begin() -> None:
         if is_below(source.path, draft.path):
@@ -63,36 +64,36 @@ def write_safetensors(
         if primary:
             draft.begin(resume=resume)
 
-    together(f"{key}/begin", begin, digest)
+    together(f"{key}/begin", begin, told)
     done = together(f"{key}/done", draft.done)
     # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
     agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
     left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
-    own = share(left, source.leaves, jax.process_index(), jax.process_count())
+    own = share(left, lambda bundle: nbytes(bundle, source.leaves), jax.process_index(), jax.process_count())
     sink = SafetensorsSink(draft, files, numbers, jax.process_index(), LocalStore(), options)
 
     def write() -> int:
         try:
-            nbytes = stream(source, sink, own, limit, progress)
+            moved = stream(source, sink, own, limit, progress)
         finally:
             sink.close()
         source.check()
-        return nbytes
+        return moved
 
-    nbytes = together(f"{key}/tiles", write)
+    moved = together(f"{key}/tiles", write)
     together(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
     for part in ("begin", "done", "seen", "tiles"):
         forget(f"{key}/{part}")
-    return Moved(destination, nbytes, source.requests + sink.requests)
+    return Moved(destination, moved, source.requests + sink.requests)
 
 
-def _digest(source: TileSource, files: Files, beside: Beside, cuts: list[Bundle]) -> str:
+def digest(source: TileSource, files: Files, beside: Beside, cuts: Sequence[Bundle]) -> str:
     """Equal where the same tiles of the same source go to the same places."""
     views = sorted(files.views.items())
-    digest = hashlib.sha256(f"{source.identity}\0{beside}\0{views}\0".encode("utf-8", "backslashreplace"))
+    hashed = hashlib.sha256(f"{source.identity}\0{beside}\0{views}\0".encode("utf-8", "backslashreplace"))
     for name, header in files.layout.files:
-        digest.update(f"{name}\0".encode())
-        digest.update(header.encode())
+        hashed.update(f"{name}\0".encode())
+        hashed.update(header.encode())
     for bundle in cuts:
-        digest.update(repr([tuple(tile) for tile in bundle]).encode("utf-8", "backslashreplace"))
-    return digest.hexdigest()
+        hashed.update(repr([tuple(tile) for tile in bundle]).encode("utf-8", "backslashreplace"))
+    return hashed.hexdigest()

@@ -148,7 +148,7 @@ def test_processes_that_see_the_tree_differently_do_not_mix_what_they_write(toge
     for found in found_in(together, "refused"):
         assert found[name] is not None, "it was saved"
         assert found[name]["kind"] == "TensorMismatchError"
-        assert "does not save the same as process 0" in found[name]["text"]
+        assert "does not do the same as process 0" in found[name]["text"]
 
 
 def test_after_errors_the_tree_is_saved(alone, together):

@@ -75,6 +75,25 @@ def test_every_process_writes_where_orbax_has_it_write(together, name):
         assert {path.name for path in item.glob("ocdbt.*")} == {f"ocdbt.{process}" for process in everyone}
 
 
+def test_below_a_url(orbax_gcs):
+    found = launch("tests.multiprocess.workers_orbax_store:remote", orbax_gcs.url, processes=2, devices=2)
+    arrays = workers.values()
+    args = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=int if leaf == 3 else np.ndarray), workers.tree())
+    for name, first in found[0].items():
+        checkpoint = open_orbax(f"{orbax_gcs.url}/{name}")
+        restored = ocp.PyTreeCheckpointer().restore(f"{orbax_gcs.url}/{name}/0/items", restore_args=args)
+        for leaf, array in arrays.items():
+            assert checkpoint.value(leaf).tobytes() == array.tobytes()
+            assert restored["params"][leaf.split(".")[1]].tobytes() == array.tobytes()
+        # What was there already was written by neither.
+        chunks = sum(int(np.prod(leaf.grid)) for leaf in checkpoint.leaves.values() if leaf.kind == "jax.Array")
+        second = found[1][name]
+        assert first
+        assert second
+        assert not set(first) & set(second)
+        assert len(first) + len(second) <= chunks // 2 + 1
+
+
 @pytest.mark.parametrize("name", ["the_last_process_writes_nothing", "the_first_process_writes_nothing"])
 def test_a_process_with_nothing_to_write(together, name):
     is_complete(together[0] / name)
@@ -110,7 +129,7 @@ def test_a_process_that_fails_fails_all(together, name, process, why):
 
 def test_trees_that_differ(together):
     root, found = together
-    assert all("does not save the same as process 0" in one["trees_that_differ"] for one in found)
+    assert all("does not do the same as process 0" in one["trees_that_differ"] for one in found)
     assert not (root / "trees_that_differ").exists()
 
 

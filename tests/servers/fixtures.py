@@ -7,8 +7,9 @@
         ...  # reads f"{s3.url}/model.safetensors"
         assert s3.server.sent(method="GET", process=os.getpid()) == len(data)
 
-`s3` is moto and `azure` Azurite, each a process for the whole session; `gcs`, `web` and `hub` are ours. Where what one
-needs is not installed its tests are skipped, and say what that is.
+`s3` is moto and `azure` Azurite, each a process for the whole session; `gcs`, `web` and `hub` are ours. `orbax_gcs` is
+as `gcs`, but found through the environment, also by Orbax. Where what one needs is not installed its tests are skipped,
+and say what that is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.servers import hub as huggingface
 from tests.servers.faults import Answer
 from tests.servers.files import Files
 from tests.servers.forward import Forward
+from tests.servers.gcs_json import GcsWithJson
 from tests.servers.processes import serving
 from tests.servers.server import Request, Server
 
@@ -113,6 +115,40 @@ def gcs() -> Iterator[Place]:
         options = {"google_base_url": server.url, "google_bearer_token": google.TOKEN}
         expired = Answer(401, _XML, b"<Error><Code>AuthenticationRequired</Code></Error>")
         yield Place(f"gs://{bucket}", server, options, expired)
+
+
+@pytest.fixture(scope="session")
+def gcs_for_all() -> Iterator[tuple[google.Gcs, Server]]:
+    """Google Cloud Storage for the whole session: gcsfs keeps a client, which stays with the server it was made for."""
+    gcs = google.Gcs()
+    with pytest.MonkeyPatch.context() as patched, Server(GcsWithJson(gcs)) as server:
+        # As it is imported, gcsfs decides whether it asks for the kind of a bucket, over gRPC and with credentials.
+        patched.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        pytest.importorskip("gcsfs", reason="gcsfs is not installed")
+        import fsspec
+
+        patched.setitem(fsspec.config.conf, "gcs", {"token": "anon"})
+        yield gcs, server
+
+
+@pytest.fixture
+def orbax_gcs(gcs_for_all: tuple[google.Gcs, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A bucket of Google Cloud Storage for Orbax, with TensorStore and gcsfs, and for obstore without options."""
+    bucket = f"bucket-{next(_number)}"
+    gcs, server = gcs_for_all
+    server.clear()
+    gcs.buckets[bucket] = {}
+    for name, value in {
+        "STORAGE_EMULATOR_HOST": server.url,
+        "TENSORSTORE_GCS_HTTP_URL": server.url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": google.TOKEN,
+        # In other processes, what `gcs_for_all` does in this one.
+        "FSSPEC_GCS_TOKEN": "anon",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield Place(f"gs://{bucket}", server)
+    del gcs.buckets[bucket]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import shutil
 import threading
 from pathlib import Path
 from unittest import mock
@@ -12,7 +11,7 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.io import local
-from orbax_safetensors.streaming import beside, draft
+from orbax_safetensors.streaming import draft
 from tests.streaming.interrupted import CALLS
 from tests.streaming.test_resume import check, make_source
 
@@ -193,26 +192,15 @@ def test_files_are_flushed_where_something_was_written(source, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
 def test_a_full_disk_for_what_is_beside(name, source, tmp_path, monkeypatch):
     path, destination = source(MANY_FILES), tmp_path / "to"
-    copy, create = shutil.copyfile, local.LocalStore.create
+    create = local.LocalStore.create
 
-    def fail(where):
+    def failing_create(self, where, nbytes=None):
         if os.path.basename(where) == name:
             Path(where).write_bytes(b"{")
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    def failing_copy(old, new):
-        fail(new)
-        return copy(old, new)
-
-    def failing_create(self, where):
-        try:
-            fail(where)
-        except OSError as error:
-            raise ost.StorageError(str(error)) from error
+            raise ost.StorageError("No space left on device")
         return create(self, where)
 
     with monkeypatch.context() as patched:
-        patched.setattr(beside.shutil, "copyfile", failing_copy)
         patched.setattr(local.LocalStore, "create", failing_create)
         with pytest.raises(ost.StorageError, match="No space left"):
             CALLS[MANY_FILES](path, destination)
@@ -225,13 +213,13 @@ def test_a_full_disk_for_what_is_beside(name, source, tmp_path, monkeypatch):
 def test_a_full_disk_for_a_config_that_was_given(source, tmp_path, monkeypatch):
     path, destination = source("to_safetensors"), tmp_path / "to"
 
-    def full(where, mode="r", **more):
-        if os.path.basename(where) == "config.json":
-            return open("/dev/full", mode, **more)
-        return open(where, mode, **more)
+    create = local.LocalStore.create
+
+    def full(self, where, nbytes=None):
+        return create(self, "/dev/full" if os.path.basename(where) == "config.json" else where)
 
     with monkeypatch.context() as patched:
-        patched.setattr(beside, "open", full, raising=False)
+        patched.setattr(local.LocalStore, "create", full)
         with pytest.raises(ost.StorageError, match="No space left"):
             CALLS["to_safetensors"](path, destination, config={"model_type": "mine"})
     assert not destination.exists()

@@ -81,7 +81,7 @@ def test_every_element_passes_once(drawn):
     total = 0
     for process in range(processes):
         told = []
-        own = share(cuts, memory.leaves, process, processes)
+        own = share(cuts, lambda bundle: nbytes(bundle, memory.leaves), process, processes)
         done = stream(memory, memory, own, limit, lambda *now, told=told: told.append(now))
         assert told[0] == (0, done)
         assert told[-1] == (done, done)
@@ -98,10 +98,11 @@ def test_every_element_passes_once(drawn):
 def test_shares_are_even():
     memory = Memory({f"a{number}": np.zeros((10, 10), I4) for number in range(10)})
     cuts = bundles(memory, dict.fromkeys(memory.arrays, (1, 10)), {}, [(name,) for name in memory.arrays], 40)
-    sizes = [
-        nbytes([tile for bundle in share(cuts, memory.leaves, p, 7) for tile in bundle], memory.leaves)
-        for p in range(7)
-    ]
+
+    def size(bundle):
+        return nbytes(bundle, memory.leaves)
+
+    sizes = [sum(map(size, share(cuts, size, process, 7))) for process in range(7)]
     assert sum(sizes) == 4000
     assert max(sizes) - min(sizes) <= 40
 

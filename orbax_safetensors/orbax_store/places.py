@@ -1,0 +1,102 @@
+"""Where checkpoints are: directories of file systems, and below `gs://`, the one object store that Orbax writes to.
+
+Files are reached as Orbax reaches them, through `epath`, chunks through TensorStore.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from typing import Any
+
+import tensorstore as ts
+from etils import epath
+from etils.epath import backend
+
+# Orbax's own choice of a store for a path, without an array in it.
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.orbax_store.flow import stored
+
+_REMOTE = "gs://"
+# What `epath` reaches an object store with, either of them.
+_CLIENTS = ("gcsfs", "tensorflow")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is of an object store, where nothing can be renamed and no directory is without a file."""
+    return os.fspath(path).startswith(_REMOTE)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """An absolute path, or a URL without a slash at its end.
+
+    Raises `StorageError` where it is a URL of another kind, or where there is nothing to reach it with.
+    """
+    path = os.fsdecode(path)
+    if "://" not in path:
+        return os.path.abspath(path)
+    if not path.removeprefix(_REMOTE).strip("/") or not is_remote(path):
+        raise StorageError(f"{path}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
+    if not any(importlib.util.find_spec(name) for name in _CLIENTS):
+        raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install 'orbax-safetensors[gcs]'")
+    return path.rstrip("/")
+
+
+def fresh(path: str | os.PathLike[str]) -> epath.Path:
+    """A directory as it is now: what gcsfs has listed it takes for all that is there until it is told to forget it."""
+    found = epath.Path(path)
+    if found._backend is backend.fsspec_backend:
+        backend.fsspec_backend.fs(path).invalidate_cache()
+    return found
+
+
+def names(directory: epath.Path, *, directories: bool = False) -> list[str]:
+    """The names of what is in a directory, sorted, or of the directories there; none where an object store has none."""
+    if not is_remote(directory):
+        with os.scandir(directory) as entries:  # `epath` leaves out what ends with a tilde
+            return sorted(entry.name for entry in entries if not directories or entry.is_dir())
+    try:
+        return sorted(entry.name for entry in fresh(directory).iterdir() if not directories or entry.is_dir())
+    except FileNotFoundError:
+        return []
+    finally:  # Orbax waits for what other processes make, and would never see it
+        fresh(directory)
+
+
+def read_json(path: epath.Path) -> Any:
+    """What a file says; None where it is not there."""
+    with stored(os.fspath(path)):
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+
+def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.KvStore:
+    """What is below a directory: Orbax's database of chunks, or files."""
+    spec = tensorstore_utils.build_kvstore_tspec(directory, use_ocdbt=ocdbt)
+    if not ocdbt:
+        spec["path"] += "/"
+    return ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result()
+
+
+def state(directory: str) -> dict[str, Any]:
+    """Of every file in a directory, by its path in there, what tells that it has changed: on all hosts the same."""
+    if not is_remote(directory):
+        return dict(_local_state(directory))
+    store = kvstore(directory, ts.Context())
+    # Without bytes, only the generation is asked for.
+    reading = {key: store.read(key, byte_range=slice(0, 0)) for key in store.list().result()}
+    return {os.fsdecode(key): future.result().stamp.generation for key, future in reading.items()}
+
+
+def _local_state(root: str) -> Any:
+    """Size and modification time."""
+    for directory, _, files in os.walk(root):
+        for name in files:
+            path = os.path.join(directory, name)
+            facts = os.stat(path)
+            yield os.path.relpath(path, root), (facts.st_size, facts.st_mtime_ns)

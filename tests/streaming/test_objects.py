@@ -1,0 +1,167 @@
+"""Conversions from and to object stores, with the same conversions of local files as the oracle."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.io.store import read_small
+from orbax_safetensors.io.stores import store_of
+from tests.files import random_bits, write_indexed
+from tests.servers.faults import Answer
+
+ROOT = Path(__file__).parents[2] / "testdata"
+F4 = np.dtype(np.float32)
+SMALL = 40_000
+
+MAXTEXT = {"to": "safetensors", "family": "maxtext"}
+CALLS = {
+    "files": lambda source, to, **more: ost.reshard(source, to, max_file_bytes=6000, memory_bytes=SMALL, **more),
+    "a device each": lambda source, to, **more: ost.reshard(
+        source, to, mesh={"x": 4}, spec={"w": (None, "x")}, memory_bytes=SMALL, **more
+    ),
+    "one file": lambda source, to, **more: ost.reshard(source, to, memory_bytes=SMALL, **more),
+}
+
+
+@pytest.fixture
+def place(gcs, monkeypatch):
+    for name, value in gcs.environment.items():
+        monkeypatch.setenv(name, value)
+    return gcs
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    made = {f"w{number}": random_bits(rng, (16, 64 + 8 * number), F4) for number in range(8)}
+    return made | {"empty": np.zeros((0, 3), F4), "scalar": np.ones((), F4), "b": np.arange(5)}
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "from"
+    path.mkdir()
+    whole = list(arrays().items())
+    write_indexed(path, [dict(whole[:5]), dict(whole[5:])])
+    (path / "config.json").write_text('{"model_type": "mine"}')
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def content(url):
+    """All files below a URL or in a directory, by name."""
+    if "://" not in str(url):
+        return {path.name: path.read_bytes() for path in Path(url).iterdir()}
+    store, path = store_of(url, None)
+    return {name: read_small(store.open(f"{path}/{name}"), 1 << 30) for name in store.list(path) or ()}
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_as_on_a_disk(kind, source, place, tmp_path):
+    local, remote = CALLS[kind](source, tmp_path / "to"), CALLS[kind](source, f"{place.url}/to")
+    assert remote.nbytes == local.nbytes
+    assert content(f"{place.url}/to") == content(tmp_path / "to")
+    # And from there: sources on a store, to a disk and to the store.
+    CALLS[kind](f"{place.url}/to", tmp_path / "again")
+    CALLS[kind](f"{place.url}/to", f"{place.url}/again")
+    assert content(f"{place.url}/again") == content(tmp_path / "again")
+    found = ost.SafetensorsHandler().restore(f"{place.url}/again")
+    for name, array in arrays().items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("model", ["qwen3_unscanned", "deepseek3_scanned"])
+@pytest.mark.parametrize("memory_bytes", [200_000, 1 << 30])
+def test_from_maxtext(model, memory_bytes, place, tmp_path):
+    """Layers that are stacked, transposed and in several files, more than one of which wait for their bytes."""
+    hf = ROOT / "maxtext" / model.split("_")[0] / "hf"
+    ost.convert(ROOT / "orbax" / model, tmp_path / "to", config=hf, **MAXTEXT)
+    ost.convert(ROOT / "orbax" / model, f"{place.url}/to", config=hf, memory_bytes=memory_bytes, **MAXTEXT)
+    local, remote = (ost.SafetensorsHandler().restore(to) for to in (str(tmp_path / "to"), f"{place.url}/to"))
+    assert sorted(local) == sorted(remote)
+    assert all(local[name].tobytes() == remote[name].tobytes() for name in local)
+    assert len(ost.open_checkpoint(f"{place.url}/to").files) > (1 if memory_bytes < 1 << 20 else 0)
+    assert content(f"{place.url}/to")["config.json"] == content(tmp_path / "to")["config.json"]
+
+
+def test_a_config_on_a_store(place, tmp_path):
+    store, path = store_of(f"{place.url}/hf", None)
+    for name, text in content(ROOT / "maxtext" / "qwen3" / "hf").items():
+        with_bytes = store.create(f"{path}/{name}", len(text))
+        with_bytes.write(0, [memoryview(text)])
+        with_bytes.close()
+    ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", config=f"{place.url}/hf", **MAXTEXT)
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["model_type"] == "qwen3"
+    ost.convert(f"{place.url}/hf", tmp_path / "back", to="orbax", family="maxtext")
+    assert (tmp_path / "back" / "0" / "items").is_dir()
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_stopped_and_resumed(kind, source, place, tmp_path):
+    to = f"{place.url}/to"
+    whole = CALLS[kind](source, tmp_path / "to").nbytes
+
+    def stop(done, total):
+        if done > total // 2:
+            raise InterruptedError("enough")
+
+    with pytest.raises(ost.StorageError, match="enough"):
+        CALLS[kind](source, to, progress=stop)
+    with pytest.raises(ost.SafetensorsError):
+        ost.open_checkpoint(to)
+    (source / "config.json").write_text("{ }")
+    shutil.copystat(ROOT / "orbax", source / "config.json")
+    resumed = CALLS[kind](source, to, resume=True)
+    assert resumed.nbytes < whole if kind != "one file" else resumed.nbytes == whole
+    (tmp_path / "to" / "config.json").write_text("{ }")
+    assert content(to) == content(tmp_path / "to")
+    with pytest.raises(ost.StorageError, match="already exists"):
+        CALLS[kind](source, to)
+    with pytest.raises(ost.StorageError, match="already exists"):
+        CALLS[kind](source, to, resume=True)
+
+
+def test_another_conversion_is_not_mixed_in(source, place, tmp_path):
+    to = f"{place.url}/to"
+
+    def stop(done, total):
+        if done > total // 2:
+            raise InterruptedError("enough")
+
+    for again in (False, True):
+        with pytest.raises(ost.StorageError, match="enough"):
+            CALLS["files"](source, to, progress=stop)
+        if not again:
+            with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
+                ost.reshard(source, to, max_file_bytes=9000, resume=True)
+    ost.reshard(source, to, max_file_bytes=9000)
+    ost.reshard(source, tmp_path / "to", max_file_bytes=9000)
+    assert content(to) == content(tmp_path / "to")
+
+
+def test_what_is_there_is_left_alone(source, place):
+    store, path = store_of(f"{place.url}/to", None)
+    file = store.create(f"{path}/mine", 4)
+    file.write(0, [memoryview(b"mine")])
+    file.close()
+    for resume in (False, True):
+        with pytest.raises(ost.StorageError, match="already exists, and holds 'mine'"):
+            CALLS["files"](source, f"{place.url}/to", resume=resume)
+    assert content(f"{place.url}/to") == {"mine": b"mine"}
+
+
+def test_a_store_that_refuses(source, place):
+    place.server.fail(Answer(403), method="PUT", times=None)
+    with pytest.raises(ost.StorageError, match=r"to/"):
+        CALLS["files"](source, f"{place.url}/to")
+
+
+def test_a_server_that_is_only_read_from(source, web):
+    shutil.copytree(source, web.root / "from")
+    with pytest.raises(ost.StorageError, match="can only be read from"):
+        CALLS["files"](source, f"{web.url}/to")
+    ost.reshard(f"{web.url}/from", source / "to")
+    assert sorted(content(source / "to")) == ["config.json", "model.safetensors", "tokenizer.json"]
