@@ -9,6 +9,7 @@ from orbax_safetensors import mapping
 from orbax_safetensors.api import open_checkpoint, plan_restore, verify
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.convert import Conversion, convert, reshard
+from orbax_safetensors.convert_planning import plan_convert, plan_reshard
 from orbax_safetensors.errors import (
     HeaderError,
     IndexFileError,
@@ -23,12 +24,14 @@ from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.conversion import ConversionPlan
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate_time
 from orbax_safetensors.plan.report import RestorePlan
 
 __all__ = [
     "Checkpoint",
     "Conversion",
+    "ConversionPlan",
     "HeaderError",
     "IndexFileError",
     "MappingError",
@@ -48,6 +51,8 @@ __all__ = [
     "estimate_time",
     "mapping",
     "open_checkpoint",
+    "plan_convert",
+    "plan_reshard",
     "plan_restore",
     "register",
     "reshard",

@@ -113,7 +113,7 @@ class _Transfer(ABC, Generic[_F]):
 
         with ThreadPoolExecutor(self._threads, "safetensors") as pool:
             try:
-                wait([pool.submit(work) for _ in range(self._useful_threads(len(files)))])
+                wait([pool.submit(work) for _ in range(self.useful_threads(len(files)))])
             except BaseException as error:  # an interrupt; the workers stop at their next task
                 failures.append(error)
                 self._cancel()
@@ -139,7 +139,7 @@ class _Transfer(ABC, Generic[_F]):
         """The order in which requests are made."""
         return (task.run for task in tasks)
 
-    def _useful_threads(self, files: int) -> int:
+    def useful_threads(self, files: int) -> int:
         """How many threads have something to do at once."""
         return self._threads
 
@@ -325,7 +325,7 @@ class Writer(_Transfer[NewFile]):
     def sync(self) -> None:
         """Waits until what was written is on the disk, of every file that was written to since the last time."""
         numbers = sorted(self._unsynced)
-        with ThreadPoolExecutor(self._useful_threads(len(numbers)), "safetensors") as pool:
+        with ThreadPoolExecutor(self.useful_threads(len(numbers)), "safetensors") as pool:
             list(pool.map(lambda number: self._files[number].sync(), numbers))
         self._unsynced.clear()
 
@@ -339,7 +339,8 @@ class Writer(_Transfer[NewFile]):
         in_turn = zip_longest(*_by_file(tasks).values())
         return (task.run for tasks_in_turn in in_turn for task in tasks_in_turn if task is not None)
 
-    def _useful_threads(self, files: int) -> int:
+    def useful_threads(self, files: int) -> int:
+        """See `_Transfer`."""
         return max(1, min(self._threads, files))
 
     def _move(self, file: NewFile, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
@@ -364,7 +365,8 @@ class WholeFileWriter(Writer):
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
         return (partial(_in_turn, own) for _, own in sorted(_by_file(tasks).items()))
 
-    def _useful_threads(self, files: int) -> int:
+    def useful_threads(self, files: int) -> int:
+        """See `_Transfer`."""
         return max(1, min(self._threads // PARTS_IN_FLIGHT, files))
 
     def finish(self, files: Iterable[int]) -> None:

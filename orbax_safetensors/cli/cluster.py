@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from orbax_safetensors.convert import place
+from orbax_safetensors.conversions import place
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.processes import agree, new_key
 

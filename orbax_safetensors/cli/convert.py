@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 
-from orbax_safetensors.cli import cluster, family
+from orbax_safetensors.cli import cluster, convert_plan, family
 from orbax_safetensors.cli.partition import UsageError, mesh_text
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
-from orbax_safetensors.convert import MEMORY_BYTES, Conversion, convert
+from orbax_safetensors.conversions import MEMORY_BYTES
+from orbax_safetensors.convert import Conversion, convert
+from orbax_safetensors.convert_planning import plan_convert
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.streaming.casts import Casts
 
@@ -42,7 +44,7 @@ def parse_cast(text: str) -> tuple[str | None, str]:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Converts `args.source` and prints what was done."""
+    """Converts `args.source` and prints what was done, or what would be."""
     for_one = _TO_SAFETENSORS if args.to == "orbax" else _TO_ORBAX
     for name, flag in for_one.items():
         value = getattr(args, name)
@@ -56,6 +58,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
         "step": args.step or 0,
         **common(args),
     }
+    convert_plan.check(args)
+    if args.plan:
+        asked.pop("resume")
+        plan = plan_convert(args.source, args.destination, to=args.to, process_count=args.processes or 1, **asked)
+        return convert_plan.report(args, output, plan)
     cluster.begin(args)
     return report(
         args, output, lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **asked)

@@ -215,6 +215,43 @@ partitions:
 """
 
 _RUN = """\
+plan:
+  With --plan nothing is made, and no array is read. What is printed is what
+  the same command without --plan, in --processes, would do, cut into the same
+  tiles and dealt alike; where it would fail before it begins, so does a plan.
+
+    read       bytes that the process asks SOURCE for, in so many reads, and
+               over-read, read for each byte that is needed
+    written    bytes that it writes, in so many writes, but for headers,
+               indexes and metadata
+    batches    tiles go in batches, one read while another is written
+    memory     of the two batches and what is made of them at most
+    time       with --bandwidth only
+
+  Of a checkpoint of Orbax, reads and writes are of chunks, and bytes are
+  those of the chunks decoded: what compression saves is known afterwards.
+  What its files have together is among the facts, except on an object store.
+  --files has what each process reads and writes of each file of safetensors,
+  and the arrays and chunks that are made. The time is that for --bandwidth
+  and --latency of reads, and --write-bandwidth and --write-latency of writes,
+  as for orbax-safetensors plan; decoding, casts and syncs are not in it.
+
+  With --json, one object:
+    path          what would be made
+    total_bytes   bytes of all arrays that are moved
+    source_bytes  of all files of SOURCE, null on an object store of Orbax
+    from_orbax, to_orbax  whether bytes read, or written, are decoded ones
+    processes     a list of {nbytes, needed_bytes, read_bytes, over_read,
+                  read_requests, written_bytes, write_requests, num_tiles,
+                  staging_bytes, num_batches, reads, writes}; reads has
+                  {file, needed_bytes, read_bytes, num_requests} for each
+                  file, writes {file, written_bytes, num_requests}
+    files         a list of {file, nbytes} that would be made
+    arrays        a list of {name, dtype, shape, chunk_shape, num_chunks,
+                  chunk_bytes} that would be made
+    estimate      with --bandwidth only: {bandwidth, latency, write_bandwidth,
+                  write_latency, seconds, slowest, processes}
+
 memory:
   --memory is for bytes on their way; the rest of the process, some hundred
   megabytes, is not in it.
@@ -447,6 +484,26 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         parser.add_argument("--no-compression", action="store_true", help="to Orbax: chunks are stored as they are")
         parser.add_argument(
             "--memory", type=parse_bytes, metavar="BYTES", help="for bytes on their way, as 2GB (default: 2GiB)"
+        )
+        parser.add_argument("--plan", action="store_true", help="only print what it would cost; see below")
+        parser.add_argument(
+            "--processes", type=_positive, metavar="N", help="of a plan: processes that share the work (default: 1)"
+        )
+        parser.add_argument("--files", action="store_true", help="of a plan: also print it for each file or array")
+        parser.add_argument(
+            "--bandwidth",
+            type=parse_bandwidth,
+            metavar="SPEED",
+            help="of a plan: estimate the time; what storage gives each process, as 2GB/s or 25Gbit/s",
+        )
+        parser.add_argument(
+            "--latency", type=parse_latency, metavar="TIME", help="from a request to its first byte (default: 0s)"
+        )
+        parser.add_argument(
+            "--write-bandwidth", type=parse_bandwidth, metavar="SPEED", help="of writes (default: that of reads)"
+        )
+        parser.add_argument(
+            "--write-latency", type=parse_latency, metavar="TIME", help="of writes (default: that of reads)"
         )
         parser.add_argument("--resume", action="store_true", help="go on with what such a command has left unfinished")
         parser.add_argument(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_safetensors.cli import cluster
+from orbax_safetensors.cli import cluster, convert_plan
 from orbax_safetensors.cli.convert import common, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
-from orbax_safetensors.convert import is_orbax, place, reshard
+from orbax_safetensors.conversions import is_orbax, place
+from orbax_safetensors.convert import reshard
+from orbax_safetensors.convert_planning import plan_reshard
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.processes import new_key, together
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Stores `args.source` anew and prints what was done."""
+    """Stores `args.source` anew and prints what was done, or what would be."""
     asked = common(args)
     if args.max_file_bytes is not None and args.mesh is not None:
         raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
+    convert_plan.check(args)
     cluster.begin(args)
     source = place(args.source)
     # In all processes or in none, as each may find something else.
@@ -27,4 +30,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     elif args.no_compression:
         raise UsageError("--no-compression is for Orbax, and SOURCE is no checkpoint of it")
     asked["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
+    if args.plan:
+        asked.pop("resume")
+        plan = plan_reshard(args.source, args.destination, process_count=args.processes or 1, **asked)
+        return convert_plan.report(args, output, plan)
     return report(args, output, lambda progress: reshard(args.source, args.destination, progress=progress, **asked))

@@ -72,6 +72,14 @@ class Draft:
         """Where Orbax puts the item's files until it is finished."""
         return self._item_path.get()
 
+    def check(self) -> None:
+        """Raises the `StorageError` that `begin` without `resume` would raise; touches nothing."""
+        with stored(self.path):
+            self._check_free()
+            self._check_place()
+            if self._step_path.get().exists():
+                self._check_unfinished()
+
     def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
         """Makes the directories, anew unless `resume` finds some that were begun with the same `record`.
 

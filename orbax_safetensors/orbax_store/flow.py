@@ -32,13 +32,13 @@ class Budget:
         """A request for more than `nbytes` is granted when nothing else is in flight."""
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise SafetensorsError(f"memory_bytes is {nbytes!r}, must be an integer of at least 1")
-        self._nbytes = self._free = nbytes
+        self.nbytes = self._free = nbytes
         self._turn = threading.Lock()
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> int:
         """Takes `nbytes`, or all there are; returns what is to be given back."""
-        nbytes = min(nbytes, self._nbytes)
+        nbytes = min(nbytes, self.nbytes)
         with self._turn, self._changed:
             self._changed.wait_for(lambda: self._free >= nbytes)
             self._free -= nbytes
@@ -52,7 +52,7 @@ class Budget:
 
     def drain(self) -> None:
         """Waits until nothing is in flight."""
-        self.release(self.acquire(self._nbytes))
+        self.release(self.acquire(self.nbytes))
 
 
 class Operations:

@@ -112,6 +112,16 @@ def box_of(chunks: Box, leaf: OrbaxLeaf) -> Box:
     )
 
 
+def num_chunks(box: Box, leaf: OrbaxLeaf) -> int:
+    """How many chunks a box touches."""
+    return prod(last - first for first, last in chunks_of(box, leaf))
+
+
+def touched_nbytes(box: Box, leaf: OrbaxLeaf) -> int:
+    """Decoded bytes of the chunks that a box touches, which are read and decoded whole."""
+    return prod(stop - start for start, stop in box_of(chunks_of(box, leaf), leaf)) * leaf.dtype.itemsize
+
+
 def cut(chunks: Box, leaf: OrbaxLeaf, limit: int) -> Iterator[Box]:
     """A box of the grid in boxes of at most `limit` decoded bytes, or of one chunk, in row-major order."""
     lengths = [last - first for first, last in chunks]

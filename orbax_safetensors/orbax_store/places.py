@@ -66,6 +66,11 @@ def names(directory: epath.Path, *, directories: bool = False) -> list[str]:
         fresh(directory)
 
 
+def requests_at_once(path: str) -> int:
+    """The most requests that a process has in flight: Orbax's own limit for files, TensorStore's for Google's store."""
+    return 32 if is_remote(path) else 128
+
+
 def read_json(path: epath.Path) -> Any:
     """What a file says; None where it is not there."""
     with stored(os.fspath(path)):
@@ -91,6 +96,11 @@ def state(directory: str) -> dict[str, Any]:
     # Without bytes, only the generation is asked for.
     reading = {key: store.read(key, byte_range=slice(0, 0)) for key in store.list().result()}
     return {os.fsdecode(key): future.result().stamp.generation for key, future in reading.items()}
+
+
+def file_bytes(directory: str) -> int | None:
+    """Bytes of all files in a directory; None below `gs://`, where each of them would have to be asked for."""
+    return None if is_remote(directory) else sum(size for _, (size, _) in _local_state(directory))
 
 
 def _local_state(root: str) -> Any:

@@ -10,26 +10,21 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 
 # The key-value store of jax.distributed, which asks without waiting.
 from orbax.checkpoint._src.multihost import multihost
 
-from orbax_safetensors import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store.draft import Draft
 from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
-from orbax_safetensors.orbax_store.handlers import streamed, write_spec
+from orbax_safetensors.orbax_store.layout import OrbaxLayout
 from orbax_safetensors.orbax_store.leaves import (
-    ARRAYS,
     OrbaxLeaf,
     box_of,
     check_box,
@@ -40,9 +35,6 @@ from orbax_safetensors.orbax_store.leaves import (
 from orbax_safetensors.orbax_store.places import absolute
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key, together
-
-# What Orbax adds to the name of a directory that is not finished.
-_UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
 
 # What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.
 _WRITE_OVERHEAD = 32 << 10
@@ -104,8 +96,6 @@ class OrbaxSink:
         self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
         self._budget = Budget(memory_bytes)
         self._compression = compression
-        self._custom_metadata = dict(custom_metadata) if isinstance(custom_metadata, Mapping) else custom_metadata
-        self._tree_custom_metadata = tree_custom_metadata
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._ended = False
@@ -114,94 +104,36 @@ class OrbaxSink:
         failure: BaseException | None = None
         facts = ""
         try:
-            self._check_options(step, item)
-            self._draft = Draft(destination, step, item, ocdbt=ocdbt, zarr3=zarr3, compression=compression)
-            structure, named = trees.flatten(tree)
-            leaves, values = self._parted(named)
-            # Orbax itself may store an array in smaller chunks than it is asked for.
-            context = _context(ocdbt, fsync)
-            specs = {
-                name: write_spec(self._info(name, ocdbt, zarr3, context), leaf, self._process)
-                for name, leaf in leaves.items()
-            }
-            self.leaves: Mapping[str, OrbaxLeaf] = {
-                name: replace(leaf, chunk_shape=tuple(specs[name].metadata.chunk_shape))
-                for name, leaf in leaves.items()
-            }
-            self._tree = jax.tree.unflatten(
-                structure, [streamed(leaves[name]) if name in leaves else values[name] for name in named]
+            layout = OrbaxLayout(
+                destination,
+                tree,
+                step=step,
+                item=item,
+                custom_metadata=custom_metadata,
+                tree_custom_metadata=tree_custom_metadata,
+                ocdbt=ocdbt,
+                zarr3=zarr3,
+                compression=compression,
+                fsync=fsync,
             )
-            record = self._record_of(values, ocdbt=ocdbt, zarr3=zarr3, compression=compression, source=source)
+            self._layout, self._draft = layout, layout.draft
+            self.leaves: Mapping[str, OrbaxLeaf] = layout.leaves
+            record = layout.record(source)
             facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
         except BaseException as error:
             failure = error
         agree(f"{self._key}/plan", failure, facts)
         self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
         self._together("list", self._list)
-        self._together("open", partial(self._open, {name: spec.json for name, spec in specs.items()}, context))
-
-    def _check_options(self, step: int, item: str) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise TensorMismatchError(f"{self.path}: expected the number of a step, found {step!r}")
-        if not isinstance(item, str) or item in ("", ".", "..") or "/" in item or _UNFINISHED in item:
-            raise TensorMismatchError(f"{self.path}: expected the name of an item, found {item!r}")
-        if self._custom_metadata is not None and not isinstance(self._custom_metadata, dict):
-            raise TensorMismatchError(
-                f"{self.path}: expected a dict of custom metadata, found {self._custom_metadata!r}"
-            )
-        for metadata in (self._custom_metadata, self._tree_custom_metadata):
-            try:
-                json.dumps(metadata)
-            except (TypeError, ValueError) as error:
-                raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error
-
-    def _info(self, name: str, ocdbt: bool, zarr3: bool, context: ts.Context) -> ocp.type_handlers.ParamInfo:
-        return ocp.type_handlers.ParamInfo(
-            name=name,
-            parent_dir=self._draft.item_directory,
-            is_ocdbt_checkpoint=ocdbt,
-            use_zarr3=zarr3,
-            use_compression=self._compression,
-            ts_context=context,
-        )
-
-    def _parted(self, named: Mapping[str, Any]) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
-        """The leaves that are streamed, and those that are given by value."""
-        leaves, values = {}, {}
-        for name, leaf in named.items():
-            where = f"{self.path}: {name!r}"
-            if not name:
-                raise TensorMismatchError(f"{self.path}: expected a tree, found one leaf")
-            if isinstance(leaf, OrbaxLeaf):
-                leaves[name] = _checked(leaf, where)
-            elif isinstance(leaf, int | float | np.number | str):
-                values[name] = leaf
-            else:
-                raise TensorMismatchError(
-                    f"{where}: expected an OrbaxLeaf, a scalar or a string, found {type(leaf).__name__}"
-                )
-        if not leaves and not values:
-            raise TensorMismatchError(f"{self.path}: the tree has no leaf")
-        return leaves, values
-
-    def _record_of(self, values: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-        leaves = {
-            name: [leaf.kind, leaf.dtype.name, list(leaf.shape), list(leaf.chunk_shape)]
-            for name, leaf in self.leaves.items()
-        }
-        # A scalar may have been written already, with the dtype that it had.
-        scalars = {
-            name: ["string", value] if isinstance(value, str) else ["scalar", np.asarray(value).dtype.name]
-            for name, value in values.items()
-        }
-        return {**settings, "leaves": {**leaves, **scalars}}
+        self._together("open", self._open)
 
     def _list(self) -> None:
         """All processes see the same, as none has begun to write."""
         self._present = self._draft.chunks(self.leaves)
 
-    def _open(self, specs: Mapping[str, Any], context: ts.Context) -> None:
+    def _open(self) -> None:
         """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
+        specs, context = self._layout.specs, self._layout.context
         directory = self._draft.item_directory
         if self._process == 0:
             with stored(self.path):
@@ -312,8 +244,8 @@ class OrbaxSink:
         agree(f"{self._key}/tiles", self._failure)
         self._stores = {}
         self._together("complete", self._check_complete, primary=True)
-        self._together("save", partial(self._draft.save, self._tree, self._tree_custom_metadata))
-        self._together("finish", partial(self._draft.finish, self._custom_metadata), primary=True)
+        self._together("save", partial(self._draft.save, self._layout.tree, self._layout.tree_custom_metadata))
+        self._together("finish", partial(self._draft.finish, self._layout.custom_metadata), primary=True)
         for part in ("plan", "begin", "list", "open", "tiles", "complete", "save"):
             forget(f"{self._key}/{part}")
 
@@ -367,28 +299,3 @@ class OrbaxSink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort(error if isinstance(error, Exception) else None)
-
-
-def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
-    """A leaf that Orbax can store."""
-    if leaf.kind not in ARRAYS:
-        raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
-    if not all(leaf.shape):
-        raise TensorMismatchError(f"{where}: Orbax stores no array without elements, and its shape is {leaf.shape}")
-    if len(leaf.chunk_shape) != len(leaf.shape) or not all(
-        1 <= chunk <= size for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True)
-    ):
-        raise TensorMismatchError(f"{where}: {leaf.chunk_shape} is no shape of chunks of an array of {leaf.shape}")
-    try:
-        ts.dtype(leaf.dtype.name)
-    except ValueError as error:
-        raise TensorMismatchError(f"{where}: arrays of {leaf.dtype} cannot be stored") from error
-    return replace(leaf, shape=tuple(map(int, leaf.shape)), chunk_shape=tuple(map(int, leaf.chunk_shape)))
-
-
-def _context(ocdbt: bool, fsync: bool) -> ts.Context:
-    """Orbax's own context, which keeps nothing that was written in memory."""
-    spec = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt).spec.to_json()
-    if not fsync:
-        spec["file_io_sync"] = False
-    return ts.Context(spec)

@@ -40,8 +40,9 @@ from orbax_safetensors.orbax_store.leaves import (
     cut,
     partition_spec,
     slices,
+    touched_nbytes,
 )
-from orbax_safetensors.orbax_store.places import absolute, fresh, is_remote, names, read_json, state
+from orbax_safetensors.orbax_store.places import absolute, file_bytes, fresh, is_remote, names, read_json, state
 from orbax_safetensors.plan.view import Box
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class OrbaxCheckpoint:
                         break
                     whole = box_of(chunks, leaf)
                     part = slices(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(whole, box, strict=True)))
-                    touched = int(np.prod([b - a for a, b in whole], dtype=np.int64)) * leaf.dtype.itemsize
+                    touched = touched_nbytes(whole, leaf)
                     taken = self._budget.acquire(_COPIES * touched)
                     try:
                         operation = target[part].write(self._stores[name][part]).commit
@@ -167,6 +168,15 @@ class OrbaxCheckpoint:
         if leaf.kind != SCALAR:
             return out
         return out[()] if isinstance(out[()], np.number) else out.item()
+
+    def in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
+        """The most memory that reads take besides what they fill, of so many decoded bytes in chunks of such a size."""
+        return min(_COPIES * nbytes, max(self._budget.nbytes, _COPIES * chunk_nbytes))
+
+    def stored_bytes(self) -> int | None:
+        """Bytes of all of its files, encoded as they are; None on an object store."""
+        with stored(self.path):
+            return file_bytes(self.path)
 
     def state(self) -> dict[str, Any]:
         """What tells of each of its files that it has changed, by path; `StorageError` where that cannot be told."""

@@ -5,9 +5,10 @@ A plan has no direction. To restore, its requests are reads that fill memory; to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -122,21 +123,47 @@ class Constant(NamedTuple):
     copy: Copy
 
 
+class FileTraffic(NamedTuple):
+    """What is moved of one file, by number.
+
+    `needed_bytes` are those that some block holds, each counted once; `moved_bytes` are those that storage is asked
+    for, in `num_requests` requests. What decodes a tensor counts for the file that the tensor is in.
+    """
+
+    file: int
+    needed_bytes: int
+    moved_bytes: int
+    num_requests: int
+
+
 @dataclass(frozen=True)
 class TransferPlan:
     """Everything that one process moves between files and its blocks, which hold `constants` besides.
 
-    `needed_bytes` are those of the files that some block holds, each counted once; `moved_bytes` are those that storage
-    is asked for, in `num_requests` requests; `window_bytes` is the longest range that is staged at a time.
+    `files` has what that is of each file that takes part, in their order; `window_bytes` is the longest range that is
+    staged at a time.
     """
 
     extents: tuple[Extent, ...]
     parts: tuple[Part, ...]
     constants: tuple[Constant, ...]
-    needed_bytes: int
-    moved_bytes: int
-    num_requests: int
+    files: tuple[FileTraffic, ...]
     window_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.needed_bytes for file in self.files)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.moved_bytes for file in self.files)
+
+    @property
+    def num_requests(self) -> int:
+        """Of all files."""
+        return sum(file.num_requests for file in self.files)
 
 
 def transfer_plan(
@@ -176,13 +203,23 @@ def transfer_plan(
         ]
         parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
     extents = tuple(_extents(ranges, max_request_bytes))
+    joined = Counter(extent.file for extent in extents)
+    files = []
+    for number, of_file in groupby(zip(located, gathers, strict=True), key=lambda pair: pair[0][0].file):
+        own = [gathered for _, gathered in of_file]
+        files.append(
+            FileTraffic(
+                number,
+                sum(gathered.needed_bytes for gathered in own),
+                sum(gathered.read_bytes for gathered in own),
+                joined[number] + sum(gathered.num_requests for gathered in own),
+            )
+        )
     return TransferPlan(
         extents,
         tuple(parts),
         tuple(constants),
-        needed_bytes=sum(gathered.needed_bytes for gathered in gathers),
-        moved_bytes=sum(gathered.read_bytes for gathered in gathers),
-        num_requests=len(extents) + sum(gathered.num_requests for gathered in gathers),
+        tuple(files),
         window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
     )
 

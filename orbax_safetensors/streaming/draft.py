@@ -37,6 +37,12 @@ class Draft:
         self._store = LocalStore()
         self._own: TextIO | None = None
 
+    def check(self) -> None:
+        """Raises the `StorageError` that `begin` without `resume` would raise; touches nothing."""
+        self._check_free()
+        self._check_place()
+        self._check_own()
+
     def begin(self, *, resume: bool) -> None:
         """Makes the directory, and those that it is in, anew unless `resume` finds one.
 
@@ -65,6 +71,13 @@ class Draft:
                 kind = "link" if os.path.islink(path) else "file"
                 raise StorageError(f"{path}: is a {kind} and no unfinished conversion; move it away")
 
+    def _check_own(self) -> None:
+        """Raises `StorageError` where something is there that no draft has."""
+        own = (_RECORD, f"{_RECORD}.new", _FILES)
+        there = os.listdir(self.path) if os.path.lexists(self.path) else []
+        if other := [name for name in there if name not in own and not name.startswith(_DONE)]:
+            raise StorageError(f"{self.path}: is no unfinished conversion, it holds {other[0]!r}; move it away")
+
     def _is_begun(self) -> bool:
         """Whether there is something that can be taken up."""
         try:
@@ -84,15 +97,10 @@ class Draft:
         return os.path.isdir(self.directory)  # it may have become a destination, which was then moved
 
     def _delete(self) -> None:
-        """Deletes what was begun, the record first: what has none is not taken up.
-
-        Raises `StorageError` where something is there that no draft has.
-        """
+        """Deletes what was begun, the record first: what has none is not taken up."""
         if not os.path.lexists(self.path):
             return
-        own = (_RECORD, f"{_RECORD}.new", _FILES)
-        if other := [name for name in os.listdir(self.path) if name not in own and not name.startswith(_DONE)]:
-            raise StorageError(f"{self.path}: is no unfinished conversion, it holds {other[0]!r}; move it away")
+        self._check_own()
         if os.path.lexists(self._record):
             os.unlink(self._record)
             self._store.sync(self.path)

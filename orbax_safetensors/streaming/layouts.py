@@ -10,6 +10,7 @@ from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
+from orbax_safetensors.plan.conversion import PlannedFile
 from orbax_safetensors.plan.plan import Location, locations
 from orbax_safetensors.plan.view import Box, View
 
@@ -23,6 +24,11 @@ class Files:
     layout: Layout
     locations: Mapping[str, Location]
     views: Mapping[str, View]
+
+    @property
+    def planned(self) -> tuple[PlannedFile, ...]:
+        """Their names and sizes."""
+        return tuple(PlannedFile(name, header.file_bytes) for name, header in self.layout.files)
 
 
 def whole(layout: Layout, views: Mapping[str, View]) -> Files:

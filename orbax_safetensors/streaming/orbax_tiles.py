@@ -10,12 +10,17 @@ import numpy as np
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxSink
-from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLayout, OrbaxSink
+from orbax_safetensors.orbax_store.leaves import num_chunks, touched_nbytes
+from orbax_safetensors.orbax_store.places import requests_at_once
+from orbax_safetensors.plan.conversion import Traffic
+from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits, nbytes
 
 
 class OrbaxSource:
     """The arrays of a checkpoint."""
+
+    decoded = True
 
     def __init__(self, checkpoint: OrbaxCheckpoint, stored: Mapping[str, str], memory_bytes: int) -> None:
         """`stored` has for each leaf the name of its array. A chunk has to fit a batch of `memory_bytes`."""
@@ -29,6 +34,11 @@ class OrbaxSource:
         moved = (checkpoint.path, sorted(self._state.items()), sorted(stored.items()))
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.requests = 0
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """See `TileSource`."""
+        return self._checkpoint.stored_bytes()
 
     def order(self, name: str) -> tuple[int, ...]:
         """Axes along which there are few chunks first."""
@@ -54,14 +64,20 @@ class OrbaxSource:
         for failure in failures:
             if failure is not None:
                 raise failure
-        self.requests += sum(
-            prod(
-                -(-stop // chunk) - start // chunk
-                for (start, stop), chunk in zip(tile.box, self._of[tile.name].chunk_shape, strict=True)
-            )
-            for tile in tiles
-        )
+        self.requests += sum(num_chunks(tile.box, self._of[tile.name]) for tile in tiles)
         return arrays
+
+    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
+        """See `TileSource`. Bytes are decoded ones, and of chunks that a tile touches in part all of them are read."""
+        touched = sum(touched_nbytes(tile.box, self._of[tile.name]) for tile in tiles)
+        largest = max((self._of[tile.name].chunk_nbytes for tile in tiles), default=0)
+        return Traffic(
+            nbytes(tiles, self.leaves),
+            touched,
+            sum(num_chunks(tile.box, self._of[tile.name]) for tile in tiles),
+            staging_bytes=self._checkpoint.in_flight_bytes(touched, largest),
+            streams=requests_at_once(self.path),
+        )
 
     def check(self) -> None:
         """See `TileSource`."""
@@ -93,10 +109,24 @@ class OrbaxTiles:
         for failure in failures:
             if failure is not None:
                 raise failure
-        self.requests += sum(
-            prod(
-                -(-(stop - start) // chunk)
-                for (start, stop), chunk in zip(tile.box, self._sink.leaves[tile.name].chunk_shape, strict=True)
-            )
-            for tile in tiles
+        self.requests += sum(num_chunks(tile.box, self._sink.leaves[tile.name]) for tile in tiles)
+
+
+class PlannedOrbaxTiles:
+    """A checkpoint that tiles would be written to."""
+
+    def __init__(self, layout: OrbaxLayout) -> None:
+        """Tiles have the names of its arrays."""
+        self._layout = layout
+
+    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
+        """See `PlannedSink`. Bytes are those before they are encoded, which takes as much memory again at most."""
+        leaves = self._layout.leaves
+        written = sum(touched_nbytes(tile.box, leaves[tile.name]) for tile in tiles)
+        return Traffic(
+            written,
+            written,
+            sum(num_chunks(tile.box, leaves[tile.name]) for tile in tiles),
+            staging_bytes=written if self._layout.compression else 0,
+            streams=requests_at_once(self._layout.path),
         )

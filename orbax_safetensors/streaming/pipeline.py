@@ -12,6 +12,7 @@ import numpy as np
 
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.io.arena import trim
+from orbax_safetensors.plan.conversion import Batch, ConversionPlan, Traffic
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.transfer import batches
 
@@ -63,6 +64,14 @@ class TileSource(Protocol):
         """Tells these leaves, what they are made of and the state that it is in apart from all others."""
 
     @property
+    def decoded(self) -> bool:
+        """Whether what `traffic` says of bytes is what they are once they are decoded."""
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of all files that they are in, None where that is not known."""
+
+    @property
     def requests(self) -> int:
         """How many reads there were so far."""
 
@@ -74,6 +83,9 @@ class TileSource(Protocol):
 
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """The elements of tiles, each row-major in memory of its own."""
+
+    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
+        """What `read` of the same tiles asks of storage. Nothing is read."""
 
     def check(self) -> None:
         """Raises `StorageError` where what is stored has changed since it was opened."""
@@ -91,6 +103,34 @@ class TileSink(Protocol):
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """Writes tiles; when it returns, a later run that resumes will find them written."""
+
+
+class PlannedSink(Protocol):
+    """A checkpoint that tiles would be written to."""
+
+    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
+        """What `TileSink.write` of the same tiles, of these dtypes, asks of storage. Nothing is written."""
+
+
+class Work(Protocol):
+    """A conversion that is decided on: which tiles there are, and which process moves which. Nothing has been made."""
+
+    @property
+    def source(self) -> TileSource:
+        """What is read."""
+
+    def plan(self, process_count: int) -> ConversionPlan:
+        """What `run` in so many processes costs each of them.
+
+        Raises what `run` does where something is in the way at the destination, and touches nothing there.
+        """
+
+    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
+        """Does it, together with all other processes.
+
+        Raises `StorageError` or `TensorMismatchError` in every process where one fails; what has been written stays,
+        for a run that resumes.
+        """
 
 
 def batch_bytes(memory_bytes: int) -> int:
@@ -137,6 +177,21 @@ def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: i
     return own
 
 
+def planned(source: TileSource, sink: PlannedSink, bundles: Sequence[Bundle], batch_bytes: int) -> tuple[Batch, ...]:
+    """What `stream` of the same asks of storage, batch by batch."""
+    out = []
+    for batch in batches(_sized(source, bundles), batch_bytes):
+        tiles = [tile for bundle in batch for tile in bundle]
+        dtypes = [source.leaves[tile.name].dtype for tile in tiles]
+        read, write = source.traffic(tiles), sink.traffic(tiles, dtypes)
+        out.append(Batch(len(tiles), nbytes(tiles, source.leaves), read, write))
+    return tuple(out)
+
+
+def _sized(source: TileSource, bundles: Sequence[Bundle]) -> list[tuple[Bundle, int]]:
+    return [(bundle, nbytes(bundle, source.leaves)) for bundle in bundles]
+
+
 def stream(
     source: TileSource, sink: TileSink, bundles: Sequence[Bundle], batch_bytes: int, progress: Progress | None
 ) -> int:
@@ -144,7 +199,7 @@ def stream(
 
     `progress` is called after each batch that has been written, with the bytes so far and those of all `bundles`.
     """
-    sized = [(bundle, nbytes(bundle, source.leaves)) for bundle in bundles]
+    sized = _sized(source, bundles)
     total = sum(size for _, size in sized)
     done = 0
     if progress is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.io.store import NewFile, Store, write_small
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.conversion import Traffic, traffic_of
+from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.layouts import Files
@@ -47,22 +48,34 @@ class SafetensorsSink:
         """Writes so far."""
         return self._writer.counters.num_requests
 
+    def are_in(self, tiles: Sequence[Tile], done: Collection[int]) -> bool:
+        """Whether all of `tiles` are among what the draft has recorded."""
+        return all(self._numbers[tile] in done for tile in tiles)
+
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`. The disk has the tiles before they are recorded, and the record never says too much.
 
         That is not left to the end: what the system could not flush it forgets, and says so only once.
         """
-        blocks = [
-            Block(self._files.views[tile.name], tile.box, tile.shape, array.dtype)
-            for tile, array in zip(tiles, arrays, strict=True)
-        ]
-        plan = transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
+        blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
         self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
         self._writer.sync()
         if self._created:
             self._store.sync(self._draft.directory)
             self._created = False
         self._draft.add(self._process, [self._numbers[tile] for tile in tiles])
+
+    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
+        """See `PlannedSink`."""
+        _, plan = self._planned(tiles, dtypes)
+        return traffic_of(plan, self._paths, self._writer.useful_threads(len(plan.files)))
+
+    def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
+        blocks = [
+            Block(self._files.views[tile.name], tile.box, tile.shape, dtype)
+            for tile, dtype in zip(tiles, dtypes, strict=True)
+        ]
+        return blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
 
     def close(self) -> None:
         """Closes the files, which may be what tells that a write failed."""

@@ -10,7 +10,8 @@ import numpy as np
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.conversion import Traffic, traffic_of
+from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.plan.tiling import storage_order
 from orbax_safetensors.plan.view import View
 from orbax_safetensors.streaming.pipeline import Fact, Tile
@@ -22,6 +23,8 @@ _RUN_BYTES = 4096
 
 class SafetensorsSource:
     """The leaves of a checkpoint, cast to `dtypes` where they are given. Its files stay open until `close`."""
+
+    decoded = False
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class SafetensorsSource:
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
         moved = (stamps, sorted(views.items()), self.leaves, sorted(checkpoint.quantized.items()))
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
+        self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
         self._checkpoint, self._views = checkpoint, views
         self._pace = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
         self._reader = Reader(checkpoint.open_file, self._pace.requests)
@@ -63,11 +67,20 @@ class SafetensorsSource:
 
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
-        blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
+        blocks, plan = self._planned(tiles)
         memory = allocate([block.nbytes for block in blocks])
-        plan = transfer_plan(blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes)
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
         return [own.view(block.dtype).reshape(block.shape) for own, block in zip(memory, blocks, strict=True)]
+
+    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
+        """See `TileSource`."""
+        _, plan = self._planned(tiles)
+        return traffic_of(plan, [file.path for file in self._checkpoint.files], self._pace.requests)
+
+    def _planned(self, tiles: Sequence[Tile]) -> tuple[list[Block], TransferPlan]:
+        blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
+        pace = self._pace
+        return blocks, transfer_plan(blocks, self._checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
 
     def check(self) -> None:
         """See `TileSource`."""

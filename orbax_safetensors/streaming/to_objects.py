@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +26,8 @@ from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.io.remote import READ_ONLY
 from orbax_safetensors.io.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.plan import Block, transfer_plan
+from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, Traffic, traffic_of
+from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.plan.strided import extent
 from orbax_safetensors.plan.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.plan.view import Box, View
@@ -40,6 +42,7 @@ from orbax_safetensors.streaming.pipeline import (
     TileSource,
     batch_bytes,
     nbytes,
+    planned,
     share,
     stream,
 )
@@ -60,75 +63,124 @@ class _Part:
     views: Mapping[str, View]
 
 
-def write_objects(
-    source: TileSource,
-    store: Store,
-    destination: str,
-    files: Files,
-    beside: Beside,
-    options: SafetensorsOptions,
-    *,
-    memory_bytes: int,
-    resume: bool,
-    progress: Progress | None,
-) -> Moved:
-    """Writes all leaves of `source`, which are those of `files`, together with all other processes.
+class ToObjects:
+    """All leaves of a source become files on an object store; see `Work`."""
 
-    Raises `StorageError` or `TensorMismatchError` in every process where one fails; files that are there by then stay,
-    for a run that resumes.
-    """
-    limit = max(batch_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
-    parts = list(_parts(files, source, limit))
-    cuts = [part.tiles for part in parts]
-    draft = _Draft(store, destination, files, digest(source, files, beside, cuts))
-    key = new_key(f"convert/{hashlib.sha256(destination.encode('utf-8', 'backslashreplace')).hexdigest()}")
-    primary = jax.process_index() == 0
-    together(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, draft.digest)
-    done = together(f"{key}/done", draft.done)
-    agree(f"{key}/seen", None, repr(sorted(done)))
-    left = [part for part in parts if part.number not in done]
-    # What stands in the place of the last object is replaced when all others are there, by the process that did that.
-    last = [part for part in left if part.number == draft.last_file]
-    own = share(
-        [part for part in left if part not in last],
-        lambda part: nbytes(part.tiles, source.leaves),
-        jax.process_index(),
-        jax.process_count(),
-    )
-    sink = _Sink(store, [posixpath.join(destination, name) for name, _ in files.layout.files], files, options)
-    total = sum(nbytes(part.tiles, source.leaves) for part in (*own, *(last if primary else ())))
-    moved = 0
+    def __init__(
+        self,
+        source: TileSource,
+        store: Store,
+        destination: str,
+        files: Files,
+        beside: Beside,
+        options: SafetensorsOptions,
+        memory_bytes: int,
+    ) -> None:
+        """Decides on tiles. Leaves are those of `files`."""
+        self.source, self._store, self._destination = source, store, destination
+        self._files, self._beside, self._options = files, beside, options
+        self._limit = max(batch_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
+        self._parts = list(_parts(files, source, self._limit))
 
-    def move(some: Sequence[_Part]) -> int:
-        def told(here: int, _: int) -> None:
-            if progress is not None:
-                progress(moved + here, total)
+    def _draft(self) -> _Draft:
+        told = digest(self.source, self._files, self._beside, [part.tiles for part in self._parts])
+        return _Draft(self._store, self._destination, self._files, told)
 
-        here = stream(source, sink.of(some), [(tile,) for part in some for tile in part.tiles], limit, told)
-        sink.finish(some)
-        return here
+    def _sink(self) -> _Sink:
+        paths = [posixpath.join(self._destination, name) for name, _ in self._files.layout.files]
+        return _Sink(self._store, paths, self._files, self._options)
 
-    def move_own() -> int:
-        here = move(own)
-        source.check()
-        return here
+    def _dealt(self, left: Sequence[_Part], last_file: int | None, process: int, count: int) -> _Dealt:
+        # What stands in the place of the last object is replaced when all others are there, by the one that did that.
+        last = [part for part in left if part.number == last_file]
+        own = share(
+            [part for part in left if part not in last],
+            lambda part: nbytes(part.tiles, self.source.leaves),
+            process,
+            count,
+        )
+        return _Dealt(own, last if process == 0 else [])
 
-    def finish() -> int:
-        if not primary:
-            return 0
-        beside.write(store, destination)
-        here = move(last)
-        source.check()
-        if (index := files.layout.index) is not None:
-            write_small(store, posixpath.join(destination, INDEX_NAME), index.encode())
-        return here
+    def plan(self, process_count: int) -> ConversionPlan:
+        """See `Work`."""
+        draft, sink = self._draft(), self._sink()
+        draft.check()
 
-    with closing(sink):
-        moved = together(f"{key}/tiles", move_own)
-        moved += together(f"{key}/finish", finish)
-    for name in ("begin", "done", "seen", "tiles"):
-        forget(f"{key}/{name}")
-    return Moved(destination, moved, source.requests + sink.requests)
+        def cost(process: int) -> ConversionCost:
+            dealt = self._dealt(self._parts, draft.last_file, process, process_count)
+            return ConversionCost(
+                tuple(
+                    batch
+                    for some in dealt
+                    for batch in planned(self.source, sink.of(some), _bundles(some), self._limit)
+                )
+            )
+
+        return ConversionPlan(
+            self._destination,
+            tuple(cost(process) for process in range(process_count)),
+            files=self._files.planned,
+            arrays=(),
+            source_bytes=self.source.stored_bytes,
+            from_orbax=self.source.decoded,
+        )
+
+    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
+        """See `Work`. Files that are there by then stay where it fails."""
+        source, store, destination = self.source, self._store, self._destination
+        draft = self._draft()
+        key = new_key(f"convert/{hashlib.sha256(destination.encode('utf-8', 'backslashreplace')).hexdigest()}")
+        primary = jax.process_index() == 0
+        together(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, draft.digest)
+        done = together(f"{key}/done", draft.done)
+        agree(f"{key}/seen", None, repr(sorted(done)))
+        left = [part for part in self._parts if part.number not in done]
+        own, last = self._dealt(left, draft.last_file, jax.process_index(), jax.process_count())
+        sink = self._sink()
+        total = sum(nbytes(part.tiles, source.leaves) for part in (*own, *last))
+        moved = 0
+
+        def move(some: Sequence[_Part]) -> int:
+            def told(here: int, _: int) -> None:
+                if progress is not None:
+                    progress(moved + here, total)
+
+            here = stream(source, sink.of(some), _bundles(some), self._limit, told)
+            sink.finish(some)
+            return here
+
+        def move_own() -> int:
+            here = move(own)
+            source.check()
+            return here
+
+        def finish() -> int:
+            if not primary:
+                return 0
+            self._beside.write(store, destination)
+            here = move(last)
+            source.check()
+            if (index := self._files.layout.index) is not None:
+                write_small(store, posixpath.join(destination, INDEX_NAME), index.encode())
+            return here
+
+        with closing(sink):
+            moved = together(f"{key}/tiles", move_own)
+            moved += together(f"{key}/finish", finish)
+        for name in ("begin", "done", "seen", "tiles"):
+            forget(f"{key}/{name}")
+        return Moved(destination, moved, source.requests + sink.requests)
+
+
+class _Dealt(NamedTuple):
+    """What one process moves: first its own files, and then, when all others are there, the last one."""
+
+    own: list[_Part]
+    last: list[_Part]
+
+
+def _bundles(parts: Sequence[_Part]) -> list[Bundle]:
+    return [(tile,) for part in parts for tile in part.tiles]
 
 
 class _Draft:
@@ -141,10 +193,10 @@ class _Draft:
         self.last_file = len(self._names) - 1 if files.layout.index is None else None
         self._record = posixpath.join(destination, INDEX_NAME if self.last_file is None else self._names[-1])
 
-    def begin(self, *, resume: bool) -> None:
-        """Makes the record, unless `resume` finds one; what else has begun there and is not finished is deleted.
+    def check(self) -> str | None:
+        """The digest of what was begun in its place, if anything; touches nothing.
 
-        Raises `StorageError` where something else is there, and `TensorMismatchError` where something else was begun.
+        Raises `StorageError` where something else is there.
         """
         if not self._store.writes:
             raise StorageError(f"{self._destination}: {READ_ONLY}")
@@ -152,6 +204,14 @@ class _Draft:
         begun = self._begun()
         if names and begun is None:
             raise StorageError(f"{self._destination}: already exists, and holds {names[0]!r}")
+        return begun
+
+    def begin(self, *, resume: bool) -> None:
+        """Makes the record, unless `resume` finds one; what else has begun there and is not finished is deleted.
+
+        Raises `StorageError` where something else is there, and `TensorMismatchError` where something else was begun.
+        """
+        begun = self.check()
         if resume and begun is not None:
             if begun != self.digest:
                 raise TensorMismatchError(
@@ -211,12 +271,30 @@ class _Sink:
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`."""
-        coming = [(next(self._coming), tile, array) for tile, array in zip(tiles, arrays, strict=True)]
-        for _, own in groupby(coming, key=lambda one: one[0].number):
-            of_file = list(own)
-            blocks = [Block(part.views[tile.name], tile.box, tile.shape, array.dtype) for part, tile, array in of_file]
-            plan = transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
-            self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for _, _, array in of_file])
+        of_file = self._planned(tiles, [array.dtype for array in arrays])
+        left = iter(arrays)
+        for blocks, plan in of_file:
+            self._writer.run(plan, blocks, [next(left).reshape(-1).view(np.uint8) for _ in blocks])
+
+    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
+        """See `PlannedSink`. Files are written one after the other."""
+        plans = [plan for _, plan in self._planned(tiles, dtypes)]
+        of_file = [traffic_of(plan, self._paths, self._writer.useful_threads(1)) for plan in plans]
+        return Traffic(
+            sum(one.needed_bytes for one in of_file),
+            sum(one.moved_bytes for one in of_file),
+            sum(one.num_requests for one in of_file),
+            staging_bytes=max(one.staging_bytes for one in of_file),
+            streams=max(one.streams for one in of_file),
+            files=tuple(file for one in of_file for file in one.files),
+        )
+
+    def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Iterator[tuple[list[Block], TransferPlan]]:
+        """Blocks of the next of the tiles that come, and how they are written, file by file."""
+        coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
+        for _, of_file in groupby(coming, key=lambda one: one[0].number):
+            blocks = [Block(part.views[tile.name], tile.box, tile.shape, dtype) for part, tile, dtype in of_file]
+            yield blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
 
     def finish(self, parts: Sequence[_Part]) -> None:
         """Waits until the files of `parts` are there, those without tensors as well."""

@@ -11,6 +11,7 @@ import jax
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan
 from orbax_safetensors.plan.tiling import storage_order
 from orbax_safetensors.processes import agree, forget, new_key, together
 from orbax_safetensors.streaming.beside import Beside
@@ -25,66 +26,103 @@ from orbax_safetensors.streaming.pipeline import (
     batch_bytes,
     is_below,
     nbytes,
+    planned,
     share,
     stream,
 )
 from orbax_safetensors.streaming.safetensors_sink import SafetensorsSink
 
 
-def write_safetensors(
-    source: TileSource,
-    destination: str,
-    files: Files,
-    beside: Beside,
-    groups: Iterable[tuple[str, ...]],
-    options: SafetensorsOptions,
-    *,
-    memory_bytes: int,
-    resume: bool,
-    progress: Progress | None,
-) -> Moved:
-    """Writes all leaves of `source`, which are those of `files`, together with all other processes.
+class ToSafetensors:
+    """All leaves of a source become files in a directory; see `Work`."""
 
-    `groups` are leaves that interleave in the files. Raises `StorageError` or `TensorMismatchError` in every process
-    where one fails; what has been written stays in `<destination>.partial`, for a run that resumes.
-    """
-    limit = batch_bytes(memory_bytes)
-    grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
-    orders = {name: storage_order(files.views[name]) for name in source.leaves}
-    cuts = bundles(source, grains, orders, groups, limit)
-    numbers = {tile: number for number, tile in enumerate(tile for bundle in cuts for tile in bundle)}
-    told = digest(source, files, beside, cuts)
-    key = new_key(f"convert/{hashlib.sha256(os.fsencode(destination)).hexdigest()}")
-    primary = jax.process_index() == 0
-    draft = Draft(destination, told)
+    def __init__(
+        self,
+        source: TileSource,
+        destination: str,
+        files: Files,
+        beside: Beside,
+        groups: Iterable[tuple[str, ...]],
+        options: SafetensorsOptions,
+        memory_bytes: int,
+    ) -> None:
+        """Decides on tiles. Leaves are those of `files`; `groups` are leaves that interleave in these.
 
-    def begin() -> None:
-        if is_below(source.path, draft.path):
-            raise StorageError(f"{source.path}: is in {draft.path}, which is what becomes {destination}; move it away")
-        if primary:
-            draft.begin(resume=resume)
+        Raises `SafetensorsError` where memory does not suffice.
+        """
+        self.source, self._destination, self._files, self._beside = source, destination, files, beside
+        self._options = options
+        self._limit = batch_bytes(memory_bytes)
+        grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
+        orders = {name: storage_order(files.views[name]) for name in source.leaves}
+        self._cuts = bundles(source, grains, orders, groups, self._limit)
 
-    together(f"{key}/begin", begin, told)
-    done = together(f"{key}/done", draft.done)
-    # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
-    agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
-    left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
-    own = share(left, lambda bundle: nbytes(bundle, source.leaves), jax.process_index(), jax.process_count())
-    sink = SafetensorsSink(draft, files, numbers, jax.process_index(), LocalStore(), options)
+    def _share(self, cuts: Sequence[Bundle], process: int, count: int) -> list[Bundle]:
+        return share(cuts, lambda bundle: nbytes(bundle, self.source.leaves), process, count)
 
-    def write() -> int:
-        try:
-            moved = stream(source, sink, own, limit, progress)
-        finally:
-            sink.close()
-        source.check()
-        return moved
+    def _draft(self, told: str) -> Draft:
+        draft = Draft(self._destination, told)
+        if is_below(self.source.path, draft.path):
+            raise StorageError(
+                f"{self.source.path}: is in {draft.path}, which is what becomes {self._destination}; move it away"
+            )
+        return draft
 
-    moved = together(f"{key}/tiles", write)
-    together(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
-    for part in ("begin", "done", "seen", "tiles"):
-        forget(f"{key}/{part}")
-    return Moved(destination, moved, source.requests + sink.requests)
+    def _sink(self, draft: Draft, process: int) -> SafetensorsSink:
+        numbers = {tile: number for number, tile in enumerate(tile for bundle in self._cuts for tile in bundle)}
+        return SafetensorsSink(draft, self._files, numbers, process, LocalStore(), self._options)
+
+    def plan(self, process_count: int) -> ConversionPlan:
+        """See `Work`."""
+        draft = self._draft("")
+        draft.check()
+        sink = self._sink(draft, 0)
+        return ConversionPlan(
+            self._destination,
+            tuple(
+                ConversionCost(planned(self.source, sink, self._share(self._cuts, process, process_count), self._limit))
+                for process in range(process_count)
+            ),
+            files=self._files.planned,
+            arrays=(),
+            source_bytes=self.source.stored_bytes,
+            from_orbax=self.source.decoded,
+        )
+
+    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
+        """See `Work`."""
+        source, process = self.source, jax.process_index()
+        told = digest(source, self._files, self._beside, self._cuts)
+        key = new_key(f"convert/{hashlib.sha256(os.fsencode(self._destination)).hexdigest()}")
+        primary = process == 0
+
+        def begin() -> Draft:
+            draft = self._draft(told)
+            if primary:
+                draft.begin(resume=resume)
+            return draft
+
+        draft = together(f"{key}/begin", begin, told)
+        done = together(f"{key}/done", draft.done)
+        # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
+        agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
+        sink = self._sink(draft, process)
+        left = [bundle for bundle in self._cuts if not sink.are_in(bundle, done)]
+        own = self._share(left, process, jax.process_count())
+
+        def write() -> int:
+            try:
+                moved = stream(source, sink, own, self._limit, progress)
+            finally:
+                sink.close()
+            source.check()
+            return moved
+
+        moved = together(f"{key}/tiles", write)
+        together(f"{key}/finish", lambda: sink.finish(self._beside) if primary else None)
+        for part in ("begin", "done", "seen", "tiles"):
+            forget(f"{key}/{part}")
+        return Moved(self._destination, moved, source.requests + sink.requests)
 
 
 def digest(source: TileSource, files: Files, beside: Beside, cuts: Sequence[Bundle]) -> str:

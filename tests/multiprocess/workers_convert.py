@@ -8,22 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 import orbax_safetensors as ost
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from tests.streaming.interrupted import CALLS
+from tests.streaming.interrupted import CALLS, PLANS
 
 BOTH = ("to_orbax", "reshard_safetensors")
 
 
 def run(root: str) -> dict[str, Any]:
-    """Every conversion once, and bytes that this process has moved."""
-    moved = {}
+    """Every conversion once: bytes and requests of this process, after those that were planned for it."""
+    told = {}
     for kind, call in CALLS.items():
-        source = Path(root) / ("hf" if kind in BOTH else "from/0/items")
-        moved[kind] = call(source, Path(root) / kind).nbytes
-    return moved
+        source, destination = Path(root) / ("hf" if kind in BOTH else "from/0/items"), Path(root) / kind
+        plan = PLANS[kind](source, destination)
+        cost = plan.processes[jax.process_index()]
+        # No process begins before all have planned: a plan fails where something is in the way.
+        multihost_utils.sync_global_devices(kind)
+        done = call(source, destination)
+        told[kind] = [(cost.nbytes, cost.read_requests + cost.write_requests), (done.nbytes, done.requests)]
+        told[f"{kind} by all"] = [(cost.nbytes, cost.read_requests + cost.write_requests) for cost in plan.processes]
+    return told
 
 
 def fail(root: str) -> dict[str, Any]:

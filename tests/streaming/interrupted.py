@@ -8,6 +8,7 @@
 import os
 import signal
 import sys
+from functools import partial
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -15,20 +16,14 @@ import orbax_safetensors as ost
 from orbax_safetensors.streaming import draft, to_orbax
 
 # Each takes about a dozen batches.
-CALLS = {
-    "to_orbax": lambda source, destination, **more: ost.convert(
-        source, destination, to="orbax", memory_bytes=40_000, **more
-    ),
-    "to_safetensors": lambda source, destination, **more: ost.convert(
-        source, destination, to="safetensors", memory_bytes=40_000, **more
-    ),
-    "reshard_orbax": lambda source, destination, **more: ost.reshard(
-        source, destination, mesh={"x": 4}, spec={"w": (None, "x")}, memory_bytes=40_000, **more
-    ),
-    "reshard_safetensors": lambda source, destination, **more: ost.reshard(
-        source, destination, mesh={"x": 4}, spec={"w": (None, "x")}, memory_bytes=20_000, **more
-    ),
+_ASKED = {
+    "to_orbax": ("convert", {"to": "orbax", "memory_bytes": 40_000}),
+    "to_safetensors": ("convert", {"to": "safetensors", "memory_bytes": 40_000}),
+    "reshard_orbax": ("reshard", {"mesh": {"x": 4}, "spec": {"w": (None, "x")}, "memory_bytes": 40_000}),
+    "reshard_safetensors": ("reshard", {"mesh": {"x": 4}, "spec": {"w": (None, "x")}, "memory_bytes": 20_000}),
 }
+CALLS = {kind: partial(getattr(ost, call), **asked) for kind, (call, asked) in _ASKED.items()}
+PLANS = {kind: partial(getattr(ost, f"plan_{call}"), **asked) for kind, (call, asked) in _ASKED.items()}
 
 
 def die(*_, **__):

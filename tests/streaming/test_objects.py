@@ -73,6 +73,25 @@ def test_as_on_a_disk(kind, source, place, tmp_path):
         assert found[name].tobytes() == array.tobytes(), name
 
 
+@pytest.mark.parametrize("asked", [{"max_file_bytes": 6000}, {}])
+def test_what_is_planned_is_what_is_done(asked, source, place):
+    """Also where the last file is written by the first process, after all others."""
+    to = f"{place.url}/to"
+    one, two = (ost.plan_reshard(source, to, memory_bytes=SMALL, process_count=count, **asked) for count in (1, 2))
+    assert content(to) == {}
+    done = ost.reshard(source, to, memory_bytes=SMALL, **asked)
+    (cost,) = one.processes
+    assert (cost.nbytes, cost.read_requests + cost.write_requests) == (done.nbytes, done.requests)
+    assert {file.file: file.nbytes for file in one.files} == {
+        name: len(made) for name, made in content(to).items() if name.endswith(".safetensors")
+    }
+    assert sum(file.read_bytes for file in cost.writes) == cost.written_bytes
+    assert [own.num_tiles > 0 for own in two.processes] == [True, bool(asked)]
+    assert two.total_bytes == one.total_bytes
+    with pytest.raises(ost.StorageError, match="already exists"):
+        ost.plan_reshard(source, to)
+
+
 @pytest.mark.parametrize("model", ["qwen3_unscanned", "deepseek3_scanned"])
 @pytest.mark.parametrize("memory_bytes", [200_000, 1 << 30])
 def test_from_maxtext(model, memory_bytes, place, tmp_path):

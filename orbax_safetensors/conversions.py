@@ -1,0 +1,349 @@
+"""Which work a conversion or a reshard comes to: what is read and decided before the first byte of an array moves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
+from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
+from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.io.stores import store_of
+from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
+from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
+from orbax_safetensors.orbax_store.places import is_remote
+from orbax_safetensors.plan.view import View
+from orbax_safetensors.sources import Source
+from orbax_safetensors.streaming import layouts
+from orbax_safetensors.streaming.beside import Beside, beside, copied
+from orbax_safetensors.streaming.casts import Casts
+from orbax_safetensors.streaming.cutting import interleaved
+from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
+from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, check_found, partition
+from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, check_fits, is_below
+from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_objects import ToObjects
+from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
+from orbax_safetensors.streaming.to_safetensors import ToSafetensors
+
+logger = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+
+MEMORY_BYTES = 2 * 2**30
+_LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
+# What Orbax restores in one piece even where it wants a part, where nobody says how arrays will be sharded.
+_CHUNK_BYTES = 64 * 2**20
+_MAXTEXT = "maxtext."
+_METADATA = {"format": "pt"}
+
+
+class Asked:
+    """What every conversion is asked for: absolute paths or URLs, and memory in bytes."""
+
+    def __init__(self, source: PathLike, destination: PathLike, memory_bytes: int) -> None:
+        self._given = {"source": source, "destination": destination}
+        self.source, self.destination = (
+            place(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else "" for path in self._given.values()
+        )
+        self.memory_bytes = memory_bytes
+
+    def check(self) -> None:
+        """Raises `SafetensorsError` where one of them is nothing that could be meant."""
+        for argument, path in self._given.items():
+            if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
+                raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
+        if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
+            raise SafetensorsError(
+                f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
+            )
+
+
+def conversion(
+    asked: Asked,
+    *,
+    to: str,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    config: Any,
+    dtype: Any,
+    mesh: AskedMesh,
+    spec: Mapping[str, Spec] | None,
+    like: Any,
+    step: int,
+    compression: bool,
+) -> Work:
+    """What `convert` does; its source is to be closed. Arguments and errors are those of `convert`."""
+    asked.check()
+    if to == "orbax":
+        _not_for("to='orbax'", config=config)
+        sharding = partition(mesh, spec, like)
+        return _safetensors_to_orbax(asked, family, variant, Casts(dtype), sharding, step, compression)
+    if to == "safetensors":
+        _not_for("to='safetensors'", mesh=mesh, spec=spec, like=like, step=step, compression=not compression)
+        return _orbax_to_safetensors(asked, family, variant, config, Casts(dtype))
+    raise SafetensorsError(f"to is {to!r}, must be 'orbax' or 'safetensors'")
+
+
+def resharding(
+    asked: Asked,
+    *,
+    mesh: AskedMesh,
+    spec: Mapping[str, Spec] | None,
+    like: Any,
+    max_file_bytes: int,
+    compression: bool,
+) -> Work:
+    """What `reshard` does; its source is to be closed. Arguments and errors are those of `reshard`."""
+    asked.check()
+    if is_orbax(asked.source):
+        _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
+        return _reshard_orbax(asked, partition(mesh, spec, like), compression)
+    _not_for("safetensors", compression=not compression)
+    meshed = mesh or like is not None
+    _not_for("a mesh, whose devices have a file each", max_file_bytes=meshed and max_file_bytes != MAX_FILE_BYTES)
+    sharding = None if mesh is None and not spec and like is None else partition(mesh, spec, like)
+    return _reshard_safetensors(asked, sharding, max_file_bytes)
+
+
+def _not_for(what: str, **given: Any) -> None:
+    for argument, value in given.items():
+        if value:
+            raise SafetensorsError(f"{argument} is not for {what}")
+
+
+def place(path: PathLike) -> str:
+    """An absolute path, or a URL as it is but for a slash at its end."""
+    path = os.fspath(path)
+    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+
+
+def _safetensors_to_orbax(
+    asked: Asked,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    casts: Casts,
+    sharding: Partition,
+    step: int,
+    compression: bool,
+) -> Work:
+    path = asked.source
+    if is_orbax(path):
+        raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
+    checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
+    found = registry.find(family, read_config(checkpoint))
+    maxtext = _is_maxtext(found)
+    views = {f"params.{name}" if maxtext else name: view for name, view in checkpoint.leaves.items()}
+    source = SafetensorsSource(
+        checkpoint, views, casts.of({name: view.dtype for name, view in views.items()}), SafetensorsOptions()
+    )
+    check_found("spec", sharding.patterns, views)
+
+    def leaf(name: str, view: View) -> OrbaxLeaf:
+        name = f"params.{name}" if maxtext else name
+        return _leaf(sharding, name, source.leaves[name].shape, source.leaves[name].dtype)
+
+    tree: Any = checkpoint.tree(leaf)
+    scanned = bool((variant or {}).get("scan_layers", True))
+    target = OrbaxTarget(
+        destination=asked.destination,
+        tree={"step": 0, "params": tree, "opt_state": {}} if maxtext else tree,
+        chunk_bytes=_chunk_bytes(sharding, asked.memory_bytes),
+        step=step,
+        item="items",
+        custom_metadata={"scan_layers": scanned} if maxtext else None,
+        tree_custom_metadata=None,
+        ocdbt=True,
+        zarr3=True,
+        compression=compression,
+    )
+    return ToOrbax(source, target, interleaved(views), asked.memory_bytes)
+
+
+def _reshard_orbax(asked: Asked, sharding: Partition, compression: bool) -> Work:
+    path = asked.source
+    checkpoint = _opened(path, asked)
+    arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
+    source = OrbaxSource(checkpoint, {name: name for name in arrays}, asked.memory_bytes)
+    check_found("spec", sharding.patterns, arrays)
+
+    def leaf(name: str, facts: OrbaxLeaf) -> Any:
+        if name not in source.leaves:
+            return checkpoint.value(name)
+        return replace(_leaf(sharding, name, facts.shape, facts.dtype), kind=facts.kind, random_key=facts.random_key)
+
+    target = OrbaxTarget(
+        destination=asked.destination,
+        tree=checkpoint.tree(leaf),
+        chunk_bytes=_chunk_bytes(sharding, asked.memory_bytes),
+        step=checkpoint.step or 0,
+        item=os.path.basename(checkpoint.path),
+        custom_metadata=checkpoint.custom_metadata,
+        tree_custom_metadata=checkpoint.tree_custom_metadata,
+        ocdbt=checkpoint.ocdbt,
+        zarr3=checkpoint.zarr3,
+        compression=compression,
+    )
+    alone = [(name,) for name in source.leaves]
+    return ToOrbax(source, target, alone, asked.memory_bytes)
+
+
+def _orbax_to_safetensors(
+    asked: Asked,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    config: Any,
+    casts: Casts,
+) -> Work:
+    path = asked.source
+    if not is_orbax(path):
+        raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
+    checkpoint = _opened(path, asked)
+    around = beside(config)
+    if isinstance(family, str) and around.config is None:
+        raise MappingError(f"{path}: a family needs the config of the model: pass config")
+    found = registry.find(family, around.config or {})
+    variant = dict(variant or {})
+    if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
+        variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
+    source = OrbaxSource(checkpoint, _arrays(checkpoint, maxtext=_is_maxtext(found)), asked.memory_bytes)
+    # Arrays without memory, which say shape and dtype.
+    given = [
+        Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
+        for name, fact in source.leaves.items()
+    ]
+    viewed, tensors = taken_apart(given, family, variant, around.config or {})
+    dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
+    layout = lay_out(
+        [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],
+        _METADATA,
+        max_file_bytes=_file_bytes(asked),
+        alignment=SafetensorsOptions().alignment,
+    )
+    if casts.everywhere is not None:
+        around = around.stored_as(casts.everywhere)
+    files = layouts.whole(layout, {one.name: one.view for one in viewed})
+    joined = interleaved(files.views)
+    for names in joined:
+        for name in names:
+            check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, asked.memory_bytes)
+    return _to_files(source, asked, files, around, joined)
+
+
+def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_bytes: int) -> Work:
+    path = asked.source
+    checkpoint = read_checkpoint(path)
+    options = SafetensorsOptions()
+    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
+    stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
+    metadata = _METADATA | without_sharding_info(checkpoint.metadata)
+    if sharding is None:
+        if type(max_file_bytes) is not int or max_file_bytes < 1:
+            raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
+        layout = lay_out(
+            [(name, *facts) for name, facts in stored.items()],
+            metadata,
+            max_file_bytes=max_file_bytes,
+            alignment=options.alignment,
+        )
+        files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
+    else:
+        check_found("spec", sharding.patterns, stored)
+        boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
+        for name, (dtype, shape) in stored.items():
+            if dtype.bits < 8 and sharding.shard(name, shape) != shape:
+                raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
+        files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
+    of_one_file = checkpoint.files[0].path == checkpoint.path
+    around = Beside() if of_one_file else Beside(copies=copied(path))
+    alone = [(name,) for name in source.leaves]
+    return _to_files(source, asked, files, around, alone)
+
+
+def _to_files(
+    source: TileSource, asked: Asked, files: layouts.Files, around: Beside, groups: Sequence[tuple[str, ...]]
+) -> Work:
+    """Safetensors files; `groups` are leaves that interleave in them."""
+    store, destination = store_of(asked.destination, None)
+    options = SafetensorsOptions()
+    if store.whole:
+        return ToObjects(source, store, destination, files, around, options, asked.memory_bytes)
+    return ToSafetensors(source, destination, files, around, groups, options, asked.memory_bytes)
+
+
+def _stored(path: str, name: str, dtype: np.dtype) -> DType:
+    try:
+        return from_numpy(dtype)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
+
+
+def _file_bytes(asked: Asked) -> int:
+    """The most that a file gets of tensors, whose order is not that in which they are made."""
+    # On an object store, a file waits in memory until it is whole.
+    whole = store_of(asked.destination, None)[0].whole
+    return min(MAX_FILE_BYTES, batch_bytes(asked.memory_bytes)) if whole else MAX_FILE_BYTES
+
+
+def _opened(path: str, asked: Asked) -> OrbaxCheckpoint:
+    checkpoint = open_orbax(path, memory_bytes=asked.memory_bytes // 4)
+    if is_below(asked.destination, checkpoint.path):
+        raise StorageError(f"{asked.destination}: is in the source, {checkpoint.path}")
+    return checkpoint
+
+
+def is_orbax(path: str) -> bool:
+    """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
+    if is_remote(path):
+        store, path = store_of(path, None)
+        names = store.list(path)
+    else:
+        try:
+            names = os.listdir(path) if os.path.isdir(path) else None
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+    return names is not None and not any(name.endswith(SUFFIX) for name in names)
+
+
+def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
+    """An array whose chunks are its shards."""
+    record = named_sharding(sharding.mesh, sharding.spec(name, shape))
+    return OrbaxLeaf(shape, dtype, sharding.shard(name, shape), sharding=record)
+
+
+def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
+    """The most that a chunk has where nobody says how arrays will be sharded; else it is what a device will have."""
+    return memory_bytes if sharding.patterns else _CHUNK_BYTES
+
+
+def _is_maxtext(family: Family | None) -> bool:
+    return family is not None and family.name.startswith(_MAXTEXT)
+
+
+def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
+    """The leaves to store as tensors, and the names of their arrays.
+
+    Of MaxText, parameters only, which families have below `params`, training states below `params.params`.
+    """
+    names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
+    if not maxtext:
+        for what, lost in (
+            ("strings are left out", [name for name in checkpoint.leaves if name not in names]),
+            ("random keys become their data", [name for name in names if checkpoint.leaves[name].random_key]),
+        ):
+            if lost:
+                logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
+        return {name: name for name in names}
+    above = "params." if any(name.startswith("params.params.") for name in names) else ""
+    return {name.removeprefix(above): name for name in names if name.startswith(f"{above}params.")}
