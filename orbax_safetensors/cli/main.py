@@ -97,7 +97,8 @@ exits with 0. Data is not read: the format has no checksums."""
 _PLAN = """\
 Prints what restoring all of PATH on a mesh of devices costs every process:
 bytes, requests, memory. With --family all leaves of a model's own tree are
-restored, else the stored tensors. Reads headers only, and needs no devices."""
+restored, else the stored tensors. Reads headers only, and needs no devices.
+PATH may be a checkpoint of Orbax, too: an item, a step, or steps."""
 
 _PLAN_MORE = (
     _FAMILY
@@ -147,6 +148,15 @@ several meshes:
   most, which need not be the same one. memory is staging and destination;
   over-read is that of all processes together.
 
+checkpoints of Orbax:
+  A process reads every chunk whole that a shard of its own touches, and again
+  for each further shard. So read is of the chunks decoded: what compression
+  saves is not known before, and the time takes them to be moved as they are.
+  The last table has the leaves whose chunks make processes read more than 1.1
+  times what they need, with the chunks that they have, and instead those with
+  which nothing else is read. The command below it stores them so. It takes one
+  --mesh, and no --family, --save, --files or --picture. Axes have to divide.
+
 saving:
   With --save what is planned is a save of that tree, sharded like that, into
   new files with at most 5 GB of tensors each. written is what a process
@@ -191,6 +201,12 @@ with --json, one object:
 
   With several meshes path, family and variant are joined by meshes, a list of
   objects with all the rest.
+
+  Of a checkpoint of Orbax: path, mesh, total_bytes, total_chunks, num_arrays,
+  file_bytes, null on an object store, processes, a list of {needed_bytes,
+  read_bytes, over_read, num_chunks}, over_reads, a list of {name, shape,
+  chunk_shape, shard_shape, needed_bytes, read_bytes, over_read, num_chunks},
+  estimate, and reshard, the command that ends these, or null.
 
   With --save: path, mesh, estimate, family and variant, files, a list of
   {file, nbytes}, and processes, a list of {written_bytes, num_requests,

@@ -16,10 +16,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import api
 from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.cli import plan_orbax
 from orbax_safetensors.cli.family import full_name, switches_text, variant
 from orbax_safetensors.cli.partition import Axes, UsageError, assign, axes_text, mesh_text, spread
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.options import SafetensorsOptions
@@ -36,6 +38,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     counts = _process_counts(args)
     if args.latency is not None and args.bandwidth is None:
         raise UsageError("--latency is for an estimate of the time, which also needs --bandwidth")
+    if is_orbax(place(args.path)):
+        return plan_orbax.run(args, counts[0], output)
     for option in ("files", "picture", "save"):
         if getattr(args, option) and len(args.mesh) > 1:
             raise UsageError(f"--{option} is for one --mesh")

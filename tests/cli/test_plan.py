@@ -318,3 +318,58 @@ def test_a_save_is_of_one_mesh_and_has_no_picture(cli, single, tmp_path):
         result = cli("plan", single, "--mesh", "x=4", "--save", *more)
         assert (result.status, result.out) == (2, "")
         assert message in result.err
+
+
+ORBAX = Path(__file__).parents[2] / "testdata" / "orbax" / "deepseek3_scanned"
+OF_ORBAX = [ORBAX, "--mesh", "x=2,y=2", "--processes", "2", "--spec", "layers.*kernel=x,-,y"]
+
+
+def test_a_checkpoint_of_orbax(cli):
+    found = plan(cli, *OF_ORBAX, "--bandwidth", "1MB/s")
+    result = cli("plan", *OF_ORBAX, "--bandwidth", "1MB/s")
+    assert (result.status, result.err) == (0, "")
+    facts, processes, over_reads, advice = result.blocks
+    facts = dict(facts)
+    assert facts["path"] == found["path"] == str(ORBAX / "0" / "items")
+    assert [facts["bytes"], facts["chunks"], facts["bytes of files"]] == [
+        str(found[key]) for key in ("total_bytes", "total_chunks", "file_bytes")
+    ]
+    assert processes[0] == ["process", "needed", "read decoded", "over-read", "chunks", "time"]
+    for row, cost in zip(processes[1:], found["processes"], strict=True):
+        assert row[1:3] == [str(cost["needed_bytes"]), str(cost["read_bytes"])]
+        assert float(row[5]) == pytest.approx(cost["read_bytes"] / 1e6, rel=1e-4)
+    assert over_reads[0] == ["leaf", "needed", "read decoded", "over-read", "chunks", "chunk", "instead"]
+    assert [row[0] for row in over_reads[1:]] == [leaf["name"] for leaf in found["over_reads"]]
+    assert advice[-1] == [found["reshard"]]
+    assert found["reshard"] == (
+        f"orbax-safetensors reshard {ORBAX} DESTINATION --mesh x=2,y=2 --spec 'layers.*kernel=x,-,y'"
+    )
+
+
+def test_the_advice_ends_the_over_read(cli, tmp_path):
+    assert cli("reshard", ORBAX, tmp_path, "--mesh", "x=2,y=2", "--spec", "layers.*kernel=x,-,y").status == 0
+    found = plan(cli, tmp_path, *OF_ORBAX[1:])
+    assert (found["over_reads"], found["reshard"]) == ([], None)
+    assert all(cost["over_read"] == 1 for cost in found["processes"])
+    assert len(cli("plan", tmp_path, *OF_ORBAX[1:]).blocks) == 2
+
+
+def test_without_a_spec_axes_are_spread(cli):
+    found = plan(cli, ORBAX, "--mesh", "x=2")
+    assert found["processes"][0]["needed_bytes"] == found["total_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--family", "maxtext"], 2, "--family is for safetensors"),
+        (["--save"], 2, "--save is for safetensors"),
+        (["--mesh", "x=4"], 2, "is planned for one --mesh"),
+        (["--spec", "nothing=x"], 2, "is not used: it matches no array"),
+        (["--spec", "embedding=-,x"], 1, "32 does not divide by 3"),
+    ],
+)
+def test_mistakes_with_a_checkpoint_of_orbax(cli, options, status, message):
+    result = cli("plan", ORBAX, "--mesh", "x=3", *options)
+    assert (result.status, result.out) == (status, "")
+    assert message in result.err
