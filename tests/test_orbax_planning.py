@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 @pytest.fixture
 def saved(tmp_path, mesh):
-    """Chunks are rows: of one, two and eight devices, and one that is whole."""
+    """Chunks of whole rows, and one array that is one chunk."""
     arrays = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in SHAPES.items()}
     specs = {"kernel": P("x"), "stack": P("y"), "table": P(("x", "y")), "norm": P()}
     tree = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
