@@ -17,13 +17,9 @@ from orbax_safetensors.errors import (
     StorageError,
     TensorMismatchError,
 )
-from orbax_safetensors.handlers.checkpoint_handler import (
-    SafetensorsCheckpointer,
-    SafetensorsHandler,
-    SafetensorsRestore,
-    SafetensorsSave,
-)
+from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
 from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpointableHandler
+from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.options import SafetensorsOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 
 from orbax_safetensors import replicas, targets
 from orbax_safetensors import save as saving
-from orbax_safetensors.checkpoint import Checkpoint, find_faults, read_checkpoint
+from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
+from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
@@ -20,6 +23,9 @@ from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import no_collection, planned
 
 PathLike = str | os.PathLike[str]
+
+# More than anybody notes beside a checkpoint, in bytes.
+_MAX_BESIDE_BYTES = 64 * 2**20
 
 
 def open_checkpoint(
@@ -99,12 +105,14 @@ def plan_save(
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     options: SafetensorsOptions,
+    existing: Existing = "kept",
 ) -> saving.Save:
     """Checks a tree and lays out its files, together with all other processes.
 
-    `directory` is where they will be, the same in every process; it need not be there yet. See `SafetensorsSave` for
-    the other arguments. Raises `TensorMismatchError`, `MappingError` or `HeaderError` in every process where the tree
-    or the metadata cannot be stored.
+    `directory` is where they will be, the same in every process; it need not be there yet. `existing` says what becomes
+    of what is in one on an object store. See `SafetensorsSave` for the other arguments. Raises `TensorMismatchError`,
+    `MappingError` or `HeaderError` in every process where the tree or the metadata cannot be stored, and `StorageError`
+    where there are files in the way or nothing can be written.
     """
     return saving.plan_save(
         item,
@@ -116,16 +124,35 @@ def plan_save(
         variant,
         config,
         options,
+        existing,
     )
 
 
 def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None:
-    """Writes what was planned into an empty directory, together with all other processes.
+    """Writes what was planned into the directory that it was planned for, together with all other processes.
 
     Raises `StorageError` in every process where one fails.
     """
     store, path = store_of(os.fspath(directory), save.options.storage_options)
     saving.write(save, shards, path, store)
+
+
+def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
+    """Writes small files, in order, beside what was saved into `directory`, together with all other processes.
+
+    Raises `StorageError` in every process where it fails.
+    """
+    saving.write_beside(os.fspath(directory), files, options)
+
+
+def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
+    """What a small file in `directory` holds; None where it is not there, or where `directory` is itself a file.
+
+    Raises `StorageError` where it cannot be read.
+    """
+    store, path = store_of(os.fspath(directory), options.storage_options)
+    file = None if path.endswith(SUFFIX) else store.find(posixpath.join(path, name))
+    return None if file is None else read_small(file, _MAX_BESIDE_BYTES)
 
 
 def plan_restore(

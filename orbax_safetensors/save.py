@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors import arrays
+from orbax_safetensors.destination import Existing, make_room
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
@@ -78,13 +79,14 @@ def plan_save(
     variant: Mapping[str, Any] | None,
     config: Any,
     options: SafetensorsOptions,
+    existing: Existing,
 ) -> Save:
     """Checks a tree, lays out its files and deals its shards to processes.
 
     Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, where the tree or the metadata
-    cannot be stored or the processes do not have the same.
+    cannot be stored or the processes do not have the same, and `StorageError` where there is no room for the files.
     """
-    key = new_key(f"save/{hashlib.sha256(os.fsencode(directory)).hexdigest()}")
+    key = new_key(f"save/{_hashed(directory)}")
     failure, facts, text = None, "", None
     try:
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
@@ -102,37 +104,28 @@ def plan_save(
     places: Mapping[str, Location] = locations(layout)
     groups = list(_owned(grouped(sources)))
     views = None
-    if store_of(directory, options.storage_options)[0].whole:
-        if jax.process_count() > 1:
-            layout, places, views = _own_files(groups, tensors, metadata, max_file_bytes, key, options)
+    store, path = store_of(directory, options.storage_options)
+    if store.whole:
+        pieces = None
+        try:
+            if jax.process_count() > 1:
+                pieces = own_files(
+                    [one for group in groups for one in group],
+                    tensors,
+                    _METADATA | dict(metadata),
+                    max_file_bytes=max_file_bytes,
+                    alignment=options.alignment,
+                )
+            if jax.process_index() == 0:
+                make_room(store, path, existing)
+        except Exception as error:
+            failure = error
+        agree(f"{key}/pieces", failure)
+        if pieces is not None:
+            headers, files, views = pieces
+            layout, places = numbered(key, headers, files)
         groups = in_file_order(groups, views, places)
     return Save(layout, text, tuple(groups), key, options, places, views)
-
-
-def _own_files(
-    groups: Iterable[tuple[Owned, ...]],
-    tensors: Tensors,
-    metadata: Mapping[str, str],
-    max_file_bytes: int,
-    key: str,
-    options: SafetensorsOptions,
-) -> tuple[Layout, Mapping[str, Location], Views]:
-    """Files that this process writes alone, where pieces of tensors lie in them, and its boxes as views of these."""
-    failure, made = None, None
-    try:
-        made = own_files(
-            [one for group in groups for one in group],
-            tensors,
-            _METADATA | dict(metadata),
-            max_file_bytes=max_file_bytes,
-            alignment=options.alignment,
-        )
-    except Exception as error:
-        failure = error
-    agree(f"{key}/pieces", failure)
-    assert made is not None
-    headers, files, views = made
-    return *numbered(key, headers, files), views
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
@@ -386,6 +379,25 @@ def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], s
         _write_whole(create(number), header.encode(), save.options)
     if save.options.fsync:
         store.sync(directory)
+
+
+def write_beside(directory: str, files: Mapping[str, str], options: SafetensorsOptions) -> None:
+    """Writes small files, in order, from one process; raises `StorageError` in every process where it fails."""
+    store, path = store_of(directory, options.storage_options)
+    failure: Exception | None = None
+    try:
+        if jax.process_index() == 0:
+            for name, text in files.items():
+                data = text.encode()
+                _write_whole(store.create(posixpath.join(path, name), len(data)), data, options)
+    except Exception as error:
+        failure = error
+    agree(f"{new_key(f'beside/{_hashed(directory)}')}/written", failure)
+
+
+def _hashed(directory: str) -> str:
+    """A path as part of a key, which may be of any length and hold bytes that are no text."""
+    return hashlib.sha256(os.fsencode(directory)).hexdigest()
 
 
 def _write_config(save: Save, directory: str, store: Store) -> None:

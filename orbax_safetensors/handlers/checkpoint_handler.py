@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.metadata import tree as tree_metadata
 
 from orbax_safetensors import api
+from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping import Family
@@ -49,7 +49,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         self._variant = variant
         self._options = options or SafetensorsOptions()
 
-    def restore(self, directory: epath.Path, args: SafetensorsRestore | None = None) -> Any:
+    def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:
         """Restores the item in `directory`; see `SafetensorsRestore`."""
         args = SafetensorsRestore() if args is None else _checked(args, SafetensorsRestore)
         return api.restore(
@@ -62,7 +62,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             options=self._options,
         )
 
-    def metadata(self, directory: epath.Path) -> Any:
+    def metadata(self, directory: epath.PathLike) -> Any:
         """Orbax's metadata tree: an `ocp.metadata.ArrayMetadata` for every stored name or leaf of the family's tree.
 
         Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
@@ -76,14 +76,18 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             raise
         leaves = checkpoint.tree(
             lambda name, view: ocp.metadata.ArrayMetadata(
-                name=name, directory=epath.Path(directory), shape=view.shape, sharding=None, dtype=view.dtype
+                name=name, directory=_directory(directory), shape=view.shape, sharding=None, dtype=view.dtype
             )
         )
         return tree_metadata.build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
 
-    def save(self, directory: epath.Path, args: SafetensorsSave) -> None:
-        """Saves an item into `directory`; see `SafetensorsSave`. Called by every process."""
-        plan = self._plan(directory, args)
+    def save(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> None:
+        """Saves an item into `directory`; see `SafetensorsSave`. Called by every process.
+
+        Orbax makes a directory for it. On an object store it can have been there, and is refused where it holds a
+        checkpoint; `existing` says otherwise.
+        """
+        plan = self._plan(directory, args, existing)
         api.write(plan, Shards(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
@@ -99,7 +103,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
-    def _plan(self, directory: epath.Path, args: SafetensorsSave) -> Save:
+    def _plan(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
         args = _checked(args, SafetensorsSave)
         return api.plan_save(
             args.item,
@@ -111,6 +115,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             variant=self._variant if args.variant is None else args.variant,
             config=args.config,
             options=self._options,
+            existing=existing,
         )
 
     def close(self) -> None:
@@ -171,36 +176,6 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     config: Any = None
 
 
-class SafetensorsCheckpointer(ocp.Checkpointer):
-    """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one `.safetensors` file."""
-
-    def __init__(
-        self,
-        *,
-        family: Family | str | None = None,
-        variant: Mapping[str, Any] | None = None,
-        options: SafetensorsOptions | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """`family`, `variant` and `options` are the handler's; other keywords are those of `ocp.Checkpointer`."""
-        super().__init__(SafetensorsHandler(family=family, variant=variant, options=options), **kwargs)
-
-    def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
-        if not _is_file(directory):
-            return super().restore(directory, *args, **kwargs)
-        # Orbax takes a file for an unfinished checkpoint.
-        given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ocp.args.CheckpointArgs)]
-        return self._handler.restore(epath.Path(directory), given[0] if given else SafetensorsRestore(*args, **kwargs))
-
-    def metadata(self, directory: epath.PathLike) -> Any:
-        """Metadata of a directory or one file, with the tensors in `item_metadata`."""
-        item_metadata = self._handler.metadata(epath.Path(directory))  # Orbax would go on without one where that fails
-        if not _is_file(directory):
-            return super().metadata(directory)
-        return ocp.metadata.StepMetadata(item_metadata=item_metadata)
-
-
 def _checked(args: Any, kind: type[_Args]) -> _Args:
     """Arguments that are ours: those of another handler may have fields of the same name and more that are lost."""
     if not isinstance(args, kind):
@@ -208,5 +183,9 @@ def _checked(args: Any, kind: type[_Args]) -> _Args:
     return args
 
 
-def _is_file(path: epath.PathLike) -> bool:
-    return os.path.isfile(os.fspath(path))
+def _directory(path: epath.PathLike) -> epath.Path | None:
+    """A path as Orbax has it in metadata; None for an URL of a kind that it does not know."""
+    try:
+        return epath.Path(path)
+    except KeyError:
+        return None

@@ -50,7 +50,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         out = []
         for info in infos:
             if info.parent_dir not in checkpoints:
-                checkpoints[info.parent_dir] = read_checkpoint(info.parent_dir)
+                checkpoints[info.parent_dir] = read_checkpoint(info.parent_dir, self._options.storage_options)
             tensor = checkpoints[info.parent_dir][info.name]
             out.append(
                 ocp.metadata.ArrayMetadata(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -157,6 +158,7 @@ class LocalStore:
     maps = True
     lists = True
     whole = False
+    writes = True
 
     def list(self, path: str) -> list[str] | None:
         """Names in the directory `path`, sorted; None where it is a file."""
@@ -189,6 +191,18 @@ class LocalStore:
     def create(self, path: str, nbytes: int | None = None) -> NewLocalFile:
         """Opens the file `path` for writing, and makes it where it is not there."""
         return NewLocalFile(path)
+
+    def delete(self, path: str) -> None:
+        """Deletes all that is in the directory `path`, and leaves it there."""
+        try:
+            with os.scandir(path) as entries:
+                for entry in list(entries):
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.unlink(entry.path)
+        except OSError as error:
+            raise StorageError(f"{error.filename or path}: cannot be deleted: {error.strerror}") from error
 
     def sync(self, path: str) -> None:
         """Flushes the directory `path` to the disk, where it may be read and its file system flushes directories."""

@@ -6,6 +6,8 @@ the bytes that were asked for. Answers are collected in memory and then copied t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -38,6 +40,11 @@ _SHORT_REQUESTS = 16
 COST = Cost(
     request_seconds=2**-5, bytes_per_second=2**25, requests=64, max_request_bytes=8 * 2**20, held_in_flight=True
 )
+
+# Deletions that are in flight at once.
+_DELETIONS = 16
+# What is wrong with writing to a server that has no such thing.
+READ_ONLY = "is on a server that files can only be read from"
 
 _NO_DATE = datetime.fromtimestamp(0, UTC)  # what obstore has for an object without one
 
@@ -200,6 +207,7 @@ class RemoteStore:
         self.lists = lists
         self.retries = retries
         self.cost = COST
+        self.writes = writing is not None
         self._writing = writing
         self._objects_for_writing: ObjectStore | None = None
         self._requests = Requests()
@@ -272,12 +280,42 @@ class RemoteStore:
     def create(self, path: str, nbytes: int | None = None) -> NewRemoteFile:
         """Begins an object of `nbytes` bytes, of which nothing is seen before it is whole."""
         if self._writing is None:
-            raise StorageError(f"{path}: is on a server that files can only be read from")
+            raise StorageError(f"{path}: {READ_ONLY}")
         if nbytes is None:
             raise StorageError(f"{path}: an object of unknown size cannot be written")
         if self._objects_for_writing is None:
             self._objects_for_writing = self._writing()
         return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes)
+
+    def delete(self, path: str) -> None:
+        """Deletes the objects below `path`, each with a request of its own, of which many are in flight."""
+        if not self.writes:
+            raise StorageError(f"{path}: {READ_ONLY}")
+        prefix = self._key(path)
+        if not prefix:
+            raise StorageError(f"{path}: is a whole bucket, whose objects are not deleted")
+
+        async def listed() -> Sequence[ObjectMeta]:
+            return await obstore.list(self.objects, prefix).collect_async()
+
+        async def gone(key: str) -> None:
+            async with deleting:
+                with contextlib.suppress(FileNotFoundError):  # an attempt whose answer was lost
+                    await self.retries.run(
+                        f"{self.root}/{key}", "deleting", lambda: obstore.delete_async(self.objects, key)
+                    )
+
+        async def deleted() -> None:
+            found = await self.retries.run(path, "listing", listed)
+            await asyncio.gather(*(gone(meta["path"]) for meta in found))
+
+        deleting = asyncio.Semaphore(_DELETIONS)
+        try:
+            self._requests.run(deleted())
+        except FileNotFoundError:
+            raise StorageError(f"{path}: there is no such bucket") from None
+        except CancelledError:
+            raise StorageError(f"{path}: deleting was cancelled") from None
 
     def sync(self, path: str) -> None:
         """Nothing to wait for: a store that has answered keeps what it was given."""

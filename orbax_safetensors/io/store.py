@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from orbax_safetensors.errors import StorageError
+
 
 class Stamp(NamedTuple):
     """Identifies one state of a file, to notice that it changed while it was read.
@@ -115,6 +117,7 @@ class Store(Protocol):
     lists: bool  # whether the names in a directory can be had
     # Whether a new file appears at once, when all of its bytes have come, from one process; best in their order.
     whole: bool
+    writes: bool  # whether files can be made and deleted
 
     def list(self, path: str) -> list[str] | None:
         """Names of the files in the directory `path`, sorted; None where `path` is one file."""
@@ -137,5 +140,23 @@ class Store(Protocol):
         `nbytes` is the size that it will have, which a store that is `whole` has to know.
         """
 
+    def delete(self, path: str) -> None:
+        """Deletes everything in the directory `path`, and in the directories in it; `StorageError` where that fails.
+
+        So it does with what is no directory but a whole bucket.
+        """
+
     def sync(self, path: str) -> None:
         """Waits until the names of new files in the directory `path` are on the disk."""
+
+
+def read_small(file: File, most: int) -> bytes:
+    """All that a file holds, which is closed; `StorageError` where it has more than `most` bytes."""
+    try:
+        if file.stamp.nbytes > most:
+            raise StorageError(f"{file.path}: expected at most {most} bytes, found {file.stamp.nbytes}")
+        content = bytearray(file.stamp.nbytes)
+        file.read([(0, [memoryview(content)])])
+        return bytes(content)
+    finally:
+        file.close()

@@ -1,0 +1,136 @@
+"""`SafetensorsCheckpointer`: Orbax's checkpointer that also takes what Orbax does not, one file or an URL.
+
+Below an URL Orbax's own checks are left out: they need a client library for each kind of store besides obstore, of
+`https://` there is none, and on `gs://` they see nothing but unfinished checkpoints where Orbax has not written the
+files. A save makes the same files there as Orbax does, so that Orbax, where it has such a client, takes it for one of
+its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+# Orbax exports the metadata of a step, and not its form as a file.
+from orbax.checkpoint._src.metadata import step_metadata_serialization
+
+from orbax_safetensors import api
+from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
+from orbax_safetensors.mapping import Family
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.source import STEP_FILE
+
+# What tells Orbax that a directory on an object store holds all that it shall.
+_FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+
+_Args = TypeVar("_Args")
+
+
+class SafetensorsCheckpointer(ocp.Checkpointer):
+    """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one file, and URLs.
+
+    Below `gs://`, `s3://`, `az://` and what else `open_checkpoint` takes, any directory of `.safetensors` files is a
+    checkpoint, whoever has written it.
+    """
+
+    _handler: SafetensorsHandler
+
+    def __init__(
+        self,
+        *,
+        family: Family | str | None = None,
+        variant: Mapping[str, Any] | None = None,
+        options: SafetensorsOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`family`, `variant` and `options` are the handler's; other keywords are those of `ocp.Checkpointer`."""
+        self._options = options or SafetensorsOptions()
+        super().__init__(SafetensorsHandler(family=family, variant=variant, options=self._options), **kwargs)
+
+    def save(
+        self,
+        directory: epath.PathLike,
+        *args: Any,
+        force: bool = False,
+        custom_metadata: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves with the arguments of `SafetensorsSave` or an instance of it; called by every process.
+
+        With `force`, all that is in `directory` is deleted once the tree has been checked; without, a directory that is
+        there is an error before anything is written. `custom_metadata` is saved for `metadata`.
+
+        Raises:
+          SafetensorsError: the tree or the metadata cannot be stored.
+          StorageError: below an URL, `directory` holds something, or cannot be written.
+          ValueError: `directory` is a path, and there already.
+        """
+        if (url := _url(directory)) is None:
+            super().save(directory, *args, force=force, custom_metadata=custom_metadata, **kwargs)
+            return
+        began = time.time_ns()
+        self._step_file(began, custom_metadata)  # which may not be possible, before anything is written
+        self._handler.save(url, _given(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
+        finished = f"Checkpoint commit was successful to {url}"
+        files = {STEP_FILE: self._step_file(began, custom_metadata), _FINISHED_FILE: finished}
+        api.write_beside(url, files, options=self._options)
+
+    def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
+        if not _is_ours(directory):
+            return super().restore(directory, *args, **kwargs)
+        return self._handler.restore(_url(directory) or epath.Path(directory), _given(SafetensorsRestore, args, kwargs))
+
+    def metadata(self, directory: epath.PathLike) -> Any:
+        """Metadata of a directory or one file, with the tensors in `item_metadata`."""
+        url = _url(directory)
+        # Orbax would go on without one where that fails.
+        item_metadata = self._handler.metadata(url or epath.Path(directory))
+        if not _is_ours(directory):
+            return super().metadata(directory)
+        text = None if url is None else api.read_beside(url, STEP_FILE, options=self._options)
+        if text is None:
+            return ocp.metadata.StepMetadata(item_metadata=item_metadata)
+        try:
+            return step_metadata_serialization.deserialize(json.loads(text), item_metadata=item_metadata)
+        except (TypeError, ValueError) as error:
+            raise StorageError(f"{url}: {STEP_FILE}: {error}") from error
+
+    def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
+        """What Orbax writes beside the files of a step that is finished now; `SafetensorsError` where it cannot."""
+        try:
+            metadata = ocp.metadata.StepMetadata(
+                item_handlers=self._handler.typestr(),
+                init_timestamp_nsecs=began,
+                commit_timestamp_nsecs=time.time_ns(),
+                custom_metadata=custom_metadata or {},
+            )
+            return json.dumps(step_metadata_serialization.serialize(metadata))
+        except (TypeError, ValueError) as error:
+            raise SafetensorsError(f"custom_metadata: {error}") from error
+
+
+def _given(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `ocp.Checkpointer` makes of its arguments: those of a handler, or an instance of them."""
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, ocp.args.CheckpointArgs):
+            return arg
+    return kind(*args, **kwargs)
+
+
+def _url(path: epath.PathLike) -> str | None:
+    """A path that is an URL as text, in which `epath.Path` and `str` agree; None for any other."""
+    text = os.fspath(path)
+    return text if "://" in text else None
+
+
+def _is_ours(path: epath.PathLike) -> bool:
+    """Whether Orbax refuses a path: it takes a file for an unfinished checkpoint, and URLs for what is said above."""
+    return _url(path) is not None or os.path.isfile(os.fspath(path))
