@@ -74,9 +74,10 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         except SafetensorsError as error:  # of which Orbax, where it asks for metadata, tells nobody
             logger.error("%s", error)
             raise
+        at = None if _is_served(directory) else epath.Path(directory)
         leaves = checkpoint.tree(
             lambda name, view: ocp.metadata.ArrayMetadata(
-                name=name, directory=epath.Path(directory), shape=view.shape, sharding=None, dtype=view.dtype
+                name=name, directory=at, shape=view.shape, sharding=None, dtype=view.dtype
             )
         )
         return tree_metadata.build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
@@ -172,7 +173,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
 
 
 class SafetensorsCheckpointer(ocp.Checkpointer):
-    """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one `.safetensors` file."""
+    """`ocp.Checkpointer(SafetensorsHandler())` that also takes one `.safetensors` file, `hf://` and `https://`."""
 
     def __init__(
         self,
@@ -186,17 +187,16 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         super().__init__(SafetensorsHandler(family=family, variant=variant, options=options), **kwargs)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
-        if not _is_file(directory):
+        """Restores a directory, file or repository, with the arguments of `SafetensorsRestore` or an instance of it."""
+        if not _is_foreign(directory):
             return super().restore(directory, *args, **kwargs)
-        # Orbax takes a file for an unfinished checkpoint.
         given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, ocp.args.CheckpointArgs)]
-        return self._handler.restore(epath.Path(directory), given[0] if given else SafetensorsRestore(*args, **kwargs))
+        return self._handler.restore(directory, given[0] if given else SafetensorsRestore(*args, **kwargs))
 
     def metadata(self, directory: epath.PathLike) -> Any:
-        """Metadata of a directory or one file, with the tensors in `item_metadata`."""
-        item_metadata = self._handler.metadata(epath.Path(directory))  # Orbax would go on without one where that fails
-        if not _is_file(directory):
+        """Metadata of a directory, file or repository, with the tensors in `item_metadata`."""
+        item_metadata = self._handler.metadata(directory)  # Orbax would go on without one where that fails
+        if not _is_foreign(directory):
             return super().metadata(directory)
         return ocp.metadata.StepMetadata(item_metadata=item_metadata)
 
@@ -208,5 +208,10 @@ def _checked(args: Any, kind: type[_Args]) -> _Args:
     return args
 
 
-def _is_file(path: epath.PathLike) -> bool:
-    return os.path.isfile(os.fspath(path))
+def _is_foreign(path: epath.PathLike) -> bool:
+    """Whether Orbax would not take a path for a checkpoint: a file, or what it has no storage for."""
+    return os.path.isfile(os.fspath(path)) or _is_served(path)
+
+
+def _is_served(path: epath.PathLike) -> bool:
+    return os.fspath(path).startswith(("hf://", "http://", "https://"))
