@@ -214,4 +214,4 @@ def _is_foreign(path: epath.PathLike) -> bool:
 
 
 def _is_served(path: epath.PathLike) -> bool:
-    return os.fspath(path).startswith(("hf://", "http://", "https://"))
+    return bool(os.fspath(path).startswith(("hf://", "http://", "https://")))

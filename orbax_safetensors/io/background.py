@@ -111,6 +111,12 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Ends the loop while there still is an interpreter that its last answers can come to."""
-    loop.call_soon_threadsafe(loop.stop)
+
+    async def end() -> None:
+        ending = [task for task in asyncio.all_tasks() if task.cancelling()]
+        await asyncio.gather(*ending, return_exceptions=True)  # those that were waited for: else Python tells of them
+        loop.call_soon(loop.stop)
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
     thread.join()
     loop.close()

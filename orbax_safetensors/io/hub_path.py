@@ -32,7 +32,7 @@ def parse(url: str) -> HubPath:
     A repository without an owner, as `hf://gpt2`, is known by the end of the URL or its `@`. Raises `StorageError`
     where the URL is none of a model.
     """
-    text = url.removeprefix(f"{SCHEME}://").strip("/")
+    text = url.removeprefix(f"{SCHEME}://").rstrip("/")
     kind, _, rest = text.partition("/")
     if kind in _OTHER_KINDS:
         raise StorageError(f"{url}: expected a model, {_FORM}, found one of the {kind}")
