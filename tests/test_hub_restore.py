@@ -94,8 +94,8 @@ def test_headers_are_a_request_to_the_hub_and_one_to_the_network_for_each_file(h
     ost.open_checkpoint(hub.url)
     head = (0, remote.HEAD_BYTES)
     assert hub.server.log[0].path == "/api/models/owner/name/revision/main"
-    resolved = sorted((one.path, one.range) for one in hub.server.log if "/resolve/" in one.path)
-    assert resolved == [(f"/owner/name/resolve/{commit}/{name}", head) for name in (FIRST, SECOND, INDEX)]
+    resolved = sorted((one.path, one.method) for one in hub.server.log if "/resolve/" in one.path)
+    assert resolved == [(f"/owner/name/resolve/{commit}/{name}", "HEAD") for name in (FIRST, SECOND, INDEX)]
     assert [one.range for one in hub.network_server.log] == [head] * 2
 
 
@@ -115,8 +115,9 @@ def test_shards_and_what_is_read_for_them(hub, commit, mesh, spec):
     read = [one for one in hub.network_server.log if one.range != (0, remote.HEAD_BYTES)]
     (cost,) = plan.processes
     assert (len(read), sum(one.sent for one in read)) == (cost.num_requests, cost.read_bytes)
-    # The commit, the index twice as it is passed on, and each file: however many ranges are read of it.
-    assert len(hub.server.log) == 5
+    # The commit, each file, and the index, for which the Hub asks to be asked elsewhere: however many ranges are read.
+    assert [one.method for one in hub.server.log].count("HEAD") == 4
+    assert len(hub.server.log) == 6
     assert {one.process for one in hub.network_server.log} == {os.getpid()}
 
 

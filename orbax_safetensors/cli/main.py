@@ -28,7 +28,8 @@ Looks at .safetensors checkpoints, and at what restoring them as sharded JAX
 arrays costs; converts them to Orbax and back.
 
 A PATH is one .safetensors file, or a directory with such files and perhaps an
-index; inspect, verify and plan take gs://, s3://, az:// and https:// as well.
+index; inspect, verify and plan take gs://, s3://, az:// and https:// as well,
+and hf://owner/name[@revision][/path] on the Hugging Face Hub.
 On a terminal tables are made for reading; elsewhere they are lines of
 tab-separated fields with exact numbers, under a line of headings.
 """

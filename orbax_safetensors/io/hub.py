@@ -17,16 +17,19 @@ from typing import Any, NoReturn
 
 import obstore
 from obstore import Bytes
-from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import HTTPStore
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io import hub_path
 from orbax_safetensors.io.background import Requests
-from orbax_safetensors.io.hub_api import Contents, HubApi, Place
+from orbax_safetensors.io.hub_api import Contents, HubApi
 from orbax_safetensors.io.remote import COST, HEAD_BYTES, RemoteFile, body, changed
-from orbax_safetensors.io.retries import Retries, WrongAnswerError
+from orbax_safetensors.io.retries import Retries, WrongAnswerError, status_of
 from orbax_safetensors.io.store import Stamp
+
+# What stores say of a link that has expired, which is no fault.
+_EXPIRED = (400, 401, 403)
 
 
 def hub_store(url: str, api: HubApi, client: Mapping[str, Any], retries: Retries) -> tuple[HubStore, str]:
@@ -113,10 +116,9 @@ class HubStore:
 
     async def _opened(self, path: str, key: str) -> tuple[Stamp, Bytes]:
         """A file's state and first bytes."""
-        place = await self._place(path, key, HEAD_BYTES)
-        stamp = _stamp(place)
-        if place.head is not None:
-            return stamp, Bytes(place.head)
+        stamp = await self._place(path, key)
+        if not stamp.nbytes:  # no range of it could be had
+            return stamp, Bytes()
         return stamp, await self._fetch(path, stamp, 0, min(HEAD_BYTES, stamp.nbytes))
 
     async def _fetch(self, path: str, stamp: Stamp, offset: int, nbytes: int) -> Bytes:
@@ -133,7 +135,9 @@ class HubStore:
             link = await self._link(path, stamp, None)
             try:
                 return await ranged(link)
-            except (PermissionDeniedError, UnauthenticatedError):  # it has expired, which is no fault
+            except BaseError as error:
+                if status_of(error) not in _EXPIRED:
+                    raise
                 return await ranged(await self._link(path, stamp, link))
 
         return await self._retries.run(path, f"reading {nbytes} bytes at offset {offset}", attempt)
@@ -144,16 +148,16 @@ class HubStore:
         async with self._renewing[key]:
             link = self._links.get(key)
             if link is None or link is refused:
-                found = _stamp(await self._place(path, key, 1))
+                found = await self._place(path, key)
                 if found != stamp:
                     raise changed(path, stamp, f"{found.nbytes} bytes of version {found.version}")
             return self._links[key]
 
-    async def _place(self, path: str, key: str, head_bytes: int) -> Place:
-        """Asks the Hub for the place of a file, and keeps the link."""
+    async def _place(self, path: str, key: str) -> Stamp:
+        """Asks the Hub for the place of a file, and keeps the link; returns the state of the file."""
         own = self._contents
         place = await self._retries.run(
-            path, "asking the Hub", lambda: self._api.place(own.repository, own.commit, key, head_bytes)
+            path, "asking the Hub", lambda: self._api.place(own.repository, own.commit, key)
         )
         client: Any = dict(self._client)
         if place.headers:
@@ -163,8 +167,4 @@ class HubStore:
         except Exception:  # which would tell the link
             raise StorageError(f"{path}: the Hub gave a link that cannot be used") from None
         self._links[key] = _Link(objects)
-        return place
-
-
-def _stamp(place: Place) -> Stamp:
-    return Stamp(place.nbytes, place.etag)
+        return Stamp(place.nbytes, place.etag)

@@ -29,8 +29,6 @@ _TRUE = ("1", "ON", "YES", "TRUE")
 # Redirects from one place of the Hub to another: a repository that was renamed, then the file.
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
-# Files in git, which the Hub gives itself, have at most 10 MB; what it tells of a repository has less.
-_MAX_BODY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,12 @@ class Place:
       url: where ranges of it can be had; a secret, as it may be signed.
       headers: what goes with requests to `url`, secrets among them.
       nbytes, etag: of the file, by which the Hub knows its content.
-      head: its first bytes, as many as were asked for, where the Hub has given them itself.
     """
 
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     nbytes: int
     etag: str
-    head: bytes | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class HubApi:
     async def contents(self, repository: str, revision: str) -> Contents:
         """The commit that `revision` stands for now."""
         target = f"/api/models/{quote(repository)}/revision/{quote(revision, safe='')}"
-        answer = await in_thread(lambda: self._ask(target, {}))
+        answer = await in_thread(lambda: self._ask("GET", target))
         if answer.status != 200:
             raise self._refused(answer, repository, revision)
         try:
@@ -98,49 +94,45 @@ class HubApi:
             raise WrongAnswerError("what the Hub tells of the repository cannot be understood") from None
         return Contents(name, commit, files)
 
-    async def place(self, repository: str, commit: str, file: str, head_bytes: int) -> Place:
-        """Where a file of a commit is now. The Hub gives its first `head_bytes`, where it does that itself."""
+    async def place(self, repository: str, commit: str, file: str) -> Place:
+        """Where a file of a commit is now.
+
+        Asked by HEAD and for no range: a link may be signed for the range that was asked for.
+        """
         target = f"/{quote(repository)}/resolve/{quote(commit, safe='')}/{quote(file)}"
-        answer = await in_thread(lambda: self._ask(target, {"Range": f"bytes=0-{head_bytes - 1}"}))
-        # An empty file has no range that could be had.
-        if answer.status not in (200, 206, 416, *_REDIRECTS):
+        answer = await in_thread(lambda: self._ask("HEAD", target))
+        elsewhere = answer.status in _REDIRECTS
+        if answer.status != 200 and not elsewhere:
             raise self._refused(answer, repository, commit)
         if answer.linked.get("x-repo-commit", commit) != commit:
             raise WrongAnswerError(f"the Hub gave the file as of commit {answer.linked['x-repo-commit']}")
-        linked, etag = answer.linked.get("x-linked-size"), answer.linked.get("x-linked-etag", answer.headers["ETag"])
-        etag = (etag or "unknown").removeprefix("W/").strip('"')
-        if answer.status in _REDIRECTS:
-            if linked is None or not linked.isdecimal():
-                raise WrongAnswerError("the Hub does not tell the size of the file")
-            return Place(urljoin(answer.url, answer.headers["Location"]), {}, int(linked), etag, None)
-        nbytes = _total(answer)
-        head = b"" if answer.status == 416 else answer.body[:head_bytes]
-        if len(head) != min(head_bytes, nbytes) or (linked is not None and linked != str(nbytes)):
-            raise WrongAnswerError(f"the Hub sent {len(head)} bytes of {nbytes}, of a file of {linked}")
-        return Place(answer.url, self._headers(), nbytes, etag, head)
+        nbytes = answer.linked.get("x-linked-size", "" if elsewhere else answer.headers.get("Content-Length", ""))
+        if not nbytes.isdecimal():
+            raise WrongAnswerError("the Hub does not tell the size of the file")
+        etag = answer.linked.get("x-linked-etag", answer.headers.get("ETag", "unknown")).removeprefix("W/").strip('"')
+        if elsewhere:
+            return Place(urljoin(answer.url, answer.headers["Location"]), {}, int(nbytes), etag)
+        return Place(answer.url, self._headers(), int(nbytes), etag)
 
     def _headers(self) -> dict[str, str]:
         return {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
 
-    def _ask(self, target: str, headers: Mapping[str, str]) -> _Answer:
+    def _ask(self, method: str, target: str) -> _Answer:
         """The answer to a request, or where it leads to within the Hub. Blocks."""
         url = self.endpoint + target
         linked: dict[str, str] = {}
         for _ in range(_MAX_REDIRECTS):
-            own = {"User-Agent": "orbax-safetensors", **headers, **self._headers()}
+            request = Request(url, headers={"User-Agent": "orbax-safetensors", **self._headers()}, method=method)
             try:
-                with self._opener.open(Request(url, headers=own), timeout=self._timeout) as response:
+                with self._opener.open(request, timeout=self._timeout) as response:
                     given: Message = response.headers
                     linked |= {name.lower(): text for name, text in given.items() if name.lower().startswith("x-")}
                     location = urljoin(url, given.get("Location", ""))
                     if response.status in _REDIRECTS and _origin(location) == _origin(self.endpoint):
                         url = location
                         continue
-                    length = given.get("Content-Length", "")
-                    if length.isdecimal() and int(length) > _MAX_BODY_BYTES:
-                        raise WrongAnswerError("the Hub ignores which range was asked for")
-                    read = response.status in (200, 206)
-                    return _Answer(url, response.status, given, linked, response.read() if read else b"")
+                    body = response.read() if response.status == 200 else b""
+                    return _Answer(url, response.status, given, linked, body)
             except (OSError, HTTPException) as error:
                 raise RefusedError(_no_answer(error)) from None
         raise WrongAnswerError("the Hub sent us from one place to another, and on and on")
@@ -209,16 +201,6 @@ def _stored_token() -> str:
 def _origin(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     return parts.scheme, parts.netloc.lower()
-
-
-def _total(answer: _Answer) -> int:
-    """The size of a file that the Hub has given itself, at least its beginning."""
-    if answer.status == 200:
-        return len(answer.body)
-    found = re.fullmatch(r"bytes (?:0-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
-    if found is None:
-        raise WrongAnswerError("the Hub sent another range than was asked for")
-    return int(found[1])
 
 
 def _wait(headers: Message) -> float:

@@ -1,5 +1,6 @@
 """The Hub: what URLs name, what is asked of whom and with which credentials, what is pinned, and what is said."""
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from orbax_safetensors.io import hub_api, hub_path, remote, retries
 from orbax_safetensors.io.stores import store_of
 from tests.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
 from tests.servers.hub import STRANGER, TOKEN
+from tests.servers.server import Bytes, Response, Server
 
 DATA = bytes(os.urandom(2**20 + 12345))
 FILES = {
@@ -120,7 +122,7 @@ def test_a_large_file_is_asked_for_once_and_read_from_the_network(hub, commit, o
     head = (0, remote.HEAD_BYTES)
     assert asked(hub.server) == [
         ("GET", "/api/models/owner/name/revision/main", None),
-        ("GET", f"/owner/name/resolve/{commit}/model.safetensors", head),
+        ("HEAD", f"/owner/name/resolve/{commit}/model.safetensors", None),
     ]
     assert {one.headers["Authorization"] for one in hub.server.log} == {f"Bearer {TOKEN}"}
     assert sorted(one.range for one in hub.network_server.log) == [head, *sorted((a, a + n) for a, n in ranges[1:])]
@@ -133,7 +135,7 @@ def test_small_files_come_from_the_hub(hub, commit, opened, redirects):
     hub.hub.redirects_small = redirects
     file = opened("config.json")
     assert (file.stamp.nbytes, read(file, (0, 8))) == (8, [FILES["config.json"]])
-    assert len(hub.server.log) == 3 if redirects else 2
+    assert [one.method for one in hub.server.log] == ["GET", "HEAD", *(["HEAD"] if redirects else []), "GET"]
     file = opened("long.json")
     assert read(file, (AT, 20), (3, 4)) == [DATA[AT : AT + 20], DATA[3:7]]
     file = opened("empty.json")
@@ -216,8 +218,16 @@ def test_a_link_that_has_expired_is_renewed_once_for_all(hub, commit, opened):
     hub.network_server.fail(Delay(0.2), times=8)  # so that all are refused before one is renewed
     ranges = [(AT + 1000 * number, 10) for number in range(8)]
     assert read(file, *ranges) == [DATA[offset : offset + 10] for offset, _ in ranges]
-    assert [one.range for one in hub.server.log] == [(0, 1)]
+    assert [one.method for one in hub.server.log] == ["HEAD"]
     assert sorted(one.status for one in hub.network_server.log) == [206] * 8 + [403] * 8
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_other_words_for_an_expired_link(hub, opened, status):
+    file = opened()
+    hub.network_server.fail(Answer(status))
+    assert read(file, (AT, 10)) == [DATA[AT : AT + 10]]
+    assert len(hub.server.log) == 3
 
 
 def test_a_network_that_refuses_every_link(hub, commit, opened):
@@ -422,6 +432,14 @@ def test_options_instead_of_the_environment(hub, commit, monkeypatch):
     assert hub.server.log[-1].headers["Authorization"] == f"Bearer {STRANGER}"
     with pytest.raises(SafetensorsError, match="'aws_region' are not for the Hub"):
         store_of(hub.url, {"aws_region": "x"})
+
+
+def test_a_proxy():
+    told = json.dumps({"id": "owner/name", "sha": "c" * 40, "siblings": []}).encode()
+    with Server(lambda request: Response(200, {}, Bytes(told))) as proxy:
+        options = {"endpoint": "http://hub.invalid", "proxy_url": proxy.url}
+        assert store_of("hf://owner/name", options)[1] == f"hf://owner/name@{'c' * 40}"
+    assert [one.path for one in proxy.log] == ["http://hub.invalid/api/models/owner/name/revision/main"]
 
 
 def test_tokens(monkeypatch, tmp_path):
