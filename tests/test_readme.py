@@ -41,7 +41,10 @@ def my_tree(config):
     return {"embedding": tensor("embed.weight", (64, config["hidden_size"])).T}
 
 
-def test_the_examples(tmp_path, mesh, unregistered):
+def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    hub.hub.commit("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in QWEN3.iterdir()})
     for name in ("llama", "mine", "state"):
         (tmp_path / name).mkdir()
     llama = {"model.norm.weight": NORM, "model.embed_tokens.weight": EMBEDDING}
@@ -63,7 +66,7 @@ def test_the_examples(tmp_path, mesh, unregistered):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
@@ -96,6 +99,8 @@ def test_the_examples(tmp_path, mesh, unregistered):
         assert saved.metadata["format"] == "pt"
     assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
     assert len(found[11]["plan"].processes) == 64
+    of_the_hub = found[12]["params"]["params"]["decoder"]
+    np.testing.assert_array_equal(of_the_hub["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
