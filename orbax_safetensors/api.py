@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors import replicas, targets
+from orbax_safetensors import cooperative, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
@@ -85,7 +85,7 @@ def restore(
     else:
         request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
     request = targets.placed(request, checkpoint)
-    return request.tree(replicas.restore(checkpoint, request.targets, options))
+    return request.tree(cooperative.restore(checkpoint, request.targets, options))
 
 
 def plan_save(
