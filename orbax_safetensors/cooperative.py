@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from orbax_safetensors import arrays, replicas
 from orbax_safetensors.checkpoint import Checkpoint
-from orbax_safetensors.exchanges import Exchanged, reading, spec
+from orbax_safetensors.exchanges import Way, reading, spec
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.exchange import Exchange, by_owner
@@ -40,26 +40,26 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
       StorageError: bytes cannot be read, or a file changed, here or in another process that this one restores with.
         Then nothing is returned, and no file or thread stays.
     """
-    chosen: list[Exchanged | None] = [None] * len(targets)
+    ways: dict[int, Way] = {}
     if jax.process_count() > 1 and may_exchange(checkpoint, options):
         chosen = dealt(checkpoint, targets, None, options).chosen
+        ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
     values: dict[int, Any] = {}
     with filling(checkpoint, options) as fillings:
         # First, so that whoever fails to read what it alone needs leaves nobody waiting.
-        exchanged = {at: found for at, found in enumerate(chosen) if found is not None}
-        if exchanged:
-            values |= _exchanged(fillings, {at: (targets[at], found) for at, found in exchanged.items()})
-        rest = [at for at in range(len(targets)) if at not in exchanged]
+        if ways:
+            values |= _exchanged(fillings, {at: (targets[at], way) for at, way in ways.items()})
+        rest = [at for at in range(len(targets)) if at not in ways]
         values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
     return [values[at] for at in range(len(targets))]
 
 
-def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Exchanged]]) -> dict[int, jax.Array]:
+def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> dict[int, jax.Array]:
     """Leaves of which every process reads parts."""
     numbers = list(leaves)
     groups = in_file_order(fillings.checkpoint, [target for target, _ in leaves.values()])
     # All processes have to make the same batches, so that they are of equal size in all of them.
-    sized = [([numbers[at] for at in group], sum(_nbytes(leaves[numbers[at]][1]) for at in group)) for group in groups]
+    sized = [([numbers[at] for at in group], sum(_nbytes(*leaves[numbers[at]]) for at in group)) for group in groups]
     batched = [
         [at for group in batch for at in group] for batch in batches(sized, fillings.options.in_flight_bytes // 2)
     ]
@@ -88,44 +88,44 @@ def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Exchanged]]
     return values
 
 
-def _nbytes(found: Exchanged) -> int:
+def _nbytes(target: Target, way: Way) -> int:
     """The most that any process reads into memory of a leaf, in bytes."""
-    devices = max(found.owners.count(process) for process in set(found.owners))
-    return prod(found.exchange.padded) * found.leaf.dtype.itemsize * devices // found.exchange.devices
+    devices = max(way.owners.count(process) for process in set(way.owners))
+    return prod(way.exchange.padded) * target.dtype.itemsize * devices // way.exchange.devices
 
 
-def _facts(batched: Sequence[Sequence[tuple[Target, Exchanged]]]) -> str:
+def _facts(batched: Sequence[Sequence[tuple[Target, Way]]]) -> str:
     """Differs between processes that would not do the same."""
     told = [
-        (target.name, target.dtype.str, found.exchange, [device.id for device in _mesh(target, found).devices.flat])
+        (target.name, target.dtype.str, way.exchange, [device.id for device in _mesh(target, way).devices.flat])
         for batch in batched
-        for target, found in batch
+        for target, way in batch
     ]
     return hashlib.sha256(repr((list(map(len, batched)), told)).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def _part(target: Target, found: Exchanged) -> Target:
+def _part(target: Target, way: Way) -> Target:
     """What is read of a target instead of its shards."""
-    devices = _mesh(target, found).devices.ravel()[by_owner(found.owners)]
-    return replace(target, shape=found.exchange.padded, sharding=reading(found.exchange, devices))
+    devices = _mesh(target, way).devices.ravel()[by_owner(way.owners)]
+    return replace(target, shape=way.exchange.padded, sharding=reading(way.exchange, devices))
 
 
-def _mesh(target: Target, found: Exchanged) -> Mesh:
+def _mesh(target: Target, way: Way) -> Mesh:
     """The devices of a target along the axes of its exchange."""
     sharding = cast(NamedSharding, target.sharding)
-    sizes = found.exchange.sizes
+    sizes = way.exchange.sizes
     return Mesh(cast(Mesh, sharding.mesh).devices.reshape(sizes), tuple(map(str, range(len(sizes)))))
 
 
-def _shards(target: Target, found: Exchanged, part: jax.Array) -> jax.Array:
+def _shards(target: Target, way: Way, part: jax.Array) -> jax.Array:
     """The target, from the parts of it that its devices have."""
     sharding = cast(NamedSharding, target.sharding)
-    mesh = _mesh(target, found)
+    mesh = _mesh(target, way)
     # The same memory under another name: what a device has read need not be its part of this array.
     parts = jax.make_array_from_single_device_arrays(
-        part.shape, NamedSharding(mesh, spec(found.exchange.parts)), [shard.data for shard in part.addressable_shards]
+        part.shape, NamedSharding(mesh, spec(way.exchange.parts)), [shard.data for shard in part.addressable_shards]
     )
-    made = _program(found.exchange, found.exchange.sends(found.owners), mesh, np.dtype(target.dtype))(parts)
+    made = _program(way.exchange, way.exchange.sends(way.owners), mesh, np.dtype(target.dtype))(parts)
     if arrays.on_host(sharding) and len(target.local_boxes()) < len(sharding.addressable_devices):
         # As in a direct restore, CPU devices that hold the same share its memory.
         boxes = {arrays.box_of(shard.index, target.shape): np.asarray(shard.data) for shard in made.addressable_shards}

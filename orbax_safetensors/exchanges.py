@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import inf
-from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from orbax_safetensors import arrays
@@ -35,31 +34,41 @@ LINK_BYTES_PER_SECOND = 2.0**32
 LAUNCH_SECONDS = 2.0**-10
 # A program of a few moves, which XLA compiles once for leaves of one shape and sharding.
 COMPILE_SECONDS = 0.5
+# Processes for which either way is planned before one is chosen, from the first to the last. Others are much the same.
+SOME_PROCESSES = 16
+
+Boxes = Sequence[tuple[Box, ...]]  # for every process
 
 
-Parts = list[tuple[Box, ...]]  # for every process the boxes that it reads
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """A leaf that fewer bytes are read of where devices exchange them.
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How leaves of one shape and sharding are exchanged.
 
     Attributes:
-      exchange: its parts and what makes shards of them.
-      leaf: as it is then read.
+      exchange: their parts and what makes shards of them.
       owners: the process of every device, in the order of the mesh.
-      worthwhile: whether that takes less time.
+      boxes: for every process those of its parts, in the shape that is read.
+      received: elements that a device receives from others, at most.
     """
 
     exchange: Exchange
-    leaf: Leaf
     owners: tuple[int, ...]
-    worthwhile: bool
+    boxes: Boxes
+    received: int
 
-    def received_bytes(self) -> list[int]:
-        """What the devices of every process receive from other devices, at most."""
-        nbytes = self.exchange.received(self.owners) * self.leaf.dtype.itemsize
-        return [self.owners.count(process) * nbytes for process in range(len(self.leaf.boxes))]
+    @staticmethod
+    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Way:
+        """The way of an exchange between devices of `process_count` processes."""
+        boxes = deal(arrays.device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
+        return Way(exchange, owners, boxes, exchange.received(owners))
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanged:
+    """A leaf that fewer bytes are read of where devices exchange them; `worthwhile` where that takes less time."""
+
+    way: Way
+    worthwhile: bool
 
 
 def exchangeable(target: Target) -> bool:
@@ -85,7 +94,9 @@ class Chooser:
         self._process_count = process_count
         self._cost = cost
         self._pace = pace
-        self._ways: dict[Hashable, list[tuple[Exchange, Parts]]] = {}
+        self._ways: dict[Hashable, list[Way]] = {}
+        count = min(process_count, SOME_PROCESSES)
+        self._some = [number * (process_count - 1) // max(count - 1, 1) for number in range(count)]
 
     def choose(
         self,
@@ -112,16 +123,12 @@ class Chooser:
             ways = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
             best = self._best([leaves[at] for at in groups[0]], ways, len(groups))
             for group in groups if best else ():
-                for at, (found, parts, worthwhile) in zip(group, best, strict=True):
-                    own = owners[at]
-                    assert own is not None
-                    out[at] = Exchanged(found, replace(leaves[at], parts=parts), own, worthwhile)
+                for at, found in zip(group, best, strict=True):
+                    out[at] = found
         return out
 
-    def _of_leaf(
-        self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None
-    ) -> list[tuple[Exchange, Parts, int]]:
-        """The ways to exchange a leaf: parts, their boxes for every process, and the bytes that a device receives."""
+    def _of_leaf(self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
+        """The ways to exchange a leaf."""
         assert isinstance(sharding, NamedSharding)
         assert owners is not None
         order = storage_order(leaf.view)
@@ -133,37 +140,42 @@ class Chooser:
             found = dict.fromkeys(
                 exchange(leaf.shape, axes, sizes, order, padding) for padding in (SLIGHT_PADDING, inf)
             )
-            self._ways[key] = [(one, deal(part_boxes(one), sorted(owners), self._process_count)) for one in found]
-        return [(one, parts, one.received(owners) * leaf.dtype.itemsize) for one, parts in self._ways[key]]
+            self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
+        return self._ways[key]
 
-    def _best(
-        self, leaves: list[Leaf], ways: list[list[tuple[Exchange, Parts, int]]], count: int
-    ) -> list[tuple[Exchange, Parts, bool]]:
+    def _best(self, leaves: list[Leaf], ways: list[list[Way]], count: int) -> list[Exchanged]:
         """The fastest way to exchange leaves of which there are `count` alike; empty where none saves bytes."""
-        direct = self._costs(leaves)
-        out: list[tuple[Exchange, Parts, bool]] = []
+        direct = self._costs(leaves, [None] * len(leaves))
+        out: list[Exchanged] = []
         fastest = inf
         for number in range(max(map(len, ways))):
             tried = [own[min(number, len(own) - 1)] for own in ways]
-            costs = self._costs([replace(leaf, parts=parts) for leaf, (_, parts, _) in zip(leaves, tried, strict=True)])
-            received = sum(nbytes for _, _, nbytes in tried)
+            costs = self._costs(leaves, [way.boxes for way in tried])
+            received = sum(way.received * leaf.dtype.itemsize for way, leaf in zip(tried, leaves, strict=True))
             seconds = self._seconds(costs) + received / LINK_BYTES_PER_SECOND + len(leaves) * LAUNCH_SECONDS
             if _read_bytes(costs) < _read_bytes(direct) and seconds < fastest:
                 fastest = seconds
                 saved = count * (self._seconds(direct) - seconds) - len(leaves) * COMPILE_SECONDS
-                out = [(found, parts, saved > 0) for found, parts, _ in tried]
+                out = [Exchanged(way, saved > 0) for way in tried]
         return out
 
-    def _costs(self, leaves: Sequence[Leaf]) -> tuple[ProcessCost, ...]:
+    def _costs(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> tuple[ProcessCost, ...]:
+        """What some of the processes read of leaves, directly or in parts."""
         return restore_plan(
-            leaves,
+            [
+                replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if own is None else self._of_some(own))
+                for leaf, own in zip(leaves, parts, strict=True)
+            ],
             self._locate,
             self._files,
-            process_count=self._process_count,
+            process_count=len(self._some),
             max_gap_bytes=self._pace.max_gap_bytes,
             threads=1,
             max_request_bytes=self._pace.max_request_bytes,
         ).processes
+
+    def _of_some(self, boxes: Boxes) -> Boxes:
+        return [boxes[process] for process in self._some]
 
     def _seconds(self, costs: Sequence[ProcessCost]) -> float:
         """How long the slowest process reads, with all its requests at once taking turns."""
@@ -178,18 +190,12 @@ def _read_bytes(costs: Sequence[ProcessCost]) -> int:
     return sum(cost.read_bytes for cost in costs)
 
 
-@lru_cache(maxsize=2**12)
-def part_boxes(parts: Exchange) -> list[Box]:
-    """The box of every part, in the order in which they follow one another, in the shape that is read."""
-    return arrays.device_boxes(reading(parts, None), parts.padded)
-
-
-def reading(parts: Exchange, devices: Any | None) -> NamedSharding:
+def reading(exchange: Exchange, devices: np.ndarray | None = None) -> NamedSharding:
     """The sharding in which `devices` have the parts, in the order in which they read; without them an abstract one."""
-    sizes = tuple(parts.sizes[axis] for axis in parts.order)
-    names = tuple(map(str, parts.order))
+    sizes = tuple(exchange.sizes[axis] for axis in exchange.order)
+    names = tuple(map(str, exchange.order))
     mesh = AbstractMesh(sizes, names) if devices is None else Mesh(devices.reshape(sizes), names)
-    return NamedSharding(mesh, spec(parts.parts))
+    return NamedSharding(mesh, spec(exchange.parts))
 
 
 def spec(axes: Sequence[Axes]) -> PartitionSpec:

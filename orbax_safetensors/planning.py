@@ -10,12 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from orbax_safetensors import arrays, replicas, targets
 from orbax_safetensors.advice import Advisor, Instead, deal
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.exchanges import Chooser, Exchanged, exchangeable
+from orbax_safetensors.exchanges import Chooser, Exchanged, Way, exchangeable
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
@@ -73,31 +74,46 @@ class Planned:
         forced = self.options.cooperative is True
         return [found if found and (forced or found.worthwhile) else None for found in self.possible]
 
-    def plan(self) -> RestorePlan:
-        """What it costs every process."""
+    def plan(self, *, compared: bool = False) -> RestorePlan:
+        """What it costs every process.
+
+        With `compared` also what cooperation would save where the options or the store rule it out.
+        """
         direct = self._plan([None] * len(self.leaves))
-        if self.process_count == 1:
+        if self.process_count == 1 or not (compared or may_exchange(self.checkpoint, self.options)):
             return direct
-        possible, chosen = self.possible, self.chosen
-        cooperative = self._plan(possible) if any(possible) else direct
-        own = direct if not any(chosen) else cooperative if chosen == possible else self._plan(chosen)
-        received = [0] * self.process_count
-        for found in possible:
-            if found is not None:
-                received = [a + b for a, b in zip(received, found.received_bytes(), strict=True)]
+        possible, chosen = (sum(found is not None for found in own) for own in (self.possible, self.chosen))
+        cooperative = self._plan(self.possible) if possible else direct
+        own = direct if chosen == 0 else cooperative if chosen == possible else self._plan(self.chosen)
         return replace(
             own,
             cooperation=Cooperation(
-                possible_arrays=sum(found is not None for found in possible),
-                chosen_arrays=sum(found is not None for found in chosen),
+                possible_arrays=possible,
+                chosen_arrays=chosen,
                 direct=_ways(direct, [0] * self.process_count),
-                cooperative=_ways(cooperative, received),
+                cooperative=_ways(cooperative, self._received_bytes()),
             ),
         )
 
+    def _received_bytes(self) -> list[int]:
+        """What the devices of every process receive from others where all that is possible is exchanged."""
+        by_way: dict[Way, int] = {}  # bytes of one device
+        for leaf, found in zip(self.leaves, self.possible, strict=True):
+            if found is not None:
+                by_way[found.way] = by_way.get(found.way, 0) + found.way.received * leaf.dtype.itemsize
+        out = np.zeros(self.process_count, np.int64)
+        for way, nbytes in by_way.items():
+            out += nbytes * np.bincount(way.owners, minlength=self.process_count)
+        received: list[int] = out.tolist()
+        return received
+
     def _plan(self, exchanged: Sequence[Exchanged | None]) -> RestorePlan:
+        """`plan`, where these leaves are exchanged."""
         return restore_plan(
-            [found.leaf if found else leaf for found, leaf in zip(exchanged, self.leaves, strict=True)],
+            [
+                leaf if found is None else replace(leaf, parts=found.way.boxes)
+                for found, leaf in zip(exchanged, self.leaves, strict=True)
+            ],
             self.checkpoint.location,
             self.files,
             process_count=self.process_count,
@@ -125,8 +141,12 @@ class Planned:
 
 
 def may_exchange(checkpoint: Checkpoint, options: SafetensorsOptions) -> bool:
-    """Whether a restore may exchange anything: of files, whose disk nobody knows, only where it is told to."""
-    return options.cooperative is True or (options.cooperative == "auto" and not checkpoint.store.maps)
+    """Whether a restore may exchange anything: of mounted files, whose disk nobody knows, only where it is told to.
+
+    Memory that is shared with a file is not read.
+    """
+    told = options.cooperative is True or (options.cooperative == "auto" and not checkpoint.store.maps)
+    return told and not options.alias
 
 
 def _ways(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:

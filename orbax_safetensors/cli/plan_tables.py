@@ -13,7 +13,7 @@ from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.plan.estimate import TimeEstimate
-from orbax_safetensors.plan.report import ProcessCost, RestorePlan
+from orbax_safetensors.plan.report import ProcessCost, RestorePlan, WayCost
 from orbax_safetensors.planning import Planned
 from orbax_safetensors.save_planning import SavePlan
 
@@ -86,6 +86,11 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
         ]
     if time is not None:
         facts += [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
+    together = plan.cooperation
+    if together is not None and together.possible_arrays:
+        facts += [("arrays that devices could exchange", together.possible_arrays)]
+    else:
+        together = None
     output.facts(facts)
     output.table(
         (
@@ -96,6 +101,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
             "requests",
             "staging",
             "destination",
+            *(["cooperative", "received"] if together is not None else []),
             *(["time"] if time is not None else []),
         ),
         (
@@ -107,6 +113,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
                 cost.num_requests,
                 Size(cost.staging_bytes),
                 Size(cost.destination_bytes),
+                *(_together(together.cooperative[number]) if together is not None else []),
                 *([Seconds(time.processes[number])] if time is not None else []),
             )
             for number, cost in enumerate(plan.processes)
@@ -164,6 +171,7 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> No
         [*tree, ("arrays", plan.num_arrays), ("parameters", plan.total_params), ("bytes", Size(plan.total_bytes))]
     )
     with_time = scenarios[0].estimate is not None
+    together = any(one.plan.cooperation is not None and one.plan.cooperation.possible_arrays for one in scenarios)
     output.table(
         (
             "mesh",
@@ -174,13 +182,19 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> No
             "over-read",
             "requests",
             "memory",
+            *(["cooperative", "received"] if together else []),
             *(["time"] if with_time else []),
         ),
-        [_compared(scenario) for scenario in scenarios],
+        [_compared(scenario, together=together) for scenario in scenarios],
     )
 
 
-def _compared(scenario: Scenario) -> list[Cell]:
+def _together(cost: WayCost) -> list[Cell]:
+    """What a process reads where devices exchange what they can, and what its own then receive."""
+    return [Size(cost.read_bytes), Size(cost.received_bytes)]
+
+
+def _compared(scenario: Scenario, *, together: bool) -> list[Cell]:
     processes = scenario.plan.processes
     needed, read = sum(cost.needed_bytes for cost in processes), sum(cost.read_bytes for cost in processes)
     row: list[Cell] = [
@@ -193,6 +207,9 @@ def _compared(scenario: Scenario) -> list[Cell]:
         max(cost.num_requests for cost in processes),
         Size(max(map(_memory, processes))),
     ]
+    if together:
+        found = scenario.plan.cooperation
+        row += ["-", "-"] if found is None else _together(max(found.cooperative, key=lambda cost: cost.read_bytes))
     return [*row, Seconds(scenario.estimate.seconds)] if scenario.estimate is not None else row
 
 

@@ -155,7 +155,8 @@ class RestorePlan:
         to be sharded over the same.
       processes: the cost for each process.
       over_reads: the leaves for which more than 1.1 times the needed bytes are read, those first that waste the most.
-      cooperation: what restoring together costs; None where there is one process.
+      cooperation: what is read directly and what in cooperation; None where there is one process, or where the options
+        or the store rule it out.
     """
 
     total_params: int
