@@ -7,6 +7,7 @@ process reads its parts, all processes agree that none has failed, then the devi
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -28,6 +29,11 @@ from orbax_safetensors.planning import dealt, may_exchange
 from orbax_safetensors.processes import agree, forget, new_key
 from orbax_safetensors.restore import Filling, filling, in_file_order
 from orbax_safetensors.transfer import batches
+
+_OTHERWISE = (
+    "does not restore the same as process 0: other names, shapes, dtypes or shardings, other options, or it does not "
+    "see the same files"
+)
 
 
 def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
@@ -64,7 +70,7 @@ def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> d
         [at for group in batch for at in group] for batch in batches(sized, fillings.options.in_flight_bytes // 2)
     ]
     facts = _facts([[leaves[at] for at in batch] for batch in batched])
-    key = new_key("restore")
+    key = new_key(f"restore/{hashlib.sha256(os.fsencode(fillings.checkpoint.path)).hexdigest()}")
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
     for number, batch in enumerate(batched):
@@ -76,7 +82,7 @@ def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> d
             fillings.check()
         except Exception as error:
             failure = error
-        agree(f"{key}/{number}", failure, facts)
+        agree(f"{key}/{number}", failure, facts, otherwise=_OTHERWISE)
         if number:
             forget(f"{key}/{number - 1}")
         # Until then the parts of the batch before are in the devices' memory.

@@ -13,7 +13,7 @@ from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.plan.estimate import TimeEstimate
-from orbax_safetensors.plan.report import ProcessCost, RestorePlan, WayCost
+from orbax_safetensors.plan.report import ProcessCost, RestorePlan
 from orbax_safetensors.planning import Planned
 from orbax_safetensors.save_planning import SavePlan
 
@@ -86,11 +86,6 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
         ]
     if time is not None:
         facts += [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
-    together = plan.cooperation
-    if together is not None and together.possible_arrays:
-        facts += [("arrays that devices could exchange", together.possible_arrays)]
-    else:
-        together = None
     output.facts(facts)
     output.table(
         (
@@ -101,7 +96,6 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
             "requests",
             "staging",
             "destination",
-            *(["cooperative", "received"] if together is not None else []),
             *(["time"] if time is not None else []),
         ),
         (
@@ -113,7 +107,6 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
                 cost.num_requests,
                 Size(cost.staging_bytes),
                 Size(cost.destination_bytes),
-                *(_together(together.cooperative[number]) if together is not None else []),
                 *([Seconds(time.processes[number])] if time is not None else []),
             )
             for number, cost in enumerate(plan.processes)
@@ -121,6 +114,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
     )
     if files:
         _files(plan, output)
+    _together([scenario], output)
     if plan.over_reads:
         _over_reads(scenario, output)
 
@@ -171,7 +165,6 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> No
         [*tree, ("arrays", plan.num_arrays), ("parameters", plan.total_params), ("bytes", Size(plan.total_bytes))]
     )
     with_time = scenarios[0].estimate is not None
-    together = any(one.plan.cooperation is not None and one.plan.cooperation.possible_arrays for one in scenarios)
     output.table(
         (
             "mesh",
@@ -182,19 +175,14 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> No
             "over-read",
             "requests",
             "memory",
-            *(["cooperative", "received"] if together else []),
             *(["time"] if with_time else []),
         ),
-        [_compared(scenario, together=together) for scenario in scenarios],
+        [_compared(scenario) for scenario in scenarios],
     )
+    _together(scenarios, output)
 
 
-def _together(cost: WayCost) -> list[Cell]:
-    """What a process reads where devices exchange what they can, and what its own then receive."""
-    return [Size(cost.read_bytes), Size(cost.received_bytes)]
-
-
-def _compared(scenario: Scenario, *, together: bool) -> list[Cell]:
+def _compared(scenario: Scenario) -> list[Cell]:
     processes = scenario.plan.processes
     needed, read = sum(cost.needed_bytes for cost in processes), sum(cost.read_bytes for cost in processes)
     row: list[Cell] = [
@@ -207,10 +195,37 @@ def _compared(scenario: Scenario, *, together: bool) -> list[Cell]:
         max(cost.num_requests for cost in processes),
         Size(max(map(_memory, processes))),
     ]
-    if together:
-        found = scenario.plan.cooperation
-        row += ["-", "-"] if found is None else _together(max(found.cooperative, key=lambda cost: cost.read_bytes))
     return [*row, Seconds(scenario.estimate.seconds)] if scenario.estimate is not None else row
+
+
+def _together(scenarios: Sequence[Scenario], output: Output) -> None:
+    """What `cooperative=True` reads, where that is less: for each process, or of several meshes the most of any."""
+    rows: list[list[Cell]] = []
+    for scenario in scenarios:
+        found = scenario.plan.cooperation
+        if found is None or not found.possible_arrays:
+            continue
+        costs = [(number, *cost) for number, cost in enumerate(zip(found.direct, found.cooperative, strict=True))]
+        if len(scenarios) > 1:
+            costs = [max(costs, key=lambda cost: cost[1].read_bytes - cost[2].read_bytes)]
+        for number, direct, own in costs:
+            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), found.possible_arrays]
+            row += [Size(direct.read_bytes), direct.num_requests]
+            rows.append([*row, Size(own.read_bytes), own.num_requests, Size(own.received_bytes)])
+    if rows:
+        first = "process" if len(scenarios) == 1 else "mesh"
+        output.table(
+            (
+                first,
+                "exchanged arrays",
+                "read alone",
+                "requests alone",
+                "read together",
+                "requests together",
+                "received",
+            ),
+            rows,
+        )
 
 
 def _memory(cost: ProcessCost) -> int:
