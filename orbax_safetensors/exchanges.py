@@ -33,7 +33,7 @@ LINK_BYTES_PER_SECOND = 2.0**32
 # To start one program on many devices.
 LAUNCH_SECONDS = 2.0**-10
 # A program of a few moves, which XLA compiles once for leaves of one shape and sharding.
-COMPILE_SECONDS = 0.5
+COMPILE_SECONDS = 0.25
 # Processes for which either way is planned before one is chosen, from the first to the last. Others are much the same.
 SOME_PROCESSES = 16
 
