@@ -249,7 +249,7 @@ def test_several_meshes_side_by_side(cli, directory):
     assert found.keys() == {"path", "meshes"}
     alone = [plan(cli, *argv, *MESHES[at : at + 2]) for at in range(0, 6, 2)]
     assert [one | {"path": str(directory)} for one in found["meshes"]] == alone
-    facts, table, together = cli("plan", *argv, *MESHES).blocks
+    facts, table, _ = cli("plan", *argv, *MESHES).blocks
     assert dict(facts) == {"arrays": "5", "parameters": "3230", "bytes": "12689"}
     columns = ["mesh", "devices", "processes", "per device", "read", "over-read", "requests", "memory", "time"]
     assert table[0] == columns
