@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.exchange import Exchange, by_owner
 from orbax_safetensors.planning import dealt, may_exchange
-from orbax_safetensors.processes import agree, forget, new_key
+from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.restore import Filling, filling, in_file_order
 from orbax_safetensors.transfer import batches
 
@@ -74,15 +74,9 @@ def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> d
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
     for number, batch in enumerate(batched):
-        parts: list[jax.Array] = []
-        failure = None
-        try:
-            parts = fillings.fill([_part(*leaves[at]) for at in batch])
-            # Others are about to take what this process has read.
-            fillings.check()
-        except Exception as error:
-            failure = error
-        agree(f"{key}/{number}", failure, facts, otherwise=_OTHERWISE)
+        parts = together(
+            f"{key}/{number}", partial(_read, fillings, [leaves[at] for at in batch]), facts, otherwise=_OTHERWISE
+        )
         if number:
             forget(f"{key}/{number - 1}")
         # Until then the parts of the batch before are in the devices' memory.
@@ -92,6 +86,14 @@ def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> d
             values[at] = _shards(*leaves[at], part)
             sent.append(values[at])
     return values
+
+
+def _read(fillings: Filling, leaves: Sequence[tuple[Target, Way]]) -> list[jax.Array]:
+    """The parts that this process reads."""
+    parts = fillings.fill([_part(target, way) for target, way in leaves])
+    # Others are about to take them.
+    fillings.check()
+    return parts
 
 
 def _nbytes(target: Target, way: Way) -> int:

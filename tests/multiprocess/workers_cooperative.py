@@ -177,11 +177,11 @@ def batches_that_fit_in_flight(site: Site) -> None:
     client = multihost.get_jax_distributed_client()
     reached: list[str] = []
 
-    def agree(key: str, *args: Any, **kwargs: Any) -> None:
+    def together(key: str, *args: Any, **kwargs: Any) -> Any:
         reached.append(key)
-        processes.agree(key, *args, **kwargs)
+        return processes.together(key, *args, **kwargs)
 
-    with mock.patch.object(cooperative, "agree", agree):
+    with mock.patch.object(cooperative, "together", together):
         restored = restore(site.root, site.target(None, "x"), options=options)
     site.check(restored)
     assert len(reached) > 3, reached
