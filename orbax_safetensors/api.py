@@ -140,7 +140,8 @@ def plan_restore(
     """What restoring `target` will cost each process, from the headers alone.
 
     The figures are those of the restore, exactly, with two exceptions: to accelerators it goes in batches of half of
-    `in_flight_bytes`, between which requests are not joined; and with `alias` it reads nothing of what it maps.
+    `in_flight_bytes`, and so does what devices exchange, between which requests are not joined; and with `alias` it
+    reads nothing of what it maps.
     Shardings that do not divide a dimension are planned as XLA would cut it, although JAX refuses to restore them. As
     in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 

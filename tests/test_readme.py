@@ -63,7 +63,7 @@ def test_the_examples(tmp_path, mesh, unregistered):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 12
+    assert len(blocks) == 13
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
@@ -96,6 +96,7 @@ def test_the_examples(tmp_path, mesh, unregistered):
         assert saved.metadata["format"] == "pt"
     assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
     assert len(found[11]["plan"].processes) == 64
+    assert len(found[12]["together"].cooperative) == 64
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
