@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors import replicas, targets
+from orbax_safetensors import cooperative, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.destination import Existing
@@ -94,7 +94,7 @@ def restore(
     else:
         request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
     request = targets.placed(request, checkpoint)
-    return request.tree(replicas.restore(checkpoint, request.targets, options))
+    return request.tree(cooperative.restore(checkpoint, request.targets, options))
 
 
 def _read_by_all(path: PathLike, storage_options: Mapping[str, Any] | None) -> Checkpoint:
@@ -184,7 +184,8 @@ def plan_restore(
     """What restoring `target` will cost each process, from the headers alone.
 
     The figures are those of the restore, exactly, with two exceptions: to accelerators it goes in batches of half of
-    `in_flight_bytes`, between which requests are not joined; and with `alias` it reads nothing of what it maps.
+    `in_flight_bytes`, and so does what devices exchange, between which requests are not joined; and with `alias` it
+    reads nothing of what it maps.
     Shardings that do not divide a dimension are planned as XLA would cut it, although JAX refuses to restore them. As
     in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 

@@ -240,7 +240,8 @@ class _Run:
 
         try:
             facts = (self.source, self.destination, self.memory_bytes, self.options["resume"], *asked)
-            together(key, checked, repr(facts).replace("\n", " "))
+            otherwise = "was called with other arguments than process 0"
+            together(key, checked, repr(facts).replace("\n", " "), otherwise=otherwise)
             assert opened is not None
             moved = opened[1]()
         finally:

@@ -101,6 +101,7 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
     assert len(found[11]["plan"].processes) == 64
     of_the_hub = found[12]["params"]["params"]["decoder"]
     np.testing.assert_array_equal(of_the_hub["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
+    assert len(found[13]["together"].cooperative) == 64
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
