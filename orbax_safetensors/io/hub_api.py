@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
@@ -28,6 +30,7 @@ _ENDPOINT = "https://huggingface.co"
 _TRUE = ("1", "ON", "YES", "TRUE")
 # Redirects from one place of the Hub to another: a repository that was renamed, then the file.
 _MAX_REDIRECTS = 5
+_TIMEOUT_SECONDS = 30.0  # in which something has to come
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -68,14 +71,16 @@ class _Answer:
 class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
-    def __init__(self, endpoint: str, token: str | None, *, timeout: float, proxy: str | None) -> None:
-        """`timeout` are the seconds that nothing may come for; `proxy` is an URL, instead of the environment's."""
+    def __init__(self, endpoint: str, token: str | None, client: Mapping[str, Any]) -> None:
+        """Of `client`, options as obstore's HTTP client has them, timeouts, the proxy and certificates count."""
         self.endpoint = endpoint
         self._token = token
-        self._timeout = timeout
-        self._opener = OpenerDirector()  # with nothing that would follow redirects or raise for a status
+        timeout = client.get("read_timeout")
+        self._timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else _TIMEOUT_SECONDS
+        proxy = client.get("proxy_url")
         proxies = None if proxy is None else {"http": proxy, "https": proxy}
-        for handler in (ProxyHandler(proxies), HTTPHandler(), HTTPSHandler()):
+        self._opener = OpenerDirector()  # with nothing that would follow redirects or raise for a status
+        for handler in (ProxyHandler(proxies), HTTPHandler(), HTTPSHandler(context=_trust(client))):
             self._opener.add_handler(handler)
 
     async def contents(self, repository: str, revision: str) -> Contents:
@@ -88,7 +93,9 @@ class HubApi:
             told = json.loads(answer.body)
             name, commit = told.get("id", repository), told["sha"]
             files = frozenset(sibling["rfilename"] for sibling in told["siblings"])
-            if not all(isinstance(text, str) for text in (name, commit, *files)):
+            if not (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and re.fullmatch("[0-9a-f]+", commit)):
+                raise ValueError
+            if not all(isinstance(file, str) for file in files):
                 raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise WrongAnswerError("what the Hub tells of the repository cannot be understood") from None
@@ -196,6 +203,18 @@ def _stored_token() -> str:
         return Path(os.path.expanduser(os.path.expandvars(path))).read_text(encoding="utf-8")
     except (OSError, UnicodeError):
         return ""
+
+
+def _trust(client: Mapping[str, Any]) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    try:
+        if root := client.get("root_certificate"):
+            context.load_verify_locations(cadata=root.decode() if isinstance(root, bytes) else root)
+    except (ssl.SSLError, ValueError, TypeError):
+        raise SafetensorsError("storage_options: root_certificate must be certificates as PEM") from None
+    if client.get("allow_invalid_certificates"):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def _origin(url: str) -> tuple[str, str]:

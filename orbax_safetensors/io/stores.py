@@ -169,9 +169,7 @@ def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     client, retries = _client(options, endpoint.startswith("http://"), _HUB_RETRIES)
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for the Hub")
-    timeout = client["read_timeout"] if isinstance(client["read_timeout"], timedelta) else _TIMEOUTS["read_timeout"]
-    api = hub_api.HubApi(endpoint, token, timeout=timeout.total_seconds(), proxy=client.get("proxy_url"))
-    return hub.hub_store(url, api, client, retries)
+    return hub.hub_store(url, hub_api.HubApi(endpoint, token, client), client, retries)
 
 
 def _client(options: dict[str, Any], plain: bool, default: Retries = _RETRIES) -> tuple[Any, Retries]:

@@ -333,7 +333,11 @@ def test_answers_that_do_not_fit(hub, opened, fault, said):
 
 
 def test_a_repository_that_cannot_be_understood(hub, opened):
-    for body in (b"<html>", b"[]", b"{}", b'{"sha": 1, "siblings": []}', b'{"sha": "a", "siblings": [{}]}'):
+    wrong = [
+        *(b"<html>", b"[]", b"{}", b'{"sha": 1, "siblings": []}', b'{"sha": "a", "siblings": [{}]}'),
+        *(b'{"sha": "../a", "siblings": []}', b'{"sha": "a", "id": "a@b/c", "siblings": []}'),
+    ]
+    for body in wrong:
         hub.server.clear()
         hub.server.fail(Answer(200, {}, body), times=None)
         with pytest.raises(StorageError, match="what the Hub tells of the repository cannot be understood"):
@@ -430,6 +434,8 @@ def test_options_instead_of_the_environment(hub, commit, monkeypatch):
     store, path = store_of(hub.url, {"endpoint": hub.server.url + "/", "token": STRANGER})
     assert store.list(path)
     assert hub.server.log[-1].headers["Authorization"] == f"Bearer {STRANGER}"
+    with pytest.raises(SafetensorsError, match="root_certificate must be certificates as PEM"):
+        store_of(hub.url, {"root_certificate": "SECRET"})
     with pytest.raises(SafetensorsError, match="'aws_region' are not for the Hub"):
         store_of(hub.url, {"aws_region": "x"})
 
