@@ -66,7 +66,7 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 13
+    assert len(blocks) == 14
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
