@@ -6,6 +6,9 @@ renames nothing, it has its own name, and all of Orbax ignores it until a file s
 Chunks that are in its store are complete: OCDBT refers to a chunk only once its bytes are written, plain files are
 renamed into place, and objects are there whole or not at all. So what the store lists is the record of the work that is
 done, and none is kept beside it but that of what the work is.
+
+One sink at a time has it: it holds `<destination>/.<step>.lock`. Where there are no locks, as on object stores, the
+record has the number of the last that began, and no other makes a checkpoint of it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import logging
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +32,7 @@ from orbax.checkpoint._src.path import atomicity_defaults
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.handlers import registry
 from orbax_safetensors.orbax_store.leaves import OrbaxLeaf
@@ -48,7 +53,7 @@ _CHUNK_KEYS = {
 
 
 class Draft:
-    """An unfinished checkpoint of one step with one item. `begin` and `finish` are called by one process only."""
+    """An unfinished checkpoint of one step with one item. One process only calls `begin`, `check` and `finish`."""
 
     def __init__(self, destination: str, step: int, item: str, *, ocdbt: bool, zarr3: bool, compression: bool) -> None:
         """Touches nothing."""
@@ -66,6 +71,8 @@ class Draft:
         self._record = self._step_path.get() / _RECORD_FILE
         # Whether what is finished takes the name of what is unfinished, and nothing but a file in it tells them apart.
         self._in_place = is_remote(self.path)
+        self._run = secrets.token_hex(8)
+        self._lock: Lock | None = None
 
     @property
     def item_directory(self) -> epath.Path:
@@ -75,9 +82,31 @@ class Draft:
     def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
         """Makes the directories, anew unless `resume` finds some that were begun with the same `record`.
 
-        Raises `StorageError` where the step is there already, or something else in the place of what is unfinished, and
-        `TensorMismatchError` where the record is another.
+        Until `release`, no other can. Raises `StorageError` where another is at work, the step is there already, or
+        something else in the place of what is unfinished, and `TensorMismatchError` where the record is another.
         """
+        if not self._in_place:
+            destination = epath.Path(self.path).parent
+            with stored(f"{self._step_path.get()}: cannot be made"):
+                destination.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(os.fspath(destination / f".{os.path.basename(self.path)}.lock"), self.path)
+        try:
+            self._begin(record, resume=resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets others begin."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def check(self) -> None:
+        """Raises `StorageError` where another has begun since."""
+        if (self._begun() or {}).get("run") != self._run:
+            raise StorageError(f"{self.path}: another conversion is writing here")
+
+    def _begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
         with stored(self.path):
             self._check_free()
             self._check_place()
@@ -89,6 +118,8 @@ class Draft:
                         f"{self._step_path.get()}: cannot be taken up again, {key} was {begun.get(key)!r:.300} when it "
                         f"was begun and is {value!r:.300} now"
                     )
+            with stored(f"{self._step_path.get()}: cannot be taken up again"):
+                self._write_record({"run": self._run, **record})
             self._reopen(record)
             return
         with stored(f"{self._step_path.get()}: cannot be made"):
@@ -97,7 +128,7 @@ class Draft:
                 self._empty()
             asyncio_utils.run_sync(self._step_path.create())
             asyncio_utils.run_sync(self._item_path.create())
-            self._write_record(record)
+            self._write_record({"run": self._run, **record})
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         if self._in_place:
@@ -207,6 +238,7 @@ class Draft:
 
     def finish(self, custom_metadata: dict[str, Any] | None) -> None:
         """Makes it a checkpoint, as `Checkpointer.save` does with an item: merges, finishes the item, then the step."""
+        self.check()
         with stored(self.path):
             self._metadata.update(
                 file_path=self._step_path.get() / STEP_FILE,

@@ -136,9 +136,13 @@ class OrbaxSink:
         except BaseException as error:
             failure = error
         agree(f"{self._key}/plan", failure, facts)
-        self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
-        self._together("list", self._list)
-        self._together("open", partial(self._open, {name: spec.json for name, spec in specs.items()}, context))
+        try:
+            self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
+            self._together("list", self._list)
+            self._together("open", partial(self._open, {name: spec.json for name, spec in specs.items()}, context))
+        except BaseException:
+            self._draft.release()
+            raise
 
     def _check_options(self, step: int, item: str) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -308,12 +312,15 @@ class OrbaxSink:
         if self._ended:
             raise StorageError(f"{self.path}: this sink has been committed or given up")
         self._ended = True
-        self._budget.drain()
-        agree(f"{self._key}/tiles", self._failure)
-        self._stores = {}
-        self._together("complete", self._check_complete, primary=True)
-        self._together("save", partial(self._draft.save, self._tree, self._tree_custom_metadata))
-        self._together("finish", partial(self._draft.finish, self._custom_metadata), primary=True)
+        try:
+            self._budget.drain()
+            agree(f"{self._key}/tiles", self._failure)
+            self._stores = {}
+            self._together("complete", self._check_complete, primary=True)
+            self._together("save", partial(self._draft.save, self._tree, self._tree_custom_metadata))
+            self._together("finish", partial(self._draft.finish, self._custom_metadata), primary=True)
+        finally:
+            self._draft.release()
         for part in ("plan", "begin", "list", "open", "tiles", "complete", "save"):
             forget(f"{self._key}/{part}")
 
@@ -325,6 +332,12 @@ class OrbaxSink:
         if self._ended:
             return
         self._ended = True
+        try:
+            self._give_up(failure)
+        finally:
+            self._draft.release()
+
+    def _give_up(self, failure: Exception | None) -> None:
         self._budget.drain()
         self._stores = {}
         failure = failure or self._failure or StorageError(f"{self.path}: was given up before all was written")
@@ -339,6 +352,7 @@ class OrbaxSink:
 
     def _check_complete(self) -> None:
         """Asks the store, not what this process believes."""
+        self._draft.check()
         lacking = {}
         for name, present in self._draft.chunks(self.leaves).items():
             if not present.all():

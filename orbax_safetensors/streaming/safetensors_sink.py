@@ -27,12 +27,11 @@ class SafetensorsSink:
         draft: Draft,
         files: Files,
         numbers: Mapping[Tile, int],
-        process: int,
         store: Store,
         options: SafetensorsOptions,
     ) -> None:
-        """`numbers` are those by which the draft records tiles."""
-        self._draft, self._files, self._numbers, self._process, self._store = draft, files, numbers, process, store
+        """`draft` is open; `numbers` are those by which it records tiles."""
+        self._draft, self._files, self._numbers, self._store = draft, files, numbers, store
         self._paths = [os.path.join(draft.directory, name) for name, _ in files.layout.files]
         pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
         self._writer = Writer(self._create, pace.requests)
@@ -52,6 +51,7 @@ class SafetensorsSink:
 
         That is not left to the end: what the system could not flush it forgets, and says so only once.
         """
+        self._draft.check()
         blocks = [
             Block(self._files.views[tile.name], tile.box, tile.shape, array.dtype)
             for tile, array in zip(tiles, arrays, strict=True)
@@ -62,7 +62,7 @@ class SafetensorsSink:
         if self._created:
             self._store.sync(self._draft.directory)
             self._created = False
-        self._draft.add(self._process, [self._numbers[tile] for tile in tiles])
+        self._draft.add([self._numbers[tile] for tile in tiles])
 
     def close(self) -> None:
         """Closes the files, which may be what tells that a write failed."""

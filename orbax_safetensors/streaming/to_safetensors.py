@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -12,7 +13,7 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.tiling import storage_order
-from orbax_safetensors.processes import agree, forget, new_key, together
+from orbax_safetensors.processes import agree, exchange, forget, new_key, together
 from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.draft import Draft
@@ -55,34 +56,44 @@ def write_safetensors(
     numbers = {tile: number for number, tile in enumerate(tile for bundle in cuts for tile in bundle)}
     told = digest(source, files, beside, cuts)
     key = new_key(f"convert/{hashlib.sha256(os.fsencode(destination)).hexdigest()}")
-    primary = jax.process_index() == 0
-    draft = Draft(destination, told)
+    process = jax.process_index()
+    primary = process == 0
+    run = exchange(f"{key}/run", secrets.token_hex(8))[0]
+    with Draft(destination, told, run) as draft:
 
-    def begin() -> None:
-        if is_below(source.path, draft.path):
-            raise StorageError(f"{source.path}: is in {draft.path}, which is what becomes {destination}; move it away")
-        if primary:
-            draft.begin(resume=resume)
+        def begin() -> None:
+            if is_below(source.path, draft.path):
+                raise StorageError(
+                    f"{source.path}: is in {draft.path}, which is what becomes {destination}; move it away"
+                )
+            if primary:
+                draft.begin(resume=resume)
 
-    together(f"{key}/begin", begin, told)
-    done = together(f"{key}/done", draft.done)
-    # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
-    agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
-    left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
-    own = share(left, lambda bundle: nbytes(bundle, source.leaves), jax.process_index(), jax.process_count())
-    sink = SafetensorsSink(draft, files, numbers, jax.process_index(), LocalStore(), options)
+        together(f"{key}/begin", begin, told)
+        together(f"{key}/open", lambda: draft.open(process))
+        done = together(f"{key}/done", draft.done)
+        # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
+        agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
+        left = [bundle for bundle in cuts if not all(numbers[tile] in done for tile in bundle)]
+        own = share(left, lambda bundle: nbytes(bundle, source.leaves), process, jax.process_count())
+        sink = SafetensorsSink(draft, files, numbers, LocalStore(), options)
 
-    def write() -> int:
-        try:
-            moved = stream(source, sink, own, limit, progress)
-        finally:
-            sink.close()
-        source.check()
-        return moved
+        def write() -> int:
+            try:
+                moved = stream(source, sink, own, limit, progress)
+            finally:
+                sink.close()
+            source.check()
+            return moved
 
-    moved = together(f"{key}/tiles", write)
-    together(f"{key}/finish", lambda: sink.finish(beside) if primary else None)
-    for part in ("begin", "done", "seen", "tiles"):
+        def finish() -> None:
+            if primary:
+                draft.check_complete(len(numbers))
+                sink.finish(beside)
+
+        moved = together(f"{key}/tiles", write)
+        together(f"{key}/finish", finish)
+    for part in ("run", "begin", "open", "done", "seen", "tiles"):
         forget(f"{key}/{part}")
     return Moved(destination, moved, source.requests + sink.requests)
 
