@@ -83,7 +83,7 @@ class Draft:
         destination, step = posixpath.split(self.path)
         with stored(f"{self._step_path.get()}: cannot be made"):
             os.makedirs(destination, exist_ok=True)
-        self._lock = Lock(posixpath.join(destination, f".{step}.lock"), self.path)
+            self._lock = Lock(posixpath.join(destination, f".{step}.lock"), self.path)
         try:
             self._begin(record, resume=resume)
         except BaseException:
