@@ -21,16 +21,13 @@ class Lock:
     """A file that is there as long as the lock is held, or after a kill, which gives the lock back."""
 
     def __init__(self, path: str, what: str) -> None:
-        """Takes it without waiting; `what` it is of is what errors name. The directory of `path` must be there.
+        """Takes it without waiting; `what` it is of is what an error names. The directory of `path` must be there.
 
-        Raises `StorageError` where another has it or the file cannot be made. Where there are no locks it is taken
-        always.
+        Raises `StorageError` where another has it, and `OSError` where the file cannot be made. Where there are no
+        locks it is taken always.
         """
         while True:
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            except OSError as error:
-                raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 _lock(descriptor, path, what)
                 is_there = _is_at(descriptor, path)
@@ -55,7 +52,7 @@ def _lock(descriptor: int, path: str, what: str) -> None:
         raise StorageError(f"{what}: another conversion is writing here") from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise StorageError(f"{path}: cannot be locked: {error.strerror}") from error
+            raise
         logger.info("%s: cannot be locked: %s", path, error.strerror)
 
 

@@ -89,7 +89,7 @@ class Draft:
             destination = epath.Path(self.path).parent
             with stored(f"{self._step_path.get()}: cannot be made"):
                 destination.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(os.fspath(destination / f".{os.path.basename(self.path)}.lock"), self.path)
+                self._lock = Lock(os.fspath(destination / f".{os.path.basename(self.path)}.lock"), self.path)
         try:
             self._begin(record, resume=resume)
         except BaseException:

@@ -227,7 +227,7 @@ def test_ways_to_name_a_destination(tmp_path, name):
 def test_a_destination_in_a_file(tmp_path):
     source = make_source(KIND, tmp_path / "from")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(StorageError, match="file/to.partial.lock: cannot be created: Not a directory"):
+    with pytest.raises(StorageError, match=r"file/to.partial: cannot be made: .*Not a directory"):
         CALLS[KIND](source, tmp_path / "file" / "to")
     assert (tmp_path / "file").read_text() == "mine"
 
