@@ -13,8 +13,6 @@ import orbax_safetensors as ost
 from orbax_safetensors.io.stores import store_of
 from tests.files import random_bits
 
-pytest.importorskip("gcsfs", reason="gcsfs is not installed")
-
 W = random_bits(np.random.default_rng(0), (16, 8), np.dtype(np.float32))
 
 
