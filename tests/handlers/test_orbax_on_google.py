@@ -13,8 +13,6 @@ import orbax_safetensors as ost
 from orbax_safetensors.io.stores import store_of
 from tests.files import random_bits
 
-pytest.importorskip("gcsfs", reason="gcsfs is not installed")
-
 W = random_bits(np.random.default_rng(0), (16, 8), np.dtype(np.float32))
 
 
@@ -102,15 +100,15 @@ def test_checkpoint_manager(orbax_gcs, tree, background):
 @pytest.mark.parametrize("registered", [False, True])
 def test_arrays_of_a_tree(orbax_gcs, tree, registered):
     url = f"{orbax_gcs.url}/tree"
-    registry = None
+    more = {}
     try:
         if registered:
             ost.register(save=True)
         else:
-            registry = ocp.type_handlers.create_type_handler_registry(
+            more["type_handler_registry"] = ocp.type_handlers.create_type_handler_registry(
                 (int, ocp.type_handlers.ScalarHandler()), (jax.Array, ost.SafetensorsTypeHandler())
             )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**more)) as checkpointer:
             checkpointer.save(url, {"w": tree["w"], "step": 3})
             assert "model.safetensors" in names(url)
             assert checkpointer.metadata(url).item_metadata.tree["w"].shape == W.shape
