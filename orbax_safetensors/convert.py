@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,15 @@ from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apa
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
+from orbax_safetensors.orbax_store import (
+    OrbaxCheckpoint,
+    OrbaxItem,
+    OrbaxLeaf,
+    array_name,
+    named_sharding,
+    open_orbax,
+    open_step,
+)
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
 from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
@@ -170,13 +179,16 @@ def reshard(
     Raises: as `convert`.
     """
     path, how = place(source), _Run(destination, memory_bytes, resume, progress)
+
+    def sharding() -> Partition | None:
+        return None if mesh is None and not spec else partition(mesh, spec)
+
     if is_orbax(path):
         _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
-        return how.run(lambda: _reshard_orbax(path, how, partition(mesh, spec), compression))
+        return how.run(lambda: _reshard_orbax(path, how, sharding(), compression))
     _not_for("safetensors", compression=not compression)
     _not_for("a mesh, whose devices have a file each", max_file_bytes=mesh and max_file_bytes != MAX_FILE_BYTES)
-    sharding = None if mesh is None and not spec else partition(mesh, spec)
-    return how.run(lambda: _reshard_safetensors(path, how, sharding, max_file_bytes))
+    return how.run(lambda: _reshard_safetensors(path, how, sharding(), max_file_bytes))
 
 
 def _not_for(what: str, **given: Any) -> None:
@@ -211,6 +223,15 @@ class _Run:
             raise StorageError(f"{self.destination}: conversions write safetensors to file systems only")
         return self.destination
 
+    def of_step(self, name: str) -> str:
+        """The directory of a step, where the destination is one of steps."""
+        return os.path.join(self.destination, name)
+
+    def check_outside(self, source: str) -> None:
+        """Raises `StorageError` where what is made would be in the source."""
+        if is_below(self.destination, source):
+            raise StorageError(f"{self.destination}: is in the source, {source}")
+
     def run(self, plan: Callable[[], Plan]) -> Conversion:
         started = time.perf_counter()
         key = new_key(f"conversion/{hashlib.sha256(os.fsencode(self.destination)).hexdigest()}")
@@ -240,6 +261,8 @@ def _safetensors_to_orbax(
     step: int,
     compression: bool,
 ) -> Plan:
+    if type(step) is not int or step < 0:
+        raise SafetensorsError(f"step is {step!r}, must be an integer of at least 0")
     if is_orbax(path):
         raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
@@ -258,42 +281,49 @@ def _safetensors_to_orbax(
     tree: Any = checkpoint.tree(leaf)
     scanned = bool((variant or {}).get("scan_layers", True))
     target = OrbaxTarget(
-        destination=how.destination,
-        tree={"step": 0, "params": tree, "opt_state": {}} if maxtext else tree,
-        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
-        step=step,
-        item="items",
-        custom_metadata={"scan_layers": scanned} if maxtext else None,
-        tree_custom_metadata=None,
-        ocdbt=True,
-        zarr3=True,
+        path=how.of_step(str(step)),
+        items={"items": OrbaxItem({"step": 0, "params": tree, "opt_state": {}} if maxtext else tree)},
+        metadata={"custom_metadata": {"scan_layers": scanned} if maxtext else None},
+        others={},
         compression=compression,
+        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
     )
     return source, lambda: write_orbax(source, target, interleaved(views), **how.options)
 
 
-def _reshard_orbax(path: str, how: _Run, sharding: Partition, compression: bool) -> Plan:
-    checkpoint = _opened(path, how)
-    arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
-    source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
-    check_found("spec", sharding.patterns, arrays)
+def _reshard_orbax(path: str, how: _Run, sharding: Partition | None, compression: bool) -> Plan:
+    step = open_step(path, memory_bytes=how.memory_bytes // 4)
+    how.check_outside(step.whole)
+    items = {name: item for name, item in step.items.items() if item.leaves}
+    if not items:
+        raise SafetensorsError(f"{path}: has no leaf")
+    stored = {
+        array_name(items, name, own): (item, own)
+        for name, item in items.items()
+        for own, leaf in item.leaves.items()
+        if leaf.kind in ARRAYS
+    }
+    source = OrbaxSource(step, stored, how.memory_bytes)
+    cut = sharding or partition(None, None)
+    check_found("spec", cut.patterns, (own for _, own in stored.values()))
 
-    def leaf(name: str, facts: OrbaxLeaf) -> Any:
-        if name not in source.leaves:
-            return checkpoint.value(name)
-        return replace(_leaf(sharding, name, facts.shape, facts.dtype), kind=facts.kind, random_key=facts.random_key)
+    def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
+        if facts.kind not in ARRAYS:
+            return item.value(name)
+        leaf = _leaf(cut, name, facts.shape, facts.dtype)
+        record = leaf.sharding if sharding else facts.sharding
+        return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
     target = OrbaxTarget(
-        destination=how.destination,
-        tree=checkpoint.tree(leaf),
-        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
-        step=checkpoint.step or 0,
-        item=os.path.basename(checkpoint.path),
-        custom_metadata=checkpoint.custom_metadata,
-        tree_custom_metadata=checkpoint.tree_custom_metadata,
-        ocdbt=checkpoint.ocdbt,
-        zarr3=checkpoint.zarr3,
+        path=how.destination if step.step is None else how.of_step(step.step),
+        items={
+            name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
+            for name, item in items.items()
+        },
+        metadata=step.metadata,
+        others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
         compression=compression,
+        chunk_bytes=_chunk_bytes(cut, how.memory_bytes),
     )
     alone = [(name,) for name in source.leaves]
     return source, lambda: write_orbax(source, target, alone, **how.options)
@@ -309,7 +339,8 @@ def _orbax_to_safetensors(
 ) -> Plan:
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    destination, checkpoint = how.directory, _opened(path, how)
+    destination, checkpoint = how.directory, open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    how.check_outside(checkpoint.whole)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
@@ -317,7 +348,8 @@ def _orbax_to_safetensors(
     variant = dict(variant or {})
     if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
         variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
-    source = OrbaxSource(checkpoint, _arrays(checkpoint, maxtext=_is_maxtext(found)), how.memory_bytes)
+    stored = _arrays(checkpoint, maxtext=_is_maxtext(found))
+    source = OrbaxSource(checkpoint, {name: (checkpoint, own) for name, own in stored.items()}, how.memory_bytes)
     # Arrays without memory, which say shape and dtype.
     given = [
         Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
@@ -337,7 +369,7 @@ def _orbax_to_safetensors(
     together = interleaved(files.views)
     for names in together:
         for name in names:
-            check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
+            check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, how.memory_bytes)
     return source, lambda: write_safetensors(
         source, destination, files, around, together, SafetensorsOptions(), **how.options
     )
@@ -372,13 +404,6 @@ def _reshard_safetensors(path: str, how: _Run, sharding: Partition | None, max_f
     around = Beside(copies=copied(directory) if directory else {})
     alone = [(name,) for name in source.leaves]
     return source, lambda: write_safetensors(source, destination, files, around, alone, options, **how.options)
-
-
-def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
-    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
-    if is_below(how.destination, checkpoint.path):
-        raise StorageError(f"{how.destination}: is in the source, {checkpoint.path}")
-    return checkpoint
 
 
 def is_orbax(path: str) -> bool:
