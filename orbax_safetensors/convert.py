@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,15 @@ from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apa
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
+from orbax_safetensors.orbax_store import (
+    OrbaxCheckpoint,
+    OrbaxItem,
+    OrbaxLeaf,
+    array_name,
+    named_sharding,
+    open_orbax,
+    open_step,
+)
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
 from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
@@ -57,7 +66,7 @@ class Conversion:
     """What a conversion did in this process.
 
     Attributes:
-      path: what was made: a directory of safetensors files, or of a step of Orbax.
+      path: what was made: a directory of safetensors files, or of a step or an item of Orbax.
       nbytes: bytes of arrays that were moved; less than all where others helped, or a conversion was resumed.
       seconds: how long it took.
       peak_bytes: the most memory that the process had since it began.
@@ -156,18 +165,21 @@ def reshard(
 ) -> Conversion:
     """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
 
-    Of Orbax, the step's number, its metadata and all that is not an array are kept. Arrays get the chunks of the
-    shards that devices will have, or smaller ones of which these are made. Safetensors files get one file for each
+    Of Orbax, all items of a step are stored anew: trees in other chunks, those of the shards that devices will have,
+    or smaller ones of which these are made; what is no tree is copied. Names, metadata and handlers are kept, and
+    without a mesh the shardings that are recorded. Safetensors files get one file for each
     device of the mesh, as PyTorch's distributed checkpoints have one for each rank, in which each shard is one range;
     without a mesh, they are laid out anew in files of at most `max_file_bytes`. What lies beside them is copied.
 
     Args:
-      source: what `open_orbax` opens, or safetensors files.
-      destination: as for `convert`.
+      source: the directory of a step of Orbax, of steps, whose latest is taken, or of one item; or safetensors files.
+      destination: as for `convert`. A step of Orbax keeps the name of its directory, below it; of what is no step, an
+        item on its own, it takes the place.
       mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
-      spec: by pattern (`re.search`) of a name, for each leading dimension of an array the axis that shards it, several
-        in a tuple, or None. The first pattern counts that is found in a name, and arrays that none is found in are not
-        sharded. Axes must divide the dimensions, as JAX wants it. A `PartitionSpec` says it as well.
+      spec: by pattern (`re.search`) of a name, that which an array has in its item, for each leading dimension of the
+        array the axis that shards it, several in a tuple, or None. The first pattern counts that is found in a name,
+        and arrays that none is found in are not sharded. Axes must divide the dimensions, as JAX wants it. A
+        `PartitionSpec` says it as well.
       like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
         `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
@@ -177,15 +189,17 @@ def reshard(
     """
     how = _Run(source, destination, memory_bytes, resume, progress)
 
+    def sharding() -> Partition | None:
+        return None if mesh is None and not spec and like is None else partition(mesh, spec, like)
+
     def plan() -> Plan:
         if is_orbax(how.source):
             _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
-            return _reshard_orbax(how, partition(mesh, spec, like), compression)
+            return _reshard_orbax(how, sharding(), compression)
         _not_for("safetensors", compression=not compression)
         meshed = mesh or like is not None
         _not_for("a mesh, whose devices have a file each", max_file_bytes=meshed and max_file_bytes != MAX_FILE_BYTES)
-        sharding = None if mesh is None and not spec and like is None else partition(mesh, spec, like)
-        return _reshard_safetensors(how, sharding, max_file_bytes)
+        return _reshard_safetensors(how, sharding(), max_file_bytes)
 
     return how.run(plan, mesh, spec, max_file_bytes, compression)
 
@@ -226,6 +240,15 @@ class _Run:
             raise SafetensorsError(
                 f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
             )
+
+    def of_step(self, name: str) -> str:
+        """The directory of a step, where the destination is one of steps."""
+        return os.path.join(self.destination, name)
+
+    def check_outside(self, source: str) -> None:
+        """Raises `StorageError` where what is made would be in the source."""
+        if is_below(self.destination, source):
+            raise StorageError(f"{self.destination}: is in the source, {source}")
 
     def run(self, plan: Callable[[], Plan], *asked: Any) -> Conversion:
         """Does what `plan` comes to; `asked` are the other arguments, which processes have to be called with alike."""
@@ -271,6 +294,8 @@ def _safetensors_to_orbax(
     compression: bool,
 ) -> Plan:
     path = how.source
+    if type(step) is not int or step < 0:
+        raise SafetensorsError(f"step is {step!r}, must be an integer of at least 0")
     if is_orbax(path):
         raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
@@ -289,43 +314,50 @@ def _safetensors_to_orbax(
     tree: Any = checkpoint.tree(leaf)
     scanned = bool((variant or {}).get("scan_layers", True))
     target = OrbaxTarget(
-        destination=how.destination,
-        tree={"step": 0, "params": tree, "opt_state": {}} if maxtext else tree,
-        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
-        step=step,
-        item="items",
-        custom_metadata={"scan_layers": scanned} if maxtext else None,
-        tree_custom_metadata=None,
-        ocdbt=True,
-        zarr3=True,
+        path=how.of_step(str(step)),
+        items={"items": OrbaxItem({"step": 0, "params": tree, "opt_state": {}} if maxtext else tree)},
+        metadata={"custom_metadata": {"scan_layers": scanned} if maxtext else None},
+        others={},
         compression=compression,
+        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
     )
     return source, lambda: write_orbax(source, target, interleaved(views), **how.options)
 
 
-def _reshard_orbax(how: _Run, sharding: Partition, compression: bool) -> Plan:
+def _reshard_orbax(how: _Run, sharding: Partition | None, compression: bool) -> Plan:
     path = how.source
-    checkpoint = _opened(path, how)
-    arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
-    source = OrbaxSource(checkpoint, {name: name for name in arrays}, how.memory_bytes)
-    check_found("spec", sharding.patterns, arrays)
+    step = open_step(path, memory_bytes=how.memory_bytes // 4)
+    how.check_outside(step.whole)
+    items = {name: item for name, item in step.items.items() if item.leaves}
+    if not items:
+        raise SafetensorsError(f"{path}: has no leaf")
+    stored = {
+        array_name(items, name, own): (item, own)
+        for name, item in items.items()
+        for own, leaf in item.leaves.items()
+        if leaf.kind in ARRAYS
+    }
+    source = OrbaxSource(step, stored, how.memory_bytes)
+    cut = sharding or partition(None, None)
+    check_found("spec", cut.patterns, (own for _, own in stored.values()))
 
-    def leaf(name: str, facts: OrbaxLeaf) -> Any:
-        if name not in source.leaves:
-            return checkpoint.value(name)
-        return replace(_leaf(sharding, name, facts.shape, facts.dtype), kind=facts.kind, random_key=facts.random_key)
+    def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
+        if facts.kind not in ARRAYS:
+            return item.value(name)
+        leaf = _leaf(cut, name, facts.shape, facts.dtype)
+        record = leaf.sharding if sharding else facts.sharding
+        return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
     target = OrbaxTarget(
-        destination=how.destination,
-        tree=checkpoint.tree(leaf),
-        chunk_bytes=_chunk_bytes(sharding, how.memory_bytes),
-        step=checkpoint.step or 0,
-        item=os.path.basename(checkpoint.path),
-        custom_metadata=checkpoint.custom_metadata,
-        tree_custom_metadata=checkpoint.tree_custom_metadata,
-        ocdbt=checkpoint.ocdbt,
-        zarr3=checkpoint.zarr3,
+        path=how.destination if step.step is None else how.of_step(step.step),
+        items={
+            name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
+            for name, item in items.items()
+        },
+        metadata=step.metadata,
+        others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
         compression=compression,
+        chunk_bytes=_chunk_bytes(cut, how.memory_bytes),
     )
     alone = [(name,) for name in source.leaves]
     return source, lambda: write_orbax(source, target, alone, **how.options)
@@ -341,7 +373,8 @@ def _orbax_to_safetensors(
     path = how.source
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    checkpoint = _opened(path, how)
+    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
+    how.check_outside(checkpoint.whole)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
@@ -349,7 +382,8 @@ def _orbax_to_safetensors(
     variant = dict(variant or {})
     if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
         variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
-    source = OrbaxSource(checkpoint, _arrays(checkpoint, maxtext=_is_maxtext(found)), how.memory_bytes)
+    stored = _arrays(checkpoint, maxtext=_is_maxtext(found))
+    source = OrbaxSource(checkpoint, {name: (checkpoint, own) for name, own in stored.items()}, how.memory_bytes)
     # Arrays without memory, which say shape and dtype.
     given = [
         Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
@@ -369,7 +403,7 @@ def _orbax_to_safetensors(
     joined = interleaved(files.views)
     for names in joined:
         for name in names:
-            check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, how.memory_bytes)
+            check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, how.memory_bytes)
     return source, _writing(source, how, files, around, joined)
 
 
@@ -426,13 +460,6 @@ def _file_bytes(how: _Run) -> int:
     # On an object store, a file waits in memory until it is whole.
     whole = store_of(how.destination, None)[0].whole
     return min(MAX_FILE_BYTES, batch_bytes(how.memory_bytes)) if whole else MAX_FILE_BYTES
-
-
-def _opened(path: str, how: _Run) -> OrbaxCheckpoint:
-    checkpoint = open_orbax(path, memory_bytes=how.memory_bytes // 4)
-    if is_below(how.destination, checkpoint.path):
-        raise StorageError(f"{how.destination}: is in the source, {checkpoint.path}")
-    return checkpoint
 
 
 def is_orbax(path: str) -> bool:

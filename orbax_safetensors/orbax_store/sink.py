@@ -8,41 +8,27 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-import tensorstore as ts
 
 # The key-value store of jax.distributed, which asks without waiting.
 from orbax.checkpoint._src.multihost import multihost
 
-from orbax_safetensors import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.draft import Draft
+from orbax_safetensors.orbax_store.finding import STEP_FILE, UNFINISHED
 from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
-from orbax_safetensors.orbax_store.handlers import streamed, write_spec
-from orbax_safetensors.orbax_store.leaves import (
-    ARRAYS,
-    OrbaxLeaf,
-    box_of,
-    check_box,
-    check_memory,
-    chunks_of,
-    slices,
-)
+from orbax_safetensors.orbax_store.item import ItemDraft, OrbaxItem, array_name
+from orbax_safetensors.orbax_store.leaves import OrbaxLeaf, box_of, check_box, check_memory, chunks_of, slices
 from orbax_safetensors.orbax_store.places import absolute
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key, together
-
-# What Orbax adds to the name of a directory that is not finished.
-_UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
 
 # What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.
 _WRITE_OVERHEAD = 32 << 10
@@ -50,26 +36,28 @@ _WRITE_OVERHEAD = 32 << 10
 # Seconds between two looks at whether another process has given up.
 _LOOK_SECONDS = 1.0
 
+_T = TypeVar("_T")
+
 
 class OrbaxSink:
-    """A checkpoint under way: `<destination>/<step>/<item>`, the layout of Orbax's `CheckpointManager` and of MaxText.
+    """A checkpoint under way: a directory of items, as Orbax's `CheckpointManager` makes for each step, or one item.
 
     Every process makes one, with the same arguments and in the same order as its other saves, writes its own tiles and
     calls `commit`. Used as a context manager it gives up where the block is left without `commit` or by an exception;
     then all processes fail, and what has been written stays in Orbax's temporary directory, which nothing opens.
+
+    Attributes:
+      path: where it will be.
+      leaves: its arrays, by key path joined by dots; where there are several items, after that of theirs and a slash.
     """
 
     def __init__(
         self,
-        destination: str | os.PathLike[str],
-        tree: Any,
+        path: str | os.PathLike[str],
+        items: Mapping[str, OrbaxItem],
         *,
-        step: int = 0,
-        item: str = "items",
-        custom_metadata: Mapping[str, Any] | None = None,
-        tree_custom_metadata: Any = None,
-        ocdbt: bool = True,
-        zarr3: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        others: Mapping[str, str] | None = None,
         compression: bool = True,
         fsync: bool = True,
         memory_bytes: int = 256 << 20,
@@ -79,15 +67,11 @@ class OrbaxSink:
         """Makes the temporary directory and all arrays in it.
 
         Args:
-          destination: the directory of steps, or its `gs://` URL; it need not be there.
-          tree: a pytree with an `OrbaxLeaf` for every array, whose tiles are written, and Python or NumPy scalars and
-            strings, which are saved as they are. Empty nodes are saved too.
-          step: its number, which is the name of its directory.
-          item: the name of the item.
-          custom_metadata: of the step, as MaxText's `{"scan_layers": True}`; what JSON can hold.
-          tree_custom_metadata: of the item, likewise.
-          ocdbt: store arrays in Orbax's database of few files rather than in one file for each chunk.
-          zarr3: store them in version 3 of Zarr.
+          path: the directory of the checkpoint, which must not be there, or its `gs://` URL.
+          items: by name; a single one without a name is to be what is in the directory itself.
+          metadata: what Orbax is to record of the checkpoint: `custom_metadata`, as MaxText's `{"scan_layers": True}`,
+            and others that it knows; what JSON can hold. `item_handlers` are by default those of trees.
+          others: paths of files and directories that are copied beside the items, by the names that they get.
           compression: compress chunks as Orbax does.
           fsync: a tile is done once it is on the disk, as Orbax has it, rather than with the operating system, where
             a kill of the process cannot undo it but a loss of power can.
@@ -96,16 +80,13 @@ class OrbaxSink:
             `written` tells what is there. Where nothing was left, and without `resume`, all begins anew.
           source: tells apart what must not be mixed, as two sources of one shape; compared where a sink resumes.
 
-        Raises `StorageError` where the step is there already or storage fails, and `TensorMismatchError` where a leaf
-        cannot be stored or what was left behind is of another sink; in every process, before anything is written.
+        Raises `StorageError` where a checkpoint is there already or storage fails, and `TensorMismatchError` where a
+        leaf cannot be stored or what was left behind is of another sink; in every process, before anything is written.
         """
-        destination = absolute(destination)
-        self.path = os.path.join(destination, str(step))
+        self.path = absolute(path)
         self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
         self._budget = Budget(memory_bytes)
         self._compression = compression
-        self._custom_metadata = dict(custom_metadata) if isinstance(custom_metadata, Mapping) else custom_metadata
-        self._tree_custom_metadata = tree_custom_metadata
         self._lock = threading.Lock()
         self._failure: Exception | None = None
         self._ended = False
@@ -114,24 +95,13 @@ class OrbaxSink:
         failure: BaseException | None = None
         facts = ""
         try:
-            self._check_options(step, item)
-            self._draft = Draft(destination, step, item, ocdbt=ocdbt, zarr3=zarr3, compression=compression)
-            structure, named = trees.flatten(tree)
-            leaves, values = self._parted(named)
-            # Orbax itself may store an array in smaller chunks than it is asked for.
-            context = _context(ocdbt, fsync)
-            specs = {
-                name: write_spec(self._info(name, ocdbt, zarr3, context), leaf, self._process)
-                for name, leaf in leaves.items()
-            }
-            self.leaves: Mapping[str, OrbaxLeaf] = {
-                name: replace(leaf, chunk_shape=tuple(specs[name].metadata.chunk_shape))
-                for name, leaf in leaves.items()
-            }
-            self._tree = jax.tree.unflatten(
-                structure, [streamed(leaves[name]) if name in leaves else values[name] for name in named]
-            )
-            record = self._record_of(values, ocdbt=ocdbt, zarr3=zarr3, compression=compression, source=source)
+            self._check_options(items, metadata or {}, others or {})
+            self._draft = Draft(self.path, items, others or {}, compression=compression, fsync=fsync)
+            handlers = {name: item.typestr for name, item in self._draft.items.items()}
+            self._metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
+            record = {"compression": compression, "source": source, "items": list(items), "others": list(others or {})}
+            record |= self._named(lambda item: item.record)
+            self.leaves: Mapping[str, OrbaxLeaf] = self._named(lambda item: item.leaves)
             facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
         except BaseException as error:
             failure = error
@@ -139,91 +109,45 @@ class OrbaxSink:
         try:
             self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
             self._together("list", self._list)
-            self._together("open", partial(self._open, {name: spec.json for name, spec in specs.items()}, context))
+            self._together("open", self._open)
         except BaseException:
             self._draft.release()
             raise
 
-    def _check_options(self, step: int, item: str) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise TensorMismatchError(f"{self.path}: expected the number of a step, found {step!r}")
-        if not isinstance(item, str) or item in ("", ".", "..") or "/" in item or _UNFINISHED in item:
-            raise TensorMismatchError(f"{self.path}: expected the name of an item, found {item!r}")
-        if self._custom_metadata is not None and not isinstance(self._custom_metadata, dict):
+    def _named(self, of_item: Callable[[ItemDraft], Mapping[str, _T]]) -> dict[str, _T]:
+        """What all items have by names of theirs, by names that differ."""
+        drafts = self._draft.items
+        return {
+            array_name(drafts, item, own): value
+            for item, draft in drafts.items()
+            for own, value in of_item(draft).items()
+        }
+
+    def _check_options(
+        self, items: Mapping[str, OrbaxItem], metadata: Mapping[str, Any], others: Mapping[str, str]
+    ) -> None:
+        for name in (*items, *others):
+            if not isinstance(name, str) or name in (".", "..", STEP_FILE) or "/" in name or UNFINISHED in name:
+                raise TensorMismatchError(f"{self.path}: expected the name of an item, found {name!r}")
+        if not items or ("" in (*items, *others) and (len(items) > 1 or others)) or items.keys() & others.keys():
             raise TensorMismatchError(
-                f"{self.path}: expected a dict of custom metadata, found {self._custom_metadata!r}"
+                f"{self.path}: expected items of different names, or one without, found {[*items, *others]}"
             )
-        for metadata in (self._custom_metadata, self._tree_custom_metadata):
+        custom_metadata = metadata.get("custom_metadata")
+        if custom_metadata is not None and not isinstance(custom_metadata, dict):
+            raise TensorMismatchError(f"{self.path}: expected a dict of custom metadata, found {custom_metadata!r}")
+        for given in (metadata, *(item.custom_metadata for item in items.values())):
             try:
-                json.dumps(metadata)
+                json.dumps(given)
             except (TypeError, ValueError) as error:
                 raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error
 
-    def _info(self, name: str, ocdbt: bool, zarr3: bool, context: ts.Context) -> ocp.type_handlers.ParamInfo:
-        return ocp.type_handlers.ParamInfo(
-            name=name,
-            parent_dir=self._draft.item_directory,
-            is_ocdbt_checkpoint=ocdbt,
-            use_zarr3=zarr3,
-            use_compression=self._compression,
-            ts_context=context,
-        )
-
-    def _parted(self, named: Mapping[str, Any]) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
-        """The leaves that are streamed, and those that are given by value."""
-        leaves, values = {}, {}
-        for name, leaf in named.items():
-            where = f"{self.path}: {name!r}"
-            if not name:
-                raise TensorMismatchError(f"{self.path}: expected a tree, found one leaf")
-            if isinstance(leaf, OrbaxLeaf):
-                leaves[name] = _checked(leaf, where)
-            elif isinstance(leaf, int | float | np.number | str):
-                values[name] = leaf
-            else:
-                raise TensorMismatchError(
-                    f"{where}: expected an OrbaxLeaf, a scalar or a string, found {type(leaf).__name__}"
-                )
-        if not leaves and not values:
-            raise TensorMismatchError(f"{self.path}: the tree has no leaf")
-        return leaves, values
-
-    def _record_of(self, values: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
-        leaves = {
-            name: [leaf.kind, leaf.dtype.name, list(leaf.shape), list(leaf.chunk_shape)]
-            for name, leaf in self.leaves.items()
-        }
-        # A scalar may have been written already, with the dtype that it had.
-        scalars = {
-            name: ["string", value] if isinstance(value, str) else ["scalar", np.asarray(value).dtype.name]
-            for name, value in values.items()
-        }
-        return {**settings, "leaves": {**leaves, **scalars}}
-
     def _list(self) -> None:
         """All processes see the same, as none has begun to write."""
-        self._present = self._draft.chunks(self.leaves)
+        self._present = self._named(ItemDraft.chunks)
 
-    def _open(self, specs: Mapping[str, Any], context: ts.Context) -> None:
-        """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
-        directory = self._draft.item_directory
-        if self._process == 0:
-            with stored(self.path):
-                making = [
-                    (name, ts.open(ts.Spec(spec), create=True, open=True, context=context))
-                    for name, spec in specs.items()
-                ]
-            for name, future in making:
-                with stored(f"{directory}: {name!r}"):
-                    future.result()
-        opening = {
-            name: ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=context)
-            for name, spec in specs.items()
-        }
-        self._stores = {}
-        for name, future in opening.items():
-            with stored(f"{directory}: {name!r}"):
-                self._stores[name] = future.result()
+    def _open(self) -> None:
+        self._stores = self._named(lambda item: item.open(self._process == 0))
 
     def written(self, name: str, box: Box) -> bool:
         """Whether all chunks that a box touches are in the store, written by this process or before it began."""
@@ -317,8 +241,8 @@ class OrbaxSink:
             agree(f"{self._key}/tiles", self._failure)
             self._stores = {}
             self._together("complete", self._check_complete, primary=True)
-            self._together("save", partial(self._draft.save, self._tree, self._tree_custom_metadata))
-            self._together("finish", partial(self._draft.finish, self._custom_metadata), primary=True)
+            self._together("save", self._draft.save)
+            self._together("finish", partial(self._draft.finish, self._metadata), primary=True)
         finally:
             self._draft.release()
         for part in ("plan", "begin", "list", "open", "tiles", "complete", "save"):
@@ -354,7 +278,7 @@ class OrbaxSink:
         """Asks the store, not what this process believes."""
         self._draft.check()
         lacking = {}
-        for name, present in self._draft.chunks(self.leaves).items():
+        for name, present in self._named(ItemDraft.chunks).items():
             if not present.all():
                 index = np.argwhere(~present)[0].tolist()
                 lacking[name] = box_of(tuple((at, at + 1) for at in index), self.leaves[name]), int((~present).sum())
@@ -381,28 +305,3 @@ class OrbaxSink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort(error if isinstance(error, Exception) else None)
-
-
-def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
-    """A leaf that Orbax can store."""
-    if leaf.kind not in ARRAYS:
-        raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
-    if not all(leaf.shape):
-        raise TensorMismatchError(f"{where}: Orbax stores no array without elements, and its shape is {leaf.shape}")
-    if len(leaf.chunk_shape) != len(leaf.shape) or not all(
-        1 <= chunk <= size for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True)
-    ):
-        raise TensorMismatchError(f"{where}: {leaf.chunk_shape} is no shape of chunks of an array of {leaf.shape}")
-    try:
-        ts.dtype(leaf.dtype.name)
-    except ValueError as error:
-        raise TensorMismatchError(f"{where}: arrays of {leaf.dtype} cannot be stored") from error
-    return replace(leaf, shape=tuple(map(int, leaf.shape)), chunk_shape=tuple(map(int, leaf.chunk_shape)))
-
-
-def _context(ocdbt: bool, fsync: bool) -> ts.Context:
-    """Orbax's own context, which keeps nothing that was written in memory."""
-    spec = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt).spec.to_json()
-    if not fsync:
-        spec["file_io_sync"] = False
-    return ts.Context(spec)

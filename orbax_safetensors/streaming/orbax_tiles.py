@@ -10,23 +10,31 @@ import numpy as np
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxSink
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxSink, OrbaxStep
 from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits
+
+Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
 
 
 class OrbaxSource:
-    """The arrays of a checkpoint."""
+    """The arrays of a checkpoint, of one item or of several."""
 
-    def __init__(self, checkpoint: OrbaxCheckpoint, stored: Mapping[str, str], memory_bytes: int) -> None:
-        """`stored` has for each leaf the name of its array. A chunk has to fit a batch of `memory_bytes`."""
+    def __init__(
+        self, checkpoint: OrbaxCheckpoint | OrbaxStep, stored: Mapping[str, Stored], memory_bytes: int
+    ) -> None:
+        """`stored` has the array of each leaf. A chunk has to fit a batch of `memory_bytes`.
+
+        That nothing changes is asked of all that is in `checkpoint`.
+        """
         self.path = checkpoint.path
-        self._checkpoint, self.stored = checkpoint, stored
-        self._of = {name: checkpoint.leaves[own] for name, own in stored.items()}
+        self._checkpoint, self._stored = checkpoint, stored
+        self._of = {name: item.leaves[own] for name, (item, own) in stored.items()}
         self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._of.items()}
         for name, leaf in self._of.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
         self._state = checkpoint.state()
-        moved = (checkpoint.path, sorted(self._state.items()), sorted(stored.items()))
+        arrays = sorted((name, item.path, own) for name, (item, own) in stored.items())
+        moved = (checkpoint.path, sorted(self._state.items()), arrays)
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.requests = 0
 
@@ -48,7 +56,8 @@ class OrbaxSource:
         reading = []
         try:
             for tile, array in zip(tiles, arrays, strict=True):
-                reading.append(self._checkpoint.read(self.stored[tile.name], tile.box, array))
+                item, own = self._stored[tile.name]
+                reading.append(item.read(own, tile.box, array))
         finally:
             failures = [future.exception() for future in reading]
         for failure in failures:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 
-from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, array_name
 from orbax_safetensors.plan.tiling import chunk_shape
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles
@@ -27,31 +27,22 @@ from orbax_safetensors.streaming.pipeline import (
 
 @dataclass(frozen=True)
 class OrbaxTarget:
-    """A checkpoint to write: one step with one item.
+    """A checkpoint to write.
 
     Attributes:
-      destination: the directory of steps.
-      tree: with an `OrbaxLeaf` for each leaf of the source, of its name, whose chunks are its shards; they are cut
-        where they are too large.
+      path: its directory.
+      items: by name, as `OrbaxSink` has them, with an `OrbaxLeaf` for each leaf of the source, which has the name that
+        the sink gives it, and whose chunks are its shards; they are cut where they are too large.
+      metadata, others, compression: as `OrbaxSink` has them.
       chunk_bytes: a chunk has at most this many bytes.
-      others: as `OrbaxSink` has them.
     """
 
-    destination: str
-    tree: Any
-    chunk_bytes: int
-    step: int
-    item: str
-    custom_metadata: Mapping[str, Any] | None
-    tree_custom_metadata: Any
-    ocdbt: bool
-    zarr3: bool
+    path: str
+    items: Mapping[str, OrbaxItem]
+    metadata: Mapping[str, Any]
+    others: Mapping[str, str]
     compression: bool
-
-    @property
-    def path(self) -> str:
-        """The directory of the step."""
-        return os.path.join(self.destination, str(self.step))
+    chunk_bytes: int
 
 
 def write_orbax(
@@ -72,10 +63,10 @@ def write_orbax(
     limit = batch_bytes(memory_bytes)
     of_group = {name: limit // len(names) for names in groups for name in names}
 
-    def cut(path: Any, leaf: Any) -> Any:
+    def cut(item: str, path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, OrbaxLeaf):
             return leaf
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = array_name(target.items, item, jax.tree_util.keystr(path, simple=True, separator="."))
         chunk = chunk_shape(
             leaf.shape,
             leaf.chunk_shape,
@@ -87,14 +78,13 @@ def write_orbax(
         return replace(leaf, chunk_shape=chunk)
 
     with OrbaxSink(
-        target.destination,
-        jax.tree_util.tree_map_with_path(cut, target.tree),
-        step=target.step,
-        item=target.item,
-        custom_metadata=target.custom_metadata,
-        tree_custom_metadata=target.tree_custom_metadata,
-        ocdbt=target.ocdbt,
-        zarr3=target.zarr3,
+        target.path,
+        {
+            name: replace(item, tree=jax.tree_util.tree_map_with_path(partial(cut, name), item.tree))
+            for name, item in target.items.items()
+        },
+        metadata=target.metadata,
+        others=target.others,
         compression=target.compression,
         memory_bytes=memory_bytes // 2,
         resume=resume,
