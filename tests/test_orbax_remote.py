@@ -326,7 +326,7 @@ def test_where_nothing_is(orbax_gcs, url):
 def test_nothing_to_reach_it_with(monkeypatch):
     monkeypatch.setattr(places, "_CLIENTS", ("no_such_client",))
     for use in (open_orbax, lambda url: step_sink(url, tree_of(leaf_of))):
-        with pytest.raises(StorageError, match=r"^gs://bucket/steps(/0)?: Orbax needs gcsfs .*orbax-safetensors\[gcs\]"):
+        with pytest.raises(StorageError, match=r"^gs://bucket/steps.*: Orbax needs gcsfs .*safetensors\[gcs\]"):
             use("gs://bucket/steps")
 
 
@@ -449,7 +449,7 @@ def test_a_source_that_changes_meanwhile(url, model, tmp_path, objects):
         if done == total:
             manifest.write_bytes(manifest.read_bytes())
 
-    with pytest.raises(StorageError, match=f"^{url}/0/items: manifest.ocdbt changed while the checkpoint was in use"):
+    with pytest.raises(StorageError, match=f"^{url}/0: items/manifest.ocdbt changed while the checkpoint was in use"):
         ost.reshard(url, tmp_path / "new", progress=change)
     assert not (tmp_path / "new" / "0").exists()
 
