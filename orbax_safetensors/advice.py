@@ -56,9 +56,9 @@ class Advisor:
         """
         if not isinstance(sharding, NamedSharding):
             return ()
-        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers, self._form(leaf))
+        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers, form(leaf, self._locate))
         if key not in self._known:
-            own, sizes = _axes_of(sharding, len(leaf.shape)), dict(sharding.mesh.shape)
+            own, sizes = axes_of(sharding, len(leaf.shape)), dict(sharding.mesh.shape)
             used = [axis for axis in sizes if any(axis in entry for entry in own)]
             alone: list[Axes] = []
             mixed: list[Axes] = []
@@ -76,17 +76,6 @@ class Advisor:
             self._known[key] = tuple(sorted(found, key=lambda one: one.read_bytes))
         return self._known[key]
 
-    def _form(self, leaf: Leaf) -> tuple[object, ...]:
-        """Equal for leaves of which equal boxes read equally much: the pieces without the names of their tensors."""
-        numbers: dict[str | None, int] = {None: 0}
-        form: list[object] = []
-        for piece in leaf.view.pieces:
-            number = numbers.setdefault(piece.tensor, len(numbers))
-            stored = None if piece.tensor is None else self._locate(piece.tensor)
-            kind = None if stored is None else (stored.dtype, stored.encoding)
-            form.append((number, kind, piece.start, piece.offset, piece.dims, piece.ops))
-        return tuple(form)
-
     def _planned(self, leaf: Leaf, sharding: NamedSharding, axes: Axes, owners: Sequence[int]) -> Instead:
         other = NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
         costs = restore_plan(
@@ -100,6 +89,18 @@ class Advisor:
         return Instead(axes, sum(cost.needed_bytes for cost in costs), sum(cost.read_bytes for cost in costs))
 
 
+def form(leaf: Leaf, locate: Callable[[str], Location]) -> tuple[object, ...]:
+    """Equal for leaves of which equal boxes read equally much: the pieces without the names of their tensors."""
+    numbers: dict[str | None, int] = {None: 0}
+    out: list[object] = []
+    for piece in leaf.view.pieces:
+        number = numbers.setdefault(piece.tensor, len(numbers))
+        stored = None if piece.tensor is None else locate(piece.tensor)
+        kind = None if stored is None else (stored.dtype, stored.encoding)
+        out.append((number, kind, piece.start, piece.offset, piece.dims, piece.ops))
+    return tuple(out)
+
+
 def deal(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> list[tuple[Box, ...]]:
     """For each process the boxes of its devices, given the box and the process of every device."""
     out: list[list[Box]] = [[] for _ in range(process_count)]
@@ -108,8 +109,8 @@ def deal(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> lis
     return [tuple(own) for own in out]
 
 
-def _axes_of(sharding: NamedSharding, rank: int) -> Axes:
-    """The mesh axes of every dimension."""
+def axes_of(sharding: NamedSharding, rank: int) -> Axes:
+    """The mesh axes that shard every dimension."""
     entries = (*sharding.spec, *[None] * (rank - len(sharding.spec)))
     return tuple(
         () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry if isinstance(entry, tuple) else (entry,)

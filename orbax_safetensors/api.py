@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import posixpath
 from collections.abc import Mapping
@@ -10,17 +11,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors import replicas, targets
+from orbax_safetensors import cooperative, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.io.store import read_small
-from orbax_safetensors.io.stores import store_of
+from orbax_safetensors.io.stores import is_pinned, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import no_collection, planned
+from orbax_safetensors.processes import first, new_key
 
 PathLike = str | os.PathLike[str]
 
@@ -42,9 +44,10 @@ def open_checkpoint(
     architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
     `options`, `dequantize` and `storage_options` count.
 
-    Either may be an URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`) or of a plain server
-    (`https://`, `http://`). A server that does not list has a directory's files by their usual names, those of the
-    index or `model.safetensors`.
+    Either may be an URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`), of a plain server
+    (`https://`, `http://`) or on the Hugging Face Hub (`hf://owner/name[@revision][/path]`). A plain server, which does
+    not list, has a directory's files by their usual names, those of the index or `model.safetensors`. A revision of the
+    Hub is pinned to its commit, which is in the checkpoint's `path`.
 
     Raises:
       StorageError: something is missing or cannot be read.
@@ -75,7 +78,7 @@ def restore(
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
     checkpoint = mapped(
-        read_checkpoint(path, options.storage_options),
+        _read_by_all(path, options.storage_options),
         family,
         variant,
         complete=not partial_restore,
@@ -91,7 +94,21 @@ def restore(
     else:
         request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
     request = targets.placed(request, checkpoint)
-    return request.tree(replicas.restore(checkpoint, request.targets, options))
+    return request.tree(cooperative.restore(checkpoint, request.targets, options))
+
+
+def _read_by_all(path: PathLike, storage_options: Mapping[str, Any] | None) -> Checkpoint:
+    """`read_checkpoint` in every process: where a branch of a repository moves meanwhile, they read one commit of it.
+
+    It is that which the first process has found, and no process waits for another.
+    """
+    path = os.fsdecode(path)
+    if not is_pinned(path):
+        return read_checkpoint(path, storage_options)
+    key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+    checkpoint = read_checkpoint(path, storage_options)
+    pinned = first(key, checkpoint.path)
+    return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)
 
 
 def plan_save(
@@ -167,7 +184,8 @@ def plan_restore(
     """What restoring `target` will cost each process, from the headers alone.
 
     The figures are those of the restore, exactly, with two exceptions: to accelerators it goes in batches of half of
-    `in_flight_bytes`, between which requests are not joined; and with `alias` it reads nothing of what it maps.
+    `in_flight_bytes`, and so does what devices exchange, between which requests are not joined; and with `alias` it
+    reads nothing of what it maps.
     Shardings that do not divide a dimension are planned as XLA would cut it, although JAX refuses to restore them. As
     in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 

@@ -1,6 +1,6 @@
 """`jax.Array`s as a sink: which boxes of an array this process holds, and the array from their memory.
 
-No collective, no compilation and no traffic between hosts happens here.
+No collective, no compilation and no traffic between hosts happens here; they do in `cooperative` and `replicas`.
 """
 
 from __future__ import annotations

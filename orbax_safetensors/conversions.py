@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apa
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf, named_sharding, open_orbax
+from orbax_safetensors.orbax_store import (
+    OrbaxCheckpoint,
+    OrbaxItem,
+    OrbaxLeaf,
+    array_name,
+    named_sharding,
+    open_orbax,
+    open_step,
+)
 from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING
 from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
@@ -69,6 +78,15 @@ class Asked:
                 f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
             )
 
+    def of_step(self, name: str) -> str:
+        """The directory of a step, where the destination is one of steps."""
+        return os.path.join(self.destination, name)
+
+    def check_outside(self, source: str) -> None:
+        """Raises `StorageError` where what is made would be in the source."""
+        if is_below(self.destination, source):
+            raise StorageError(f"{self.destination}: is in the source, {source}")
+
 
 def conversion(
     asked: Asked,
@@ -107,13 +125,13 @@ def resharding(
 ) -> Work:
     """What `reshard` does; its source is to be closed. Arguments and errors are those of `reshard`."""
     asked.check()
+    sharding = None if mesh is None and not spec and like is None else partition(mesh, spec, like)
     if is_orbax(asked.source):
         _not_for("checkpoints of Orbax", max_file_bytes=max_file_bytes != MAX_FILE_BYTES)
-        return _reshard_orbax(asked, partition(mesh, spec, like), compression)
+        return _reshard_orbax(asked, sharding, compression)
     _not_for("safetensors", compression=not compression)
     meshed = mesh or like is not None
     _not_for("a mesh, whose devices have a file each", max_file_bytes=meshed and max_file_bytes != MAX_FILE_BYTES)
-    sharding = None if mesh is None and not spec and like is None else partition(mesh, spec, like)
     return _reshard_safetensors(asked, sharding, max_file_bytes)
 
 
@@ -139,6 +157,8 @@ def _safetensors_to_orbax(
     compression: bool,
 ) -> Work:
     path = asked.source
+    if type(step) is not int or step < 0:
+        raise SafetensorsError(f"step is {step!r}, must be an integer of at least 0")
     if is_orbax(path):
         raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
@@ -157,43 +177,50 @@ def _safetensors_to_orbax(
     tree: Any = checkpoint.tree(leaf)
     scanned = bool((variant or {}).get("scan_layers", True))
     target = OrbaxTarget(
-        destination=asked.destination,
-        tree={"step": 0, "params": tree, "opt_state": {}} if maxtext else tree,
-        chunk_bytes=_chunk_bytes(sharding, asked.memory_bytes),
-        step=step,
-        item="items",
-        custom_metadata={"scan_layers": scanned} if maxtext else None,
-        tree_custom_metadata=None,
-        ocdbt=True,
-        zarr3=True,
+        path=asked.of_step(str(step)),
+        items={"items": OrbaxItem({"step": 0, "params": tree, "opt_state": {}} if maxtext else tree)},
+        metadata={"custom_metadata": {"scan_layers": scanned} if maxtext else None},
+        others={},
         compression=compression,
+        chunk_bytes=_chunk_bytes(sharding, asked.memory_bytes),
     )
     return ToOrbax(source, target, interleaved(views), asked.memory_bytes)
 
 
-def _reshard_orbax(asked: Asked, sharding: Partition, compression: bool) -> Work:
+def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) -> Work:
     path = asked.source
-    checkpoint = _opened(path, asked)
-    arrays = [name for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS]
-    source = OrbaxSource(checkpoint, {name: name for name in arrays}, asked.memory_bytes)
-    check_found("spec", sharding.patterns, arrays)
+    step = open_step(path, memory_bytes=asked.memory_bytes // 4)
+    asked.check_outside(step.whole)
+    items = {name: item for name, item in step.items.items() if item.leaves}
+    if not items:
+        raise SafetensorsError(f"{path}: has no leaf")
+    stored = {
+        array_name(items, name, own): (item, own)
+        for name, item in items.items()
+        for own, leaf in item.leaves.items()
+        if leaf.kind in ARRAYS
+    }
+    source = OrbaxSource(step, stored, asked.memory_bytes)
+    cut = sharding or partition(None, None)
+    check_found("spec", cut.patterns, (own for _, own in stored.values()))
 
-    def leaf(name: str, facts: OrbaxLeaf) -> Any:
-        if name not in source.leaves:
-            return checkpoint.value(name)
-        return replace(_leaf(sharding, name, facts.shape, facts.dtype), kind=facts.kind, random_key=facts.random_key)
+    def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
+        if facts.kind not in ARRAYS:
+            return item.value(name)
+        leaf = _leaf(cut, name, facts.shape, facts.dtype)
+        record = leaf.sharding if sharding else facts.sharding
+        return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
     target = OrbaxTarget(
-        destination=asked.destination,
-        tree=checkpoint.tree(leaf),
-        chunk_bytes=_chunk_bytes(sharding, asked.memory_bytes),
-        step=checkpoint.step or 0,
-        item=os.path.basename(checkpoint.path),
-        custom_metadata=checkpoint.custom_metadata,
-        tree_custom_metadata=checkpoint.tree_custom_metadata,
-        ocdbt=checkpoint.ocdbt,
-        zarr3=checkpoint.zarr3,
+        path=asked.destination if step.step is None else asked.of_step(step.step),
+        items={
+            name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
+            for name, item in items.items()
+        },
+        metadata=step.metadata,
+        others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
         compression=compression,
+        chunk_bytes=_chunk_bytes(cut, asked.memory_bytes),
     )
     alone = [(name,) for name in source.leaves]
     return ToOrbax(source, target, alone, asked.memory_bytes)
@@ -209,7 +236,8 @@ def _orbax_to_safetensors(
     path = asked.source
     if not is_orbax(path):
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    checkpoint = _opened(path, asked)
+    checkpoint = open_orbax(path, memory_bytes=asked.memory_bytes // 4)
+    asked.check_outside(checkpoint.whole)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
@@ -217,7 +245,8 @@ def _orbax_to_safetensors(
     variant = dict(variant or {})
     if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
         variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
-    source = OrbaxSource(checkpoint, _arrays(checkpoint, maxtext=_is_maxtext(found)), asked.memory_bytes)
+    stored = _arrays(checkpoint, maxtext=_is_maxtext(found))
+    source = OrbaxSource(checkpoint, {name: (checkpoint, own) for name, own in stored.items()}, asked.memory_bytes)
     # Arrays without memory, which say shape and dtype.
     given = [
         Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
@@ -237,7 +266,7 @@ def _orbax_to_safetensors(
     joined = interleaved(files.views)
     for names in joined:
         for name in names:
-            check_fits(name, len(names) * checkpoint.leaves[source.stored[name]].chunk_nbytes, asked.memory_bytes)
+            check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, asked.memory_bytes)
     return _to_files(source, asked, files, around, joined)
 
 
@@ -294,13 +323,6 @@ def _file_bytes(asked: Asked) -> int:
     # On an object store, a file waits in memory until it is whole.
     whole = store_of(asked.destination, None)[0].whole
     return min(MAX_FILE_BYTES, batch_bytes(asked.memory_bytes)) if whole else MAX_FILE_BYTES
-
-
-def _opened(path: str, asked: Asked) -> OrbaxCheckpoint:
-    checkpoint = open_orbax(path, memory_bytes=asked.memory_bytes // 4)
-    if is_below(asked.destination, checkpoint.path):
-        raise StorageError(f"{asked.destination}: is in the source, {checkpoint.path}")
-    return checkpoint
 
 
 def is_orbax(path: str) -> bool:

@@ -24,7 +24,7 @@ class Conversion:
     """What a conversion did in this process.
 
     Attributes:
-      path: what was made: a directory of safetensors files, or of a step of Orbax.
+      path: what was made: a directory of safetensors files, or of a step or an item of Orbax.
       nbytes: bytes of arrays that were moved; less than all where others helped, or a conversion was resumed.
       seconds: how long it took.
       peak_bytes: the most memory that the process had since it began.
@@ -129,18 +129,21 @@ def reshard(
 ) -> Conversion:
     """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
 
-    Of Orbax, the step's number, its metadata and all that is not an array are kept. Arrays get the chunks of the
-    shards that devices will have, or smaller ones of which these are made. Safetensors files get one file for each
+    Of Orbax, all items of a step are stored anew: trees in other chunks, those of the shards that devices will have,
+    or smaller ones of which these are made; what is no tree is copied. Names, metadata and handlers are kept, and
+    without a mesh the shardings that are recorded. Safetensors files get one file for each
     device of the mesh, as PyTorch's distributed checkpoints have one for each rank, in which each shard is one range;
     without a mesh, they are laid out anew in files of at most `max_file_bytes`. What lies beside them is copied.
 
     Args:
-      source: what `open_orbax` opens, or safetensors files.
-      destination: as for `convert`.
+      source: the directory of a step of Orbax, of steps, whose latest is taken, or of one item; or safetensors files.
+      destination: as for `convert`. A step of Orbax keeps the name of its directory, below it; of what is no step, an
+        item on its own, it takes the place.
       mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
-      spec: by pattern (`re.search`) of a name, for each leading dimension of an array the axis that shards it, several
-        in a tuple, or None. The first pattern counts that is found in a name, and arrays that none is found in are not
-        sharded. Axes must divide the dimensions, as JAX wants it. A `PartitionSpec` says it as well.
+      spec: by pattern (`re.search`) of a name, that which an array has in its item, for each leading dimension of the
+        array the axis that shards it, several in a tuple, or None. The first pattern counts that is found in a name,
+        and arrays that none is found in are not sharded. Axes must divide the dimensions, as JAX wants it. A
+        `PartitionSpec` says it as well.
       like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
         `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
@@ -172,7 +175,9 @@ def _run(
 
     try:
         facts = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
-        together(key, decided, repr(facts).replace("\n", " "))
+        together(
+            key, decided, repr(facts).replace("\n", " "), otherwise="was called with other arguments than process 0"
+        )
         assert work is not None
         moved = work.run(resume=resume, progress=progress)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from orbax_safetensors.errors import SafetensorsError
 
@@ -31,11 +31,17 @@ class SafetensorsOptions:
         while they are read. Without, the family has to know their codes and scales.
       max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what the
         store reads in the time that a request takes. By default 16 KiB for files, 1 MiB for object stores.
+      cooperative: of leaves that several processes need the same bytes of, because they are replicated or sharded in
+        inner dimensions, each process reads a part, and the devices exchange the parts. With "auto" where that saves
+        time by the costs that `plan_restore` counts with, but not where files are mounted; with True wherever it saves
+        bytes; with False nowhere. It needs all processes, and twice the memory of what is exchanged at a time, which
+        is at most half of `in_flight_bytes` for each process, or one leaf where that is more.
       storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
         `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
         `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.
         Besides, `max_retries` and `retry_timeout`, in seconds, say how often and for how long a request that failed in
-        passing is made again: 9 times and for 120 seconds. Not for local files.
+        passing is made again: 9 times and for 120 seconds. For the Hugging Face Hub, `endpoint` and `token` (False for
+        none) come before `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600. Not for local files.
 
     Raises:
       SafetensorsError: a number is out of range.
@@ -48,6 +54,7 @@ class SafetensorsOptions:
     alignment: int = 64
     fsync: bool = False
     dequantize: bool = True
+    cooperative: bool | Literal["auto"] = "auto"
     # They can have secrets, and are no key.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
@@ -62,5 +69,9 @@ class SafetensorsOptions:
                 )
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
+        if self.cooperative not in ("auto", True, False):
+            raise SafetensorsError(
+                f'SafetensorsOptions: cooperative is {self.cooperative!r}, must be "auto", True or False'
+            )
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from orbax_safetensors import arrays, replicas, targets
 from orbax_safetensors.advice import Advisor, Instead, deal
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.exchanges import Chooser, Exchanged, Way, exchangeable
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.report import Leaf, RestorePlan, restore_plan
+from orbax_safetensors.plan.report import Cooperation, Leaf, RestorePlan, WayCost, restore_plan
 from orbax_safetensors.plan.view import Box
 
 
@@ -25,13 +28,15 @@ from orbax_safetensors.plan.view import Box
 class Planned:
     """A target of a checkpoint, dealt to `process_count` processes.
 
-    `shardings` are those of the leaves, None where a leaf has none. `dealt` says that devices are given to processes
+    `shardings` are those of the leaves, None where a leaf has none; `owners` are the processes of their devices where
+    these can exchange what is read of a leaf, otherwise None. `dealt` says that devices are given to processes
     evenly and in order, rather than by what they say themselves.
     """
 
     checkpoint: Checkpoint
     leaves: tuple[Leaf, ...]
     shardings: tuple[jax.sharding.Sharding | None, ...]
+    owners: tuple[tuple[int, ...] | None, ...]
     process_count: int
     dealt: bool
     options: SafetensorsOptions
@@ -47,10 +52,68 @@ class Planned:
         options = self.options
         return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
-    def plan(self) -> RestorePlan:
-        """What it costs every process."""
+    @cached_property
+    def possible(self) -> list[Exchanged | None]:
+        """For each leaf how devices would exchange it, None where that saves no bytes."""
+        if self.process_count == 1:
+            return [None] * len(self.leaves)
+        chooser = Chooser(
+            self.checkpoint.location,
+            self.files,
+            process_count=self.process_count,
+            cost=self.checkpoint.store.cost,
+            pace=self.pace,
+        )
+        return chooser.choose(self.leaves, self.shardings, self.owners)
+
+    @property
+    def chosen(self) -> list[Exchanged | None]:
+        """Those of the possible exchanges that the restore makes."""
+        if not may_exchange(self.checkpoint, self.options):
+            return [None] * len(self.leaves)
+        forced = self.options.cooperative is True
+        return [found if found and (forced or found.worthwhile) else None for found in self.possible]
+
+    def plan(self, *, compared: bool = False) -> RestorePlan:
+        """What it costs every process.
+
+        With `compared` also what cooperation would save where the options or the store rule it out.
+        """
+        direct = self._plan([None] * len(self.leaves))
+        if self.process_count == 1 or not (compared or may_exchange(self.checkpoint, self.options)):
+            return direct
+        possible, chosen = (sum(found is not None for found in own) for own in (self.possible, self.chosen))
+        cooperative = self._plan(self.possible) if possible else direct
+        own = direct if chosen == 0 else cooperative if chosen == possible else self._plan(self.chosen)
+        return replace(
+            own,
+            cooperation=Cooperation(
+                possible_arrays=possible,
+                chosen_arrays=chosen,
+                direct=_ways(direct, [0] * self.process_count),
+                cooperative=_ways(cooperative, self._received_bytes()),
+            ),
+        )
+
+    def _received_bytes(self) -> list[int]:
+        """What the devices of every process receive from others where all that is possible is exchanged."""
+        by_way: dict[Way, int] = {}  # bytes of one device
+        for leaf, found in zip(self.leaves, self.possible, strict=True):
+            if found is not None:
+                by_way[found.way] = by_way.get(found.way, 0) + found.way.received * leaf.dtype.itemsize
+        out = np.zeros(self.process_count, np.int64)
+        for way, nbytes in by_way.items():
+            out += nbytes * np.bincount(way.owners, minlength=self.process_count)
+        received: list[int] = out.tolist()
+        return received
+
+    def _plan(self, exchanged: Sequence[Exchanged | None]) -> RestorePlan:
+        """`plan`, where these leaves are exchanged."""
         return restore_plan(
-            self.leaves,
+            [
+                leaf if found is None else replace(leaf, parts=found.way.boxes)
+                for found, leaf in zip(exchanged, self.leaves, strict=True)
+            ],
             self.checkpoint.location,
             self.files,
             process_count=self.process_count,
@@ -77,24 +140,63 @@ class Planned:
         return out
 
 
+def may_exchange(checkpoint: Checkpoint, options: SafetensorsOptions) -> bool:
+    """Whether a restore may exchange anything: of mounted files, whose disk nobody knows, only where it is told to.
+
+    Memory that is shared with a file is not read.
+    """
+    told = options.cooperative is True or (options.cooperative == "auto" and not checkpoint.store.maps)
+    return told and not options.alias
+
+
+def _ways(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
+    return tuple(
+        WayCost(cost.read_bytes, cost.num_requests, nbytes)
+        for cost, nbytes in zip(plan.processes, received, strict=True)
+    )
+
+
 def planned(checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions) -> Planned:
     """Checks a target and deals its shards; see `api.plan_restore` for the arguments and errors."""
     item, restore_args = (None, target) if targets.are_restore_args(target) else (target, None)
-    request = targets.resolve(checkpoint, item, restore_args, partial=True)
-    shardings = [None if wanted.sharding is None else arrays.plain(wanted.sharding) for wanted in request.targets]
+    return dealt(
+        checkpoint, targets.resolve(checkpoint, item, restore_args, partial=True).targets, process_count, options
+    )
+
+
+def dealt(
+    checkpoint: Checkpoint, wanted_leaves: Sequence[Target], process_count: int | None, options: SafetensorsOptions
+) -> Planned:
+    """Deals the shards of targets to processes; `process_count` is as in `api.plan_restore`."""
+    shardings = [None if wanted.sharding is None else arrays.plain(wanted.sharding) for wanted in wanted_leaves]
     with_devices = any(sharding is not None and not arrays.is_abstract(sharding) for sharding in shardings)
     # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
     started = with_devices or jax.distributed.is_initialized()
     count = process_count or (jax.process_count() if started else 1)
     boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
-    leaves = []
-    for wanted, sharding in zip(request.targets, shardings, strict=True):
+    owners: dict[jax.sharding.Sharding, tuple[int, ...]] = {}
+    leaves, owners_of_leaves = [], []
+    for wanted, sharding in zip(wanted_leaves, shardings, strict=True):
         key = (wanted.kind, sharding, wanted.shape)
         if key not in boxes:
             boxes[key] = _boxes(wanted, sharding, process_count, count)
         readers = replicas.readers(wanted, process_count)
         leaves.append(Leaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
-    return Planned(checkpoint, tuple(leaves), tuple(shardings), count, process_count is not None, options)
+        own = None
+        if sharding is not None and exchangeable(wanted):
+            if sharding not in owners:
+                owners[sharding] = tuple(arrays.device_owners(sharding, wanted.shape, process_count))
+            own = owners[sharding]
+        owners_of_leaves.append(own)
+    return Planned(
+        checkpoint,
+        tuple(leaves),
+        tuple(shardings),
+        tuple(owners_of_leaves),
+        count,
+        process_count is not None,
+        options,
+    )
 
 
 def _boxes(

@@ -40,23 +40,31 @@ def forget(key: str) -> None:
             multihost.get_jax_distributed_client().key_value_delete(key)
 
 
-def together(key: str, do: Callable[[], _T], facts: str = "") -> _T:
+# What is told of a process that has other facts than the first.
+_OTHER_FACTS = (
+    "does not do the same as process 0: other names or another order of them, other shapes, dtypes, shardings or "
+    "metadata, or arrays that only it has (make those global arrays, or NumPy arrays that all processes have), or it "
+    "does not see the same files"
+)
+
+
+def together(key: str, do: Callable[[], _T], facts: str = "", *, otherwise: str = _OTHER_FACTS) -> _T:
     """Does something in every process; raises in all of them where it fails in one, as `agree` does."""
     failure: BaseException | None = None
     try:
         result = do()
     except BaseException as error:  # an interrupt, too: the others would wait for this process
         failure = error
-    agree(key, failure, facts)
+    agree(key, failure, facts, otherwise=otherwise)
     return result
 
 
-def agree(key: str, failure: BaseException | None, facts: str = "") -> None:
+def agree(key: str, failure: BaseException | None, facts: str = "", *, otherwise: str = _OTHER_FACTS) -> None:
     """Waits until every process has called this with `key`, and raises in all of them where any has a failure.
 
     A process that failed raises its own error, the others a `StorageError` that names the process and quotes it. Where
     none has failed, all must have the same `facts`, else a `TensorMismatchError` says which process has others than
-    the first.
+    the first, and what it does, `otherwise`.
     """
     own = f"{facts}\n" if failure is None else f"{facts}\n{type(failure).__name__}: {failure}"
     try:
@@ -64,7 +72,7 @@ def agree(key: str, failure: BaseException | None, facts: str = "") -> None:
     except StorageError as error:
         raise error from (failure or error.__cause__)
     if failure is None:
-        _check(told)
+        _check(told, otherwise)
     elif isinstance(failure, SafetensorsError) or not isinstance(failure, Exception):
         raise failure
     else:
@@ -86,15 +94,24 @@ def exchange(key: str, own: str) -> list[str]:
     return [text for _, text in sorted(told.items())]
 
 
-def _check(told: Sequence[str]) -> None:
+def first(key: str, own: str) -> str:
+    """What the first process to call this with `key` has called it with. Nobody waits for another."""
+    if jax.process_count() == 1:
+        return own
+    try:
+        client = multihost.get_jax_distributed_client()
+        with contextlib.suppress(Exception):  # another process was first, or the next line says what is wrong
+            client.key_value_set(key, own)
+        return str(client.key_value_try_get(key))
+    except Exception as error:
+        raise StorageError(f"the other processes cannot be reached: {error}") from error
+
+
+def _check(told: Sequence[str], otherwise: str) -> None:
     split = [text.partition("\n") for text in told]
     for process, (_, _, error) in enumerate(split):
         if error:
             raise StorageError(f"process {process} failed: {error}")
     for process, (facts, _, _) in enumerate(split):
         if facts != split[0][0]:
-            raise TensorMismatchError(
-                f"process {process} does not do the same as process 0: other arguments, other names or another order "
-                "of them, other shapes, dtypes, shardings or metadata, or arrays that only it has (make those global "
-                "arrays, or NumPy arrays that all processes have), or it does not see the same files"
-            )
+            raise TensorMismatchError(f"process {process} {otherwise}")

@@ -1,7 +1,8 @@
 """Restoring with one reader: a replica of the mesh reads, the others receive over the network between devices.
 
-Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` take this way, the one place where processes talk to
-each other. It pays where storage is slower than the network and there are many replicas.
+Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` take this way, one of two places where processes
+talk to each other: `cooperative` is the other. It pays where storage is slower than the network and there are many
+replicas.
 """
 
 from __future__ import annotations
@@ -17,19 +18,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import arrays
-from orbax_safetensors import restore as plain
-from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.leaves import Target
-from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore import Filling
 
 # Replicas are told apart along the first axis of the mesh, and the first of them reads: Orbax's defaults.
 _REPLICA_AXIS = 0
 _SOURCE = 0
 
 
-def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
-    """`restore.restore`, in which leaves that ask for it are read by one replica and broadcast.
+def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
+    """`Filling.fill`, in which leaves that ask for it are read by one replica and broadcast.
 
     Every process passes the same targets. Raises `TensorMismatchError` where such a leaf is not sharded over a mesh.
     """
@@ -40,7 +39,7 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         for target, among in zip(targets, reading, strict=True)
         if among is None or process in among
     ]
-    values = iter(plain.restore(checkpoint, own, options))
+    values = iter(filling.fill(own))
     out = []
     for target, among in zip(targets, reading, strict=True):
         value = next(values) if among is None or process in among else None

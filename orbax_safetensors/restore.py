@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -60,15 +61,63 @@ def blocks(target: Target) -> tuple[Block, ...]:
     return tuple(out)
 
 
-def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
-    """Fills `targets` with what this process holds of them.
+class Filling:
+    """A restore that is under way: fills targets from the open files of one checkpoint."""
 
-    Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory, or one leaf where that is
-    more, together with those that are made of the same tensors; arrays in host memory are read straight into place.
+    def __init__(self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, reader: Reader) -> None:
+        self.checkpoint = checkpoint
+        self.options = options
+        self.num_arrays = self.num_reads = 0
+        self._pace = pace
+        self._reader = reader
 
-    Raises:
-      TensorMismatchError: a cast that nobody asked for would change values.
-      StorageError: bytes cannot be read, or a file changed. Then nothing is returned, and no file or thread stays.
+    def fill(self, targets: Sequence[Target]) -> list[Any]:
+        """Fills `targets` with what this process holds of them.
+
+        Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory, or one leaf where that
+        is more, together with those that are made of the same tensors; arrays in host memory are read straight into
+        place.
+
+        Raises:
+          TensorMismatchError: a cast that nobody asked for would change values.
+          StorageError: bytes cannot be read.
+        """
+        fills = [_Fill(target, blocks(target)) for target in targets]
+        values: list[Any] = [None] * len(fills)
+        in_flight: deque[tuple[list[jax.Array], int]] = deque()
+        held = 0
+        groups = in_file_order(self.checkpoint, targets)
+        sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
+        for batched in batches(sized, self.options.in_flight_bytes // 2):
+            batch = [(at, fills[at]) for group in batched for at in group]
+            leaving = sum(fill.leaving for _, fill in batch)
+            while in_flight and held + leaving > self.options.in_flight_bytes:
+                transferred, nbytes = in_flight.popleft()
+                jax.block_until_ready(transferred)
+                held -= nbytes
+            memory, reads = _read(
+                self.checkpoint, self._reader, [fill for _, fill in batch], self._pace, alias=self.options.alias
+            )
+            self.num_reads += reads
+            buffers = iter(memory)
+            for at, fill in batch:
+                values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
+            if leaving:
+                in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
+                held += leaving
+        self.num_arrays += len(targets)
+        return values
+
+    def check(self) -> None:
+        """Raises `StorageError` where a file changed after its header was read."""
+        self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
+
+
+@contextlib.contextmanager
+def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Filling]:
+    """A restore from `checkpoint`, whose files are opened when they are needed and checked and closed in the end.
+
+    Raises `StorageError` where a file changed meanwhile. No file or thread stays.
     """
     started = time.perf_counter()
     store = checkpoint.store
@@ -77,50 +126,38 @@ def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory, and this is not one"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-    fills = [_Fill(target, blocks(target)) for target in targets]
-    # In the order of the files, so that a disk reads forward and each batch is one stretch of it.
-    groups = by_tensors([target.view for target in targets])
-    groups.sort(key=lambda group: min(_first_location(checkpoint, fills[at]) for at in group))
-    values: list[Any] = [None] * len(fills)
-    in_flight: deque[tuple[list[jax.Array], int]] = deque()
-    held = num_reads = 0
     with Reader(checkpoint.open_file, pace.requests) as reader:
-        sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
-        for batched in batches(sized, options.in_flight_bytes // 2):
-            batch = [(at, fills[at]) for group in batched for at in group]
-            leaving = sum(fill.leaving for _, fill in batch)
-            while in_flight and held + leaving > options.in_flight_bytes:
-                transferred, nbytes = in_flight.popleft()
-                jax.block_until_ready(transferred)
-                held -= nbytes
-            memory, reads = _read(checkpoint, reader, [fill for _, fill in batch], pace, alias=options.alias)
-            num_reads += reads
-            buffers = iter(memory)
-            for at, fill in batch:
-                values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
-            if leaving:
-                in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
-                held += leaving
-        reader.check({number: file.stamp for number, file in enumerate(checkpoint.files)})
+        restore = Filling(checkpoint, options, pace, reader)
+        yield restore
+        restore.check()
         counters = reader.counters
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
-    jax.monitoring.record_scalar(EVENT_NUM_READS, float(num_reads))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(restore.num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
     seconds = time.perf_counter() - started
     logger.info(
         "Restored %d arrays from %s: %d bytes read in %d requests, %.2f s, %.2f GB/s",
-        len(targets),
+        restore.num_arrays,
         checkpoint.path,
         counters.nbytes,
         counters.num_requests,
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
-    return values
 
 
-def _first_location(checkpoint: Checkpoint, fill: _Fill) -> tuple[int, int]:
-    located = (checkpoint.location(name) for name in fill.target.view.tensors)
+def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
+    """The positions of `targets`, together those that are made of the same tensors.
+
+    In the order of the files, so that a disk reads forward and each batch is one stretch of it.
+    """
+    groups = by_tensors([target.view for target in targets])
+    groups.sort(key=lambda group: min(_first_location(checkpoint, targets[at]) for at in group))
+    return groups
+
+
+def _first_location(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
+    located = (checkpoint.location(name) for name in target.view.tensors)
     return min(((at.file, at.begin) for at in located), default=(0, 0))
 
 

@@ -25,6 +25,7 @@ from orbax_safetensors import arrays
 from orbax_safetensors.destination import Existing, make_room
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Pace, Store
@@ -34,7 +35,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.processes import agree, forget, new_key
+from orbax_safetensors.processes import agree, forget, new_key, together
 from orbax_safetensors.save_pieces import Views, numbered, own_files
 from orbax_safetensors.sources import Source, resolve
 from orbax_safetensors.transfer import WholeFileWriter, Writer, batches
@@ -106,10 +107,11 @@ def plan_save(
     views = None
     store, path = store_of(directory, options.storage_options)
     if store.whole:
-        pieces = None
-        try:
+
+        def prepared() -> tuple[list[Header], list[dict[str, str]], Views] | None:
+            own = None
             if jax.process_count() > 1:
-                pieces = own_files(
+                own = own_files(
                     [one for group in groups for one in group],
                     tensors,
                     _METADATA | dict(metadata),
@@ -118,9 +120,9 @@ def plan_save(
                 )
             if jax.process_index() == 0:
                 make_room(store, path, existing)
-        except Exception as error:
-            failure = error
-        agree(f"{key}/pieces", failure)
+            return own
+
+        pieces = together(f"{key}/pieces", prepared)
         if pieces is not None:
             headers, files, views = pieces
             layout, places = numbered(key, headers, files)
@@ -384,15 +386,14 @@ def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], s
 def write_beside(directory: str, files: Mapping[str, str], options: SafetensorsOptions) -> None:
     """Writes small files, in order, from one process; raises `StorageError` in every process where it fails."""
     store, path = store_of(directory, options.storage_options)
-    failure: Exception | None = None
-    try:
+
+    def written() -> None:
         if jax.process_index() == 0:
             for name, text in files.items():
                 data = text.encode()
                 _write_whole(store.create(posixpath.join(path, name), len(data)), data, options)
-    except Exception as error:
-        failure = error
-    agree(f"{new_key(f'beside/{_hashed(directory)}')}/written", failure)
+
+    together(f"{new_key(f'beside/{_hashed(directory)}')}/written", written)
 
 
 def _hashed(directory: str) -> str:

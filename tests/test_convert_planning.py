@@ -156,7 +156,8 @@ def test_several_processes_share_the_work(kind, tmp_path):
 def test_chunks_that_are_read_in_part_are_read_whole(tmp_path):
     write(tmp_path / "model.safetensors", {"w": np.zeros((60, 64), np.float32)})
     rows = ost.convert(tmp_path / "model.safetensors", tmp_path / "to", to="orbax", mesh={"x": 4}, spec={"w": ("x",)})
-    source = OrbaxSource(open_orbax(rows.path), {"w": "w"}, 1 << 20)
+    checkpoint = open_orbax(rows.path)
+    source = OrbaxSource(checkpoint, {"w": (checkpoint, "w")}, 1 << 20)
     of_two = source.traffic([Tile("w", ((10, 20), (0, 64))), Tile("w", ((20, 25), (5, 6)))])
     assert of_two.needed_bytes == (10 * 64 + 5) * 4
     assert of_two.moved_bytes == (2 + 1) * 15 * 64 * 4

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, flow, named_sharding, open_orbax
-from orbax_safetensors.orbax_store import draft as drafts
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, flow, named_sharding, open_orbax
+from orbax_safetensors.orbax_store import item as drafts
+from tests.sinks import step_sink
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = {
@@ -105,7 +106,7 @@ def fill(sink, arrays, names=None):
 
 def write(destination, **options):
     arrays = values()
-    with OrbaxSink(destination, tree_of(leaf_of), **options) as sink:
+    with step_sink(destination, tree_of(leaf_of), **options) as sink:
         fill(sink, arrays)
         sink.commit()
     return destination / "0" / "items"
@@ -254,7 +255,7 @@ def test_a_copy_is_the_same_checkpoint(name, tmp_path):
         opt_state: dict
 
     tree = source.tree(lambda name, leaf: source.value(name) if leaf.kind == "scalar" else leaf)
-    with OrbaxSink(tmp_path, TrainState(**tree), custom_metadata=source.custom_metadata) as sink:
+    with step_sink(tmp_path, TrainState(**tree), custom_metadata=source.custom_metadata) as sink:
         for leaf in sink.leaves:
             array = source.value(leaf)
             for box in sink.missing(leaf):
@@ -395,7 +396,7 @@ def test_tiles_of_several_chunks_from_several_threads(tmp_path):
     ]
     np.random.default_rng(0).shuffle(tiles)
     failures = []
-    with OrbaxSink(tmp_path, tree, memory_bytes=2000) as sink:
+    with step_sink(tmp_path, tree, memory_bytes=2000) as sink:
 
         def work(own):
             try:
@@ -427,7 +428,7 @@ def test_tiles_of_several_chunks_from_several_threads(tmp_path):
 def test_bits_of_every_dtype(tmp_path, name, zarr3):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     array = random(dtype, (6, 8)) if name != "int4" else np.arange(48).reshape(6, 8).astype(dtype)
-    with OrbaxSink(tmp_path, {"a": OrbaxLeaf((6, 8), dtype, (3, 8))}, zarr3=zarr3) as sink:
+    with step_sink(tmp_path, {"a": OrbaxLeaf((6, 8), dtype, (3, 8))}, zarr3=zarr3) as sink:
         fill(sink, {"a": array})
         sink.commit()
     same_bits(open_orbax(tmp_path).value("a"), array)
@@ -443,7 +444,7 @@ def test_any_shape_in_any_chunks(tmp_path_factory, data):
     array = random(np.dtype(np.int16), shape, data.draw(st.integers(0, 9)))
     ocdbt, zarr3 = data.draw(st.sampled_from(FORMATS))
     path = tmp_path_factory.mktemp("any")
-    with OrbaxSink(path, {"a": OrbaxLeaf(shape, array.dtype, chunks)}, ocdbt=ocdbt, zarr3=zarr3) as sink:
+    with step_sink(path, {"a": OrbaxLeaf(shape, array.dtype, chunks)}, ocdbt=ocdbt, zarr3=zarr3) as sink:
         assert not sink.written("a", whole(shape))
         fill(sink, {"a": array})
         sink.wait()
@@ -474,7 +475,7 @@ def test_kinds_of_leaves_survive(tmp_path):
     assert source.leaves["text"].kind == "string"
     assert source.leaves["keys"].random_key == "threefry2x32"
     tree = source.tree(lambda name, leaf: leaf if "[" in str(leaf.shape) or leaf.shape else source.value(name))
-    with OrbaxSink(tmp_path / "ours", tree) as sink:
+    with step_sink(tmp_path / "ours", tree) as sink:
         for name, leaf in sink.leaves.items():
             sink.write(name, whole(leaf.shape), source.value(name))
         sink.commit()
@@ -512,16 +513,16 @@ def item(tmp_path):
 def test_a_step_that_is_there(tmp_path, item):
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(StorageError, match="0: already exists"):
-        OrbaxSink(tmp_path / "saved", tree_of(leaf_of))
+        step_sink(tmp_path / "saved", tree_of(leaf_of))
     with pytest.raises(StorageError, match="0: already exists"):
-        OrbaxSink(tmp_path / "saved", tree_of(leaf_of), resume=True)
+        step_sink(tmp_path / "saved", tree_of(leaf_of), resume=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_destination_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be made"):
-        OrbaxSink(tmp_path / "file", tree_of(leaf_of))
+        step_sink(tmp_path / "file", tree_of(leaf_of))
 
 
 @pytest.mark.parametrize(
@@ -540,34 +541,35 @@ def test_a_destination_that_is_a_file(tmp_path):
 )
 def test_leaves_that_cannot_be_stored(tmp_path, leaf, why):
     with pytest.raises(TensorMismatchError, match=f"0: 'a': .*{why}"):
-        OrbaxSink(tmp_path / "new", {"a": leaf})
+        step_sink(tmp_path / "new", {"a": leaf})
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("tree", [{}, {"a": {}}, OrbaxLeaf((), BF16, ()), {"a": {"b": 1}, "a.b": 1}])
+@pytest.mark.parametrize("tree", [{}, {"a": {}}, {"a": {"b": 1}, "a.b": 1}])
 def test_trees_that_cannot_be_stored(tmp_path, tree):
     with pytest.raises(TensorMismatchError):
-        OrbaxSink(tmp_path / "new", tree)
+        step_sink(tmp_path / "new", tree)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"step": -1},
-        {"step": "0"},
         {"custom_metadata": {"a": {1}}},
         {"custom_metadata": ["a"]},
         {"tree_custom_metadata": {"a": {1}}},
-        {"item": ""},
+        {"item": ".."},
         {"item": "../items"},
+        {"item": "_CHECKPOINT_METADATA"},
+        {"item": "", "others": {"metadata": "/nowhere"}},
+        {"others": {"items": "/nowhere"}},
         {"item": "items.orbax-checkpoint-tmp"},
         {"memory_bytes": 0},
     ],
 )
 def test_options_that_make_no_sense(tmp_path, options):
     with pytest.raises(SafetensorsError):
-        OrbaxSink(tmp_path / "new", tree_of(leaf_of), **options)
+        step_sink(tmp_path / "new", tree_of(leaf_of), **options)
     assert not (tmp_path / "new").exists()
 
 
@@ -587,7 +589,7 @@ def test_options_that_make_no_sense(tmp_path, options):
     ],
 )
 def test_tiles_that_do_not_belong(tmp_path, name, box, tile, why):
-    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         with pytest.raises(TensorMismatchError, match=why):
             sink.write(name, box, tile)
         fill(sink, values())  # it can go on
@@ -606,7 +608,7 @@ def is_not_there(root):
 
 
 def test_chunks_that_are_missing(tmp_path):
-    sink = OrbaxSink(tmp_path, tree_of(leaf_of))
+    sink = step_sink(tmp_path, tree_of(leaf_of))
     fill(sink, values(), [name for name in LEAVES if name != "params.cube"])
     sink.write("params.cube", ((0, 4), (0, 6), (0, 3)), values()["params.cube"][..., :3])
     with pytest.raises(
@@ -617,7 +619,7 @@ def test_chunks_that_are_missing(tmp_path):
     for again in (sink.commit, sink.wait, lambda: sink.write("params.scale", (), values()["params.scale"])):
         with pytest.raises(StorageError, match="committed or given up"):
             again()
-    with OrbaxSink(tmp_path, tree_of(leaf_of), resume=True) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of), resume=True) as sink:
         assert {name for name in LEAVES if not sink.written(name, whole(LEAVES[name][1]))} == {"params.cube"}
         assert len(list(sink.missing("params.cube"))) == 5
         fill(sink, values())
@@ -628,7 +630,7 @@ def test_chunks_that_are_missing(tmp_path):
 @pytest.mark.parametrize("error", [None, ValueError("the source is gone"), KeyboardInterrupt()])
 def test_given_up(tmp_path, error):
     def work():
-        with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+        with step_sink(tmp_path, tree_of(leaf_of)) as sink:
             fill(sink, values())
             if error:
                 raise error
@@ -642,9 +644,9 @@ def test_given_up(tmp_path, error):
 
 
 def test_what_was_left_behind_is_deleted_unless_it_is_wanted(tmp_path):
-    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         fill(sink, values())
-    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         assert len(list(sink.missing("params.kernel"))) == 8
 
 
@@ -659,11 +661,11 @@ def test_what_was_left_behind_is_deleted_unless_it_is_wanted(tmp_path):
     ],
 )
 def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
-    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         fill(sink, values())
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(TensorMismatchError, match=f"cannot be taken up again, {why}"):
-        OrbaxSink(tmp_path, change.pop("tree", tree_of(leaf_of)), resume=True, **change)
+        step_sink(tmp_path, change.pop("tree", tree_of(leaf_of)), resume=True, **change)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -714,7 +716,7 @@ def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, r
         why = "is no unfinished checkpoint, it holds 'model.safetensors'; move it away"
     before = contents(tmp_path)
     with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
-        OrbaxSink(tmp_path, tree_of(leaf_of), resume=resume)
+        step_sink(tmp_path, tree_of(leaf_of), resume=resume)
     assert contents(tmp_path) == before
 
 
@@ -724,7 +726,7 @@ def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, r
 )
 def test_what_is_no_directory(tmp_path, place, kind, resume):
     """A link is not followed, even to what would be taken up."""
-    with OrbaxSink(tmp_path / "other", tree_of(leaf_of)) as sink:
+    with step_sink(tmp_path / "other", tree_of(leaf_of)) as sink:
         fill(sink, values())
     path, other = tmp_path / "to" / UNFINISHED, tmp_path / "other" / UNFINISHED
     (tmp_path / "to").mkdir()
@@ -739,17 +741,17 @@ def test_what_is_no_directory(tmp_path, place, kind, resume):
         path.symlink_to(other / f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
     before = contents(tmp_path)
     with pytest.raises(StorageError, match=f"{path}: is a {kind} and no unfinished checkpoint; move it away"):
-        OrbaxSink(tmp_path / "to", tree_of(leaf_of), resume=resume)
+        step_sink(tmp_path / "to", tree_of(leaf_of), resume=resume)
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("text", [b"", b'{"leav', b"\xff", b"\0\0", b"[1]", b"null", b'"leaves"'])
 def test_a_record_that_is_damaged(tmp_path, text):
-    with OrbaxSink(tmp_path, tree_of(leaf_of)) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         fill(sink, values())
     (tmp_path / UNFINISHED / "_in_progress.json").write_bytes(text)
     with pytest.raises(StorageError, match=r"_in_progress.json: cannot be read: .*; begin anew without resume"):
-        OrbaxSink(tmp_path, tree_of(leaf_of), resume=True)
+        step_sink(tmp_path, tree_of(leaf_of), resume=True)
     write(tmp_path)
 
 
@@ -757,7 +759,7 @@ def test_a_record_that_is_damaged(tmp_path, text):
 @pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
 def test_a_deletion_that_is_cut_short(tmp_path, left, ocdbt, monkeypatch):
     """What is half deleted is neither taken up nor taken for somebody else's."""
-    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
         fill(sink, values())
     deletions = 0
 
@@ -774,8 +776,8 @@ def test_a_deletion_that_is_cut_short(tmp_path, left, ocdbt, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(StorageError, match="killed"):
         for name in ("unlink", "rmdir"):
             patched.setattr(os, name, cut_short(getattr(os, name)))
-        OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt)
-    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
+        step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt)
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
         assert len(list(sink.missing("params.kernel"))) == 8
         fill(sink, values())
         sink.commit()
@@ -787,9 +789,9 @@ def test_any_name_of_an_array(tmp_path, ocdbt, zarr3):
     if not ocdbt:
         del arrays["c/0/1"]  # Orbax makes no directory in a directory of its own
     tree = {name: OrbaxLeaf((4, 6), BF16, (2, 3)) for name in arrays}
-    with OrbaxSink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3) as sink:
+    with step_sink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3) as sink:
         fill(sink, arrays)
-    with OrbaxSink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3, resume=True) as sink:
+    with step_sink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3, resume=True) as sink:
         assert not [name for name in tree if list(sink.missing(name))]
         sink.commit()
     for name, array in arrays.items():
@@ -801,14 +803,14 @@ STAGES = {
     "the step's metadata": (type(ocp.metadata.metadata_store(enable_write=True, blocking_write=True)), "update"),
     "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
     "rename": (ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize"),
-    "listing": (drafts.Draft, "_keys"),
+    "listing": (drafts.ItemDraft, "_keys"),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
 def test_a_commit_that_fails(tmp_path, stage, ocdbt, monkeypatch):
-    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
         fill(sink, values())
         with monkeypatch.context() as patched:
 
@@ -819,7 +821,7 @@ def test_a_commit_that_fails(tmp_path, stage, ocdbt, monkeypatch):
             with pytest.raises(StorageError, match="nothing works"):
                 sink.commit()
     is_not_there(tmp_path)
-    with OrbaxSink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
         assert not any(list(sink.missing(name)) for name in LEAVES)
         sink.commit()
     write(tmp_path / "at once", ocdbt=ocdbt)
@@ -848,7 +850,7 @@ def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
     tree = {"a": OrbaxLeaf(array.shape, array.dtype, (32, 1024))}
 
     def work(**options):
-        with OrbaxSink(small_disk / "new", tree, ocdbt=ocdbt, zarr3=zarr3, **options) as sink:
+        with step_sink(small_disk / "new", tree, ocdbt=ocdbt, zarr3=zarr3, **options) as sink:
             fill(sink, {"a": array})
             sink.commit()
 
@@ -864,7 +866,7 @@ def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
 @pytest.mark.parametrize("free", range(0, 40_000, 8_000))
 def test_a_disk_that_is_full_when_all_has_been_written(small_disk, free):
     tree = {f"layer_{number:03}": OrbaxLeaf((4,), BF16, (4,)) for number in range(200)}
-    with OrbaxSink(small_disk / "new", tree) as sink:
+    with step_sink(small_disk / "new", tree) as sink:
         fill(sink, {name: np.ones(4, BF16) for name in tree})
         sink.wait()
         with open(small_disk / "filler", "wb") as filler:
@@ -875,7 +877,7 @@ def test_a_disk_that_is_full_when_all_has_been_written(small_disk, free):
         except StorageError:
             is_not_there(small_disk / "new")
             (small_disk / "filler").unlink()
-            with OrbaxSink(small_disk / "new", tree, resume=True) as sink:
+            with step_sink(small_disk / "new", tree, resume=True) as sink:
                 assert not any(list(sink.missing(name)) for name in tree)
                 sink.commit()
     checkpoint = open_orbax(small_disk / "new")
@@ -906,12 +908,12 @@ def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(flow.Operations, "add", add)
     array = random(np.dtype(np.int32), (64, 8192))
     tree = {"a": OrbaxLeaf(array.shape, array.dtype, (1, 8192))}
-    with OrbaxSink(tmp_path, tree, compression=False, memory_bytes=8 * 50_000) as sink:
+    with step_sink(tmp_path, tree, compression=False, memory_bytes=8 * 50_000) as sink:
         fill(sink, {"a": array})
         sink.commit()
     assert 2 <= peak <= 8
     peak = 0
-    with OrbaxSink(tmp_path, tree, step=1, memory_bytes=1) as sink:  # less than a tile
+    with step_sink(tmp_path, tree, step=1, memory_bytes=1) as sink:  # less than a tile
         fill(sink, {"a": array})
         sink.commit()
     assert peak == 1
@@ -925,7 +927,8 @@ def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
 STREAM = """
 import resource, sys
 import numpy as np
-from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, open_orbax
+from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
+from tests.sinks import step_sink
 
 def grown():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
@@ -936,7 +939,7 @@ tile = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
 out = np.zeros((16, 1000), np.uint8)
 tree = {"a": OrbaxLeaf(shape, tile.dtype, chunk)}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-with OrbaxSink(path, tree, compression=compression, memory_bytes=memory_bytes, fsync=False) as sink:
+with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes, fsync=False) as sink:
     for box in sink.missing("a"):
         sink.write("a", box, tile)
     sink.commit()
@@ -965,7 +968,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, compression):
 def test_memory_that_somebody_waits_for_when_a_write_fails(tmp_path, monkeypatch):
     """Threads that wait for their turn go on, and learn what has failed."""
     array = random(np.dtype(np.int32), (8, 8))
-    sink = OrbaxSink(tmp_path, {"a": OrbaxLeaf((8, 8), array.dtype, (1, 8))}, memory_bytes=1)
+    sink = step_sink(tmp_path, {"a": OrbaxLeaf((8, 8), array.dtype, (1, 8))}, memory_bytes=1)
     shutil.rmtree(tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}")
     (tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}").write_text("")
     failures = []
@@ -989,7 +992,7 @@ def test_memory_that_somebody_waits_for_when_a_write_fails(tmp_path, monkeypatch
 
 def test_larger_chunks_than_orbax_keeps_in_one_file(tmp_path):
     shape = (3, 1 << 30)
-    with OrbaxSink(tmp_path, {"a": OrbaxLeaf(shape, np.dtype(np.int8), shape)}) as sink:
+    with step_sink(tmp_path, {"a": OrbaxLeaf(shape, np.dtype(np.int8), shape)}) as sink:
         assert np.prod(sink.leaves["a"].chunk_shape) <= 1 << 31
         assert len(list(sink.missing("a"))) > 1
 
@@ -1014,13 +1017,13 @@ def test_where_nothing_is(tmp_path):
         with pytest.raises(StorageError, match="in file systems and below gs://bucket only"):
             open_orbax(nowhere)
         with pytest.raises(StorageError, match="in file systems and below gs://bucket only"):
-            OrbaxSink(nowhere, tree_of(leaf_of))
+            OrbaxSink(nowhere, {"items": OrbaxItem(tree_of(leaf_of))})
 
 
 def test_places_of_a_checkpoint(tmp_path):
     for step in (2, 10):
         write(tmp_path, step=step) if step == 0 else None
-        with OrbaxSink(tmp_path, {"a": OrbaxLeaf((1,), np.dtype(np.int64), (1,))}, step=step) as sink:
+        with step_sink(tmp_path, {"a": OrbaxLeaf((1,), np.dtype(np.int64), (1,))}, step=step) as sink:
             sink.write("a", ((0, 1),), np.array([step]))
             sink.commit()
     (tmp_path / "notes").mkdir()
@@ -1054,7 +1057,7 @@ def test_any_tree(tmp_path):
 
     leaf = OrbaxLeaf((np.int64(4),), np.dtype(np.int8), (np.int64(2),))
     tree = {"pair": Pair(leaf, [leaf, (leaf, 1.5)]), "state": optax.EmptyState(), "by number": {1: leaf}}
-    with OrbaxSink(tmp_path, tree) as sink:
+    with step_sink(tmp_path, tree) as sink:
         assert list(sink.leaves) == ["by number.1", "pair.left", "pair.right.0", "pair.right.1.0"]
         fill(sink, {name: np.arange(4, dtype=np.int8) for name in sink.leaves})
         sink.commit()

@@ -41,7 +41,10 @@ def my_tree(config):
     return {"embedding": tensor("embed.weight", (64, config["hidden_size"])).T}
 
 
-def test_the_examples(tmp_path, mesh, unregistered):
+def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    hub.hub.commit("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in QWEN3.iterdir()})
     for name in ("llama", "mine", "state"):
         (tmp_path / name).mkdir()
     llama = {"model.norm.weight": NORM, "model.embed_tokens.weight": EMBEDDING}
@@ -63,7 +66,7 @@ def test_the_examples(tmp_path, mesh, unregistered):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 13
+    assert len(blocks) == 15
     found = {}
     for number, block in enumerate(blocks):
         exec(block.replace("/models/", f"{tmp_path}/"), names)
@@ -98,6 +101,9 @@ def test_the_examples(tmp_path, mesh, unregistered):
     assert len(found[11]["plan"].processes) == 64
     assert len(found[12]["plan"].processes) == 8
     assert not (tmp_path / "planned").exists()
+    of_the_hub = found[13]["params"]["params"]["decoder"]
+    np.testing.assert_array_equal(of_the_hub["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
+    assert len(found[14]["together"].cooperative) == 64
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]

@@ -29,7 +29,9 @@ arrays costs; converts them to Orbax and back.
 
 A PATH is one .safetensors file, or a directory with such files and perhaps an
 index; inspect, verify and plan take gs://, s3://, az:// and https:// as well,
-and convert and reshard read and write checkpoints of Orbax below gs://.
+and hf://owner/name[@revision][/path] on the Hugging Face Hub; convert and
+reshard read safetensors from all of them and write them to the first three,
+and read and write checkpoints of Orbax below gs://.
 On a terminal tables are made for reading; elsewhere they are lines of
 tab-separated fields with exact numbers, under a line of headings.
 """

@@ -132,7 +132,7 @@ def _scenario(
     else:
         axes = {name: spread(shape, mesh) for name, shape in shapes.items()}
     found = planned(checkpoint, _target(arrays, axes, mesh), count, options)
-    plan = found.plan()
+    plan = found.plan(compared=True)
     time = None
     if args.bandwidth is not None:
         time = estimate_time(plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=found.pace.requests)

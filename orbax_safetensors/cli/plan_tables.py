@@ -114,6 +114,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
     )
     if files:
         _files(plan, output)
+    _together([scenario], output)
     if plan.over_reads:
         _over_reads(scenario, output)
 
@@ -178,6 +179,7 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> No
         ),
         [_compared(scenario) for scenario in scenarios],
     )
+    _together(scenarios, output)
 
 
 def _compared(scenario: Scenario) -> list[Cell]:
@@ -194,6 +196,36 @@ def _compared(scenario: Scenario) -> list[Cell]:
         Size(max(map(_memory, processes))),
     ]
     return [*row, Seconds(scenario.estimate.seconds)] if scenario.estimate is not None else row
+
+
+def _together(scenarios: Sequence[Scenario], output: Output) -> None:
+    """What `cooperative=True` reads, where that is less: for each process, or of several meshes the most of any."""
+    rows: list[list[Cell]] = []
+    for scenario in scenarios:
+        found = scenario.plan.cooperation
+        if found is None or not found.possible_arrays:
+            continue
+        costs = [(number, *cost) for number, cost in enumerate(zip(found.direct, found.cooperative, strict=True))]
+        if len(scenarios) > 1:
+            costs = [max(costs, key=lambda cost: cost[1].read_bytes - cost[2].read_bytes)]
+        for number, direct, own in costs:
+            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), found.possible_arrays]
+            row += [Size(direct.read_bytes), direct.num_requests]
+            rows.append([*row, Size(own.read_bytes), own.num_requests, Size(own.received_bytes)])
+    if rows:
+        first = "process" if len(scenarios) == 1 else "mesh"
+        output.table(
+            (
+                first,
+                "exchanged arrays",
+                "read alone",
+                "requests alone",
+                "read together",
+                "requests together",
+                "received",
+            ),
+            rows,
+        )
 
 
 def _memory(cost: ProcessCost) -> int:

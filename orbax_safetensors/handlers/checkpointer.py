@@ -25,7 +25,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.source import STEP_FILE
+from orbax_safetensors.orbax_store.finding import STEP_FILE
 
 # What tells Orbax that a directory on an object store holds all that it shall.
 _FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from orbax_safetensors.errors import StorageError
 
@@ -62,6 +63,32 @@ class Requests:
             self._waiting.discard(future)
 
 
+async def in_thread(function: Callable[[], _T]) -> _T:
+    """The result of a function that blocks. Who stops waiting, or a program that ends, leaves it alone."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[_T] = loop.create_future()
+
+    def end(result: _T | None, error: BaseException | None) -> None:
+        if ended.cancelled():
+            return
+        if error is None:
+            ended.set_result(cast(_T, result))
+        else:
+            ended.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it who waited
+            loop.call_soon_threadsafe(end, result, failure)
+
+    threading.Thread(target=work, name="remote_stores_blocking", daemon=True).start()
+    return await ended
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     """The loop of this process. Raises `StorageError` where it was forked from one that has a loop.
 
@@ -84,6 +111,12 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Ends the loop while there still is an interpreter that its last answers can come to."""
-    loop.call_soon_threadsafe(loop.stop)
+
+    async def end() -> None:
+        ending = [task for task in asyncio.all_tasks() if task.cancelling()]
+        await asyncio.gather(*ending, return_exceptions=True)  # those that were waited for: else Python tells of them
+        loop.call_soon(loop.stop)
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
     thread.join()
     loop.close()

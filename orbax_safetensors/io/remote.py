@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
@@ -49,16 +50,20 @@ READ_ONLY = "is on a server that files can only be read from"
 _NO_DATE = datetime.fromtimestamp(0, UTC)  # what obstore has for an object without one
 
 
+# Requests bytes of an object by offset and length, perhaps several times: exactly those, or `StorageError`.
+Fetch = Callable[[int, int], Coroutine[Any, Any, Bytes]]
+
+
 class RemoteFile:
     """An object that is open for reading; see `store.File`."""
 
-    def __init__(self, path: str, key: str, store: RemoteStore, stamp: Stamp, head: Bytes | None) -> None:
+    def __init__(self, path: str, stamp: Stamp, head: Bytes | None, fetch: Fetch, cost: Cost) -> None:
         """`head` are its first bytes, where they have been read."""
         self.path = path
         self.stamp = stamp
-        self._key = key
-        self._store = store
         self._head = head
+        self._fetch = fetch
+        self._cost = cost
         self._requests = Requests()
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
@@ -77,9 +82,7 @@ class RemoteFile:
                 if self._head is not None and offset + nbytes <= len(self._head):
                     _scatter(_bytes(self._head)[offset : offset + nbytes], buffers)
                     continue
-                while waiting and (
-                    held + nbytes > self._store.cost.max_request_bytes or len(waiting) >= _SHORT_REQUESTS
-                ):
+                while waiting and (held + nbytes > self._cost.max_request_bytes or len(waiting) >= _SHORT_REQUESTS):
                     held -= self._take(*waiting.popleft())
                 waiting.append((self._requests.start(self._fetch(offset, nbytes)), buffers, nbytes))
                 held += nbytes
@@ -98,35 +101,6 @@ class RemoteFile:
             future.cancel()
         return nbytes
 
-    async def _fetch(self, offset: int, nbytes: int) -> Bytes:
-        verb = f"reading {nbytes} bytes at offset {offset}"
-
-        async def attempt() -> Bytes:
-            options: GetOptions = {"range": (offset, offset + nbytes)}
-            tag, end, _ = self.stamp.version.rpartition('"')
-            if tag.startswith('"'):  # a strong one: servers never match others
-                options["if_match"] = tag + end
-            answer = await obstore.get_async(self._store.objects, self._key, options=options)
-            found = _stamp(answer.meta)
-            if found != self.stamp:
-                raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
-            return await _body(answer, offset, nbytes)
-
-        try:
-            return await self._store.retries.run(self.path, verb, attempt)
-        except ChangedError as error:
-            raise self._changed(str(error)) from None
-        except PreconditionError:
-            raise self._changed("another") from None
-        except FileNotFoundError:
-            raise self._changed("that it is gone") from None
-
-    def _changed(self, found: str) -> StorageError:
-        return StorageError(
-            f"{self.path}: changed while it was in use: expected {self.stamp.nbytes} bytes of version "
-            f"{self.stamp.version}, found {found}"
-        )
-
     def map(self) -> memoryview:
         """Refused: see `RemoteStore.maps`."""
         raise StorageError(f"{self.path}: is not on a local file system, and cannot be mapped into memory")
@@ -134,10 +108,7 @@ class RemoteFile:
     def check(self, stamp: Stamp) -> None:
         """Raises `StorageError` where this is another state than that of `stamp`. Each answer has been checked."""
         if stamp != self.stamp:
-            raise StorageError(
-                f"{self.path}: changed while it was in use: expected {stamp.nbytes} bytes of version {stamp.version}, "
-                f"found {self.stamp.nbytes} bytes of version {self.stamp.version}"
-            )
+            raise changed(self.path, stamp, f"{self.stamp.nbytes} bytes of version {self.stamp.version}")
 
     def cancel(self) -> None:
         """Ends the requests that are under way."""
@@ -149,8 +120,8 @@ class RemoteFile:
         self._head = None
 
 
-def _bytes(body: Bytes) -> np.ndarray:
-    return np.frombuffer(memoryview(body), np.uint8)
+def _bytes(content: Bytes) -> np.ndarray:
+    return np.frombuffer(memoryview(content), np.uint8)
 
 
 def _scatter(source: np.ndarray, buffers: Sequence[memoryview]) -> None:
@@ -169,14 +140,21 @@ def _stamp(meta: ObjectMeta) -> Stamp:
     return Stamp(meta["size"], "unknown" if modified == _NO_DATE else f"modified {modified.isoformat()}")
 
 
-async def _body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
+def changed(path: str, stamp: Stamp, found: str) -> StorageError:
+    """The error for a file that is not what it was in the state of `stamp`."""
+    return StorageError(
+        f"{path}: changed while it was in use: expected {stamp.nbytes} bytes of version {stamp.version}, found {found}"
+    )
+
+
+async def body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
     """The body of an answer; `WrongAnswerError` where it is not what was asked for."""
     if tuple(answer.range) != (offset, offset + nbytes):
         raise WrongAnswerError(f"the server sent bytes {answer.range[0]} to {answer.range[1]} instead")
-    body = await answer.bytes_async()
-    if len(body) != nbytes:
-        raise WrongAnswerError(f"the server sent {len(body)} bytes instead")
-    return body
+    content = await answer.bytes_async()
+    if len(content) != nbytes:
+        raise WrongAnswerError(f"the server sent {len(content)} bytes instead")
+    return content
 
 
 class RemoteStore:
@@ -250,7 +228,7 @@ class RemoteStore:
     def _open(self, path: str, stamp: Stamp | None) -> RemoteFile | None:
         key = self._key(path)
         if stamp is not None:
-            return RemoteFile(path, key, self, stamp, None)
+            return self._file(path, stamp, None)
         try:
             found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
         except FileNotFoundError:
@@ -259,7 +237,33 @@ class RemoteStore:
             raise StorageError(f"{path}: cannot be opened: {reason(error)}") from None
         except CancelledError:
             raise StorageError(f"{path}: opening was cancelled") from None
-        return RemoteFile(path, key, self, found, head)
+        return self._file(path, found, head)
+
+    def _file(self, path: str, stamp: Stamp, head: Bytes | None) -> RemoteFile:
+        return RemoteFile(path, stamp, head, partial(self._fetch, path, stamp), self.cost)
+
+    async def _fetch(self, path: str, stamp: Stamp, offset: int, nbytes: int) -> Bytes:
+        key = self._key(path)
+
+        async def attempt() -> Bytes:
+            options: GetOptions = {"range": (offset, offset + nbytes)}
+            tag, end, _ = stamp.version.rpartition('"')
+            if tag.startswith('"'):  # a strong one: servers never match others
+                options["if_match"] = tag + end
+            answer = await obstore.get_async(self.objects, key, options=options)
+            found = _stamp(answer.meta)
+            if found != stamp:
+                raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
+            return await body(answer, offset, nbytes)
+
+        try:
+            return await self.retries.run(path, f"reading {nbytes} bytes at offset {offset}", attempt)
+        except ChangedError as error:
+            raise changed(path, stamp, str(error)) from None
+        except PreconditionError:
+            raise changed(path, stamp, "another") from None
+        except FileNotFoundError:
+            raise changed(path, stamp, "that it is gone") from None
 
     async def _head(self, key: str) -> tuple[Stamp, Bytes]:
         """An object's state and first bytes."""
@@ -271,7 +275,7 @@ class RemoteStore:
             # No range of an empty object can be satisfied.
             return _stamp(await obstore.head_async(self.objects, key)), Bytes()
         found = _stamp(answer.meta)
-        return found, await _body(answer, 0, min(HEAD_BYTES, found.nbytes))
+        return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
 
     def cancel(self) -> None:
         """Ends requests that list and open."""

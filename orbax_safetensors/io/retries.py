@@ -46,6 +46,19 @@ class WrongAnswerError(Exception):
     """An answer that is not what was asked for; the message says how."""
 
 
+class RefusedError(Exception):
+    """An answer that says no, or that there is none; the message says which and why.
+
+    `status` is that of HTTP, and None where no answer came. `wait` are the seconds after which the server wants to be
+    asked again, where it says so.
+    """
+
+    def __init__(self, message: str, status: int | None = None, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.wait = wait
+
+
 class ChangedError(Exception):
     """An answer from another state of the object than the one that was opened; the message says which."""
 
@@ -81,10 +94,12 @@ class Retries:
                 return await attempt()
             except (FileNotFoundError, exceptions.PreconditionError, exceptions.AlreadyExistsError, ChangedError):
                 raise
-            except (exceptions.BaseError, WrongAnswerError) as error:
+            except (exceptions.BaseError, WrongAnswerError, RefusedError) as error:
                 wrong += _is_wrong(error)
                 fault = reason(error)
                 pause = wait * random.uniform(0.5, 1.0)
+                if isinstance(error, RefusedError):
+                    pause += error.wait
                 lasting = not _may_pass(error) or wrong >= _WRONG_ANSWERS
                 if lasting or number >= self.attempts or time.monotonic() - began + pause > self.seconds:
                     tries = f" ({number} attempts)" if number > 1 else ""
@@ -96,6 +111,8 @@ class Retries:
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status of the answer that an error is about, where it tells."""
+    if isinstance(error, RefusedError):
+        return error.status
     found = re.search(r"status code: (\d{3})", str(error))
     return int(found[1]) if found else None
 
@@ -118,7 +135,7 @@ def reason(error: BaseException) -> str:
 
     A server that refuses a signature answers with what was signed and by whom; the signature of an URL is its query.
     """
-    if isinstance(error, WrongAnswerError):
+    if isinstance(error, WrongAnswerError | RefusedError):
         return str(error)
     text, _, debug = str(error).partition("\n\nDebug source:\n")
     status = re.search(r"status code: (\d{3}(?: [A-Z][\w-]*)*)", text)

@@ -13,6 +13,7 @@ from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.io import hub, hub_api, hub_path
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.remote import RemoteStore
 from orbax_safetensors.io.retries import Retries, reason
@@ -25,6 +26,7 @@ _S3 = ("s3", "s3a")
 _GCS = ("gs",)
 _AZURE = ("az", "azure", "abfs", "abfss", "adl")
 _HTTP = ("http", "https")
+_HUB = hub_path.SCHEME
 
 # What obstore takes as options of its HTTP client rather than of a store.
 _CLIENT_OPTIONS = frozenset(
@@ -58,6 +60,8 @@ _TIMEOUTS = {
     "timeout": timedelta(minutes=5),
 }
 _RETRIES = Retries(attempts=10, seconds=120.0)
+# Who has asked the Hub for too much in five minutes is told to wait for the rest of them.
+_HUB_RETRIES = Retries(attempts=10, seconds=600.0)
 
 # Where Azure's own tools are told everything in one variable, which object stores do not read.
 _CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
@@ -81,7 +85,8 @@ def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Stor
     """The store that a path belongs to, and the path as the store and its messages have it: without secrets.
 
     `storage_options` are for object stores and HTTP servers, see `SafetensorsOptions`; paths have no use for them.
-    Raises `StorageError` where an URL is of no kind that is known, and `SafetensorsError` where an option is not.
+    A repository of the Hub is asked for its commit, which is in the path that is returned. Raises `StorageError` where
+    that fails or an URL is of no kind that is known, and `SafetensorsError` where an option is not.
     """
     if "://" not in path:
         return LocalStore(), path
@@ -89,8 +94,10 @@ def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Stor
     options = dict(storage_options or {})
     if scheme in _HTTP:
         return _http(path, options)
+    if scheme == _HUB:
+        return _hub(path, options)
     if scheme not in (*_S3, *_GCS, *_AZURE):
-        known = ", ".join(f"{scheme}://" for scheme in (*_S3, *_GCS, *_AZURE, *_HTTP))
+        known = ", ".join(f"{scheme}://" for scheme in (*_S3, *_GCS, *_AZURE, *_HTTP, _HUB))
         raise StorageError(f"{path}: expected a path or one of {known}")
     bucket, _, key = path.partition("://")[2].partition("/")
     root = f"{scheme}://{bucket}"
@@ -113,6 +120,11 @@ def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Stor
 
     store = RemoteStore(root, objects(client, {"max_retries": 0}), lists=True, retries=retries, writing=writing)
     return store, f"{root}/{key.strip('/')}".rstrip("/")
+
+
+def is_pinned(path: str) -> bool:
+    """Whether `store_of` makes a path one of the state that it finds: processes may find different ones."""
+    return path.startswith(f"{_HUB}://")
 
 
 def http_store(url: str, headers: Mapping[str, str], storage_options: Mapping[str, Any]) -> RemoteStore:
@@ -151,14 +163,23 @@ def _http(url: str, options: Mapping[str, Any]) -> tuple[Store, str]:
     return store, f"{store.root}/{unquote(parts.path).strip('/')}".rstrip("/")
 
 
-def _client(options: dict[str, Any], plain: bool) -> tuple[Any, Retries]:
+def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
+    endpoint = hub_api.endpoint(options.pop("endpoint", None))
+    token = hub_api.token(options.pop("token", None))
+    client, retries = _client(options, endpoint.startswith("http://"), _HUB_RETRIES)
+    if options:
+        raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for the Hub")
+    return hub.hub_store(url, hub_api.HubApi(endpoint, token, client), client, retries)
+
+
+def _client(options: dict[str, Any], plain: bool, default: Retries = _RETRIES) -> tuple[Any, Retries]:
     """Takes the options of the HTTP client and of retries out of `options`; `plain` is for a server without TLS."""
     client: dict[str, Any] = {**_TIMEOUTS}
     if plain:
         client["allow_http"] = True
     client |= {name: options.pop(name) for name in _CLIENT_OPTIONS & options.keys()}
-    attempts = options.pop("max_retries", _RETRIES.attempts - 1)
-    seconds = options.pop("retry_timeout", _RETRIES.seconds)
+    attempts = options.pop("max_retries", default.attempts - 1)
+    seconds = options.pop("retry_timeout", default.seconds)
     if isinstance(seconds, timedelta):
         seconds = seconds.total_seconds()
     if not isinstance(attempts, int) or attempts < 0 or not isinstance(seconds, int | float) or seconds < 0:
@@ -173,7 +194,8 @@ def _from_environment(scheme: str) -> dict[str, Any]:
     """What other clients of a store take from the environment and obstore does not."""
     if scheme in _GCS and (host := os.environ.get("STORAGE_EMULATOR_HOST")):
         url = host if "://" in host else f"http://{host}"
-        return {"base_url": url.rstrip("/"), "skip_signature": True}
+        # An emulator wants no token. Before it writes, obstore asks Google for one all the same, unless it has any.
+        return {"base_url": url.rstrip("/"), "skip_signature": True, "bearer_token": "token"}
     if scheme in _AZURE and (text := os.environ.get(_CONNECTION_STRING)):
         given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
         return {own: given[name] for name, own in _OF_CONNECTION.items() if name in given}

@@ -4,9 +4,21 @@ Nothing else in the package imports TensorStore. What is moved are boxes of arra
 memory of the caller; which boxes, and from or to what, is not decided here.
 """
 
+from orbax_safetensors.orbax_store.item import OrbaxItem, array_name
 from orbax_safetensors.orbax_store.layout import OrbaxLayout
 from orbax_safetensors.orbax_store.leaves import OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.sink import OrbaxSink
-from orbax_safetensors.orbax_store.source import OrbaxCheckpoint, open_orbax
+from orbax_safetensors.orbax_store.source import OrbaxCheckpoint, OrbaxStep, open_orbax, open_step
 
-__all__ = ["OrbaxCheckpoint", "OrbaxLayout", "OrbaxLeaf", "OrbaxSink", "named_sharding", "open_orbax"]
+__all__ = [
+    "OrbaxCheckpoint",
+    "OrbaxItem",
+    "OrbaxLayout",
+    "OrbaxLeaf",
+    "OrbaxSink",
+    "OrbaxStep",
+    "array_name",
+    "named_sharding",
+    "open_orbax",
+    "open_step",
+]

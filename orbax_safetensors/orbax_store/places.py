@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 from typing import Any
 
 import tensorstore as ts
@@ -23,6 +24,8 @@ from orbax_safetensors.orbax_store.flow import stored
 _REMOTE = "gs://"
 # What `epath` reaches an object store with, either of them.
 _CLIENTS = ("gcsfs", "tensorflow")
+# What is in memory of a file that is copied: gcsfs reads and writes as much at once anyway.
+_COPY_BYTES = 4 << 20
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -78,6 +81,31 @@ def read_json(path: epath.Path) -> Any:
             return json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
+
+
+def remove(path: epath.Path) -> None:
+    """Deletes a file, a link or a directory with all that is in it."""
+    if path.is_dir() and not os.path.islink(path):
+        path.rmtree()
+    else:
+        path.unlink()
+
+
+def copy(source: epath.Path, destination: epath.Path) -> None:
+    """Copies a file, or a directory with all that is in it; what links lead to is copied itself.
+
+    On a file system, all of it is on the disk when this returns.
+    """
+    if source.is_dir():
+        destination.mkdir()
+        for name in names(source):
+            copy(source / name, destination / name)
+        return
+    with source.open("rb") as reading, destination.open("wb") as writing:
+        shutil.copyfileobj(reading, writing, _COPY_BYTES)
+        if not is_remote(destination):
+            writing.flush()
+            os.fsync(writing.fileno())
 
 
 def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.KvStore:

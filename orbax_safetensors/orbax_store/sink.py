@@ -16,22 +16,15 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-import tensorstore as ts
 
 # The key-value store of jax.distributed, which asks without waiting.
 from orbax.checkpoint._src.multihost import multihost
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
+from orbax_safetensors.orbax_store.item import ItemDraft, OrbaxItem
 from orbax_safetensors.orbax_store.layout import OrbaxLayout
-from orbax_safetensors.orbax_store.leaves import (
-    OrbaxLeaf,
-    box_of,
-    check_box,
-    check_memory,
-    chunks_of,
-    slices,
-)
+from orbax_safetensors.orbax_store.leaves import OrbaxLeaf, box_of, check_box, check_memory, chunks_of, slices
 from orbax_safetensors.orbax_store.places import absolute
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key, together
@@ -44,24 +37,24 @@ _LOOK_SECONDS = 1.0
 
 
 class OrbaxSink:
-    """A checkpoint under way: `<destination>/<step>/<item>`, the layout of Orbax's `CheckpointManager` and of MaxText.
+    """A checkpoint under way: a directory of items, as Orbax's `CheckpointManager` makes for each step, or one item.
 
     Every process makes one, with the same arguments and in the same order as its other saves, writes its own tiles and
     calls `commit`. Used as a context manager it gives up where the block is left without `commit` or by an exception;
     then all processes fail, and what has been written stays in Orbax's temporary directory, which nothing opens.
+
+    Attributes:
+      path: where it will be.
+      leaves: its arrays, by key path joined by dots; where there are several items, after that of theirs and a slash.
     """
 
     def __init__(
         self,
-        destination: str | os.PathLike[str],
-        tree: Any,
+        path: str | os.PathLike[str],
+        items: Mapping[str, OrbaxItem],
         *,
-        step: int = 0,
-        item: str = "items",
-        custom_metadata: Mapping[str, Any] | None = None,
-        tree_custom_metadata: Any = None,
-        ocdbt: bool = True,
-        zarr3: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+        others: Mapping[str, str] | None = None,
         compression: bool = True,
         fsync: bool = True,
         memory_bytes: int = 256 << 20,
@@ -71,15 +64,11 @@ class OrbaxSink:
         """Makes the temporary directory and all arrays in it.
 
         Args:
-          destination: the directory of steps, or its `gs://` URL; it need not be there.
-          tree: a pytree with an `OrbaxLeaf` for every array, whose tiles are written, and Python or NumPy scalars and
-            strings, which are saved as they are. Empty nodes are saved too.
-          step: its number, which is the name of its directory.
-          item: the name of the item.
-          custom_metadata: of the step, as MaxText's `{"scan_layers": True}`; what JSON can hold.
-          tree_custom_metadata: of the item, likewise.
-          ocdbt: store arrays in Orbax's database of few files rather than in one file for each chunk.
-          zarr3: store them in version 3 of Zarr.
+          path: the directory of the checkpoint, which must not be there, or its `gs://` URL.
+          items: by name; a single one without a name is to be what is in the directory itself.
+          metadata: what Orbax is to record of the checkpoint: `custom_metadata`, as MaxText's `{"scan_layers": True}`,
+            and others that it knows; what JSON can hold. `item_handlers` are by default those of trees.
+          others: paths of files and directories that are copied beside the items, by the names that they get.
           compression: compress chunks as Orbax does.
           fsync: a tile is done once it is on the disk, as Orbax has it, rather than with the operating system, where
             a kill of the process cannot undo it but a loss of power can.
@@ -88,11 +77,10 @@ class OrbaxSink:
             `written` tells what is there. Where nothing was left, and without `resume`, all begins anew.
           source: tells apart what must not be mixed, as two sources of one shape; compared where a sink resumes.
 
-        Raises `StorageError` where the step is there already or storage fails, and `TensorMismatchError` where a leaf
-        cannot be stored or what was left behind is of another sink; in every process, before anything is written.
+        Raises `StorageError` where a checkpoint is there already or storage fails, and `TensorMismatchError` where a
+        leaf cannot be stored or what was left behind is of another sink; in every process, before anything is written.
         """
-        destination = absolute(destination)
-        self.path = os.path.join(destination, str(step))
+        self.path = absolute(path)
         self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
         self._budget = Budget(memory_bytes)
         self._compression = compression
@@ -104,54 +92,30 @@ class OrbaxSink:
         failure: BaseException | None = None
         facts = ""
         try:
-            layout = OrbaxLayout(
-                destination,
-                tree,
-                step=step,
-                item=item,
-                custom_metadata=custom_metadata,
-                tree_custom_metadata=tree_custom_metadata,
-                ocdbt=ocdbt,
-                zarr3=zarr3,
-                compression=compression,
-                fsync=fsync,
+            self._layout = OrbaxLayout(
+                self.path, items, metadata=metadata, others=others, compression=compression, fsync=fsync
             )
-            self._layout, self._draft = layout, layout.draft
-            self.leaves: Mapping[str, OrbaxLeaf] = layout.leaves
-            record = layout.record(source)
+            self._draft = self._layout.draft
+            record = self._layout.record(source)
+            self.leaves: Mapping[str, OrbaxLeaf] = self._layout.leaves
             facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
         except BaseException as error:
             failure = error
         agree(f"{self._key}/plan", failure, facts)
-        self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
-        self._together("list", self._list)
-        self._together("open", self._open)
+        try:
+            self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
+            self._together("list", self._list)
+            self._together("open", self._open)
+        except BaseException:
+            self._draft.release()
+            raise
 
     def _list(self) -> None:
         """All processes see the same, as none has begun to write."""
-        self._present = self._draft.chunks(self.leaves)
+        self._present = self._layout.named(ItemDraft.chunks)
 
     def _open(self) -> None:
-        """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
-        specs, context = self._layout.specs, self._layout.context
-        directory = self._draft.item_directory
-        if self._process == 0:
-            with stored(self.path):
-                making = [
-                    (name, ts.open(ts.Spec(spec), create=True, open=True, context=context))
-                    for name, spec in specs.items()
-                ]
-            for name, future in making:
-                with stored(f"{directory}: {name!r}"):
-                    future.result()
-        opening = {
-            name: ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=context)
-            for name, spec in specs.items()
-        }
-        self._stores = {}
-        for name, future in opening.items():
-            with stored(f"{directory}: {name!r}"):
-                self._stores[name] = future.result()
+        self._stores = self._layout.named(lambda item: item.open(self._process == 0))
 
     def written(self, name: str, box: Box) -> bool:
         """Whether all chunks that a box touches are in the store, written by this process or before it began."""
@@ -240,12 +204,15 @@ class OrbaxSink:
         if self._ended:
             raise StorageError(f"{self.path}: this sink has been committed or given up")
         self._ended = True
-        self._budget.drain()
-        agree(f"{self._key}/tiles", self._failure)
-        self._stores = {}
-        self._together("complete", self._check_complete, primary=True)
-        self._together("save", partial(self._draft.save, self._layout.tree, self._layout.tree_custom_metadata))
-        self._together("finish", partial(self._draft.finish, self._layout.custom_metadata), primary=True)
+        try:
+            self._budget.drain()
+            agree(f"{self._key}/tiles", self._failure)
+            self._stores = {}
+            self._together("complete", self._check_complete, primary=True)
+            self._together("save", self._draft.save)
+            self._together("finish", partial(self._draft.finish, self._layout.metadata), primary=True)
+        finally:
+            self._draft.release()
         for part in ("plan", "begin", "list", "open", "tiles", "complete", "save"):
             forget(f"{self._key}/{part}")
 
@@ -257,6 +224,12 @@ class OrbaxSink:
         if self._ended:
             return
         self._ended = True
+        try:
+            self._give_up(failure)
+        finally:
+            self._draft.release()
+
+    def _give_up(self, failure: Exception | None) -> None:
         self._budget.drain()
         self._stores = {}
         failure = failure or self._failure or StorageError(f"{self.path}: was given up before all was written")
@@ -271,8 +244,9 @@ class OrbaxSink:
 
     def _check_complete(self) -> None:
         """Asks the store, not what this process believes."""
+        self._draft.check()
         lacking = {}
-        for name, present in self._draft.chunks(self.leaves).items():
+        for name, present in self._layout.named(ItemDraft.chunks).items():
             if not present.all():
                 index = np.argwhere(~present)[0].tolist()
                 lacking[name] = box_of(tuple((at, at + 1) for at in index), self.leaves[name]), int((~present).sum())

@@ -6,7 +6,6 @@ import base64
 import copy
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from orbax.checkpoint._src.metadata import tree as tree_metadata
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.finding import TREE_FILE, Found, find, recorded, step_metadata, step_number
 from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
 from orbax_safetensors.orbax_store.leaves import (
     ARRAYS,
@@ -42,20 +42,14 @@ from orbax_safetensors.orbax_store.leaves import (
     slices,
     touched_nbytes,
 )
-from orbax_safetensors.orbax_store.places import absolute, file_bytes, fresh, is_remote, names, read_json, state
+from orbax_safetensors.orbax_store.places import absolute, file_bytes, names, read_json, state
 from orbax_safetensors.plan.view import Box
 
 logger = logging.getLogger(__name__)
 
-TREE_FILE = "_METADATA"
-STEP_FILE = "_CHECKPOINT_METADATA"
-FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 _SHARDING_FILE = "_sharding"
 _STRINGS_FILE = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
-# What Orbax's own names of steps end with, after an optional prefix.
-_STEP = re.compile(r"(?:.*_)?(\d+)")
-_UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
 
 # Decoded bytes that one TensorStore read asks for at most: enough to keep the decoders of several cores busy.
 _READ_BYTES = 64 << 20
@@ -77,6 +71,7 @@ class OrbaxCheckpoint:
 
     Attributes:
       path: the directory of the item, or its URL.
+      whole: the directory of all that Orbax has finished with it: a step, or the item itself.
       step: the number of the step it is of; None where its directories are not named so.
       leaves: by key path, joined by dots.
       custom_metadata: what the user has given with the step.
@@ -85,6 +80,7 @@ class OrbaxCheckpoint:
     """
 
     path: str
+    whole: str
     step: int | None
     leaves: Mapping[str, OrbaxLeaf]
     custom_metadata: dict[str, Any]
@@ -99,17 +95,17 @@ class OrbaxCheckpoint:
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
         """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
 
-        def mapped(node: Any, name: str) -> Any:
-            below = f"{name}." if name else ""
+        def mapped(node: Any, name: str | None) -> Any:
+            below = "" if name is None else f"{name}."
             if isinstance(node, _Empty):
                 return copy.copy(node.node)
             if isinstance(node, dict):
                 return {key: mapped(child, f"{below}{key}") for key, child in node.items()}
             if isinstance(node, list):
                 return [mapped(child, f"{below}{number}") for number, child in enumerate(node)]
-            return leaf(name, self.leaves[name])
+            return leaf(name or "", self.leaves[name or ""])
 
-        return mapped(self._structure, "")
+        return mapped(self._structure, None)
 
     def read(self, name: str, box: Box, out: np.ndarray) -> Future[int]:
         """Begins to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
@@ -189,6 +185,42 @@ class OrbaxCheckpoint:
         return self.leaves[name]
 
 
+@dataclass(frozen=True, eq=False)
+class OrbaxStep:
+    """A finished checkpoint with all of its items.
+
+    Attributes:
+      path: the directory of the items, or the item itself; or its URL.
+      whole: as of an `OrbaxCheckpoint`.
+      step: the name of the directory, where it is one of several steps; None of a checkpoint on its own.
+      items: those that are trees, by name; `""` alone where `path` is the item.
+      others: the paths of what else belongs to it, by name; none where it was opened by the path of an item.
+      metadata: what Orbax has recorded of it, but for when.
+    """
+
+    path: str
+    whole: str
+    step: str | None
+    items: Mapping[str, OrbaxCheckpoint]
+    others: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+    def stored_bytes(self) -> int | None:
+        """As of an `OrbaxCheckpoint`, of all that belongs to it."""
+        with stored(self.path):
+            if self.others or "" in self.items:
+                return file_bytes(self.path)
+            sizes = [item.stored_bytes() for item in self.items.values()]
+            return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def state(self) -> dict[str, Any]:
+        """As of an `OrbaxCheckpoint`, of all that belongs to it."""
+        with stored(self.path):
+            if self.others or "" in self.items:
+                return state(self.path)
+            return {f"{name}/{file}": now for name in self.items for file, now in self.items[name].state().items()}
+
+
 def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
     """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
 
@@ -197,16 +229,45 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
     needs. Raises `StorageError` where there is no finished checkpoint, and `TensorMismatchError` where it has a leaf of
     a kind that is not known here.
     """
-    budget = Budget(memory_bytes)
+    found = _found(path)
+    if len(found.items) > 1:
+        raise StorageError(f"{found.directory}: holds several items, give the directory of one: {list(found.items)}")
+    return _open_item(found, found.items[0], memory_bytes)
+
+
+def open_step(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxStep:
+    """Opens what `open_orbax` does with all of its items; each of them reads with as much memory.
+
+    Raises as `open_orbax`, but for a step of several items.
+    """
+    found = _found(path)
+    items = {name: _open_item(found, name, memory_bytes) for name in found.items}
+    with stored(os.fspath(found.directory)):
+        return OrbaxStep(
+            path=os.fspath(found.directory),
+            whole=os.fspath(found.whole),
+            step=found.step,
+            items=items,
+            others={name: os.fspath(found.directory / name) for name in found.others},
+            metadata=recorded(found),
+        )
+
+
+def _found(path: str | os.PathLike[str]) -> Found:
     path = absolute(path)
     with stored(path):
-        directory, step = _find(fresh(path))
+        return find(epath.Path(path))
+
+
+def _open_item(found: Found, name: str, memory_bytes: int) -> OrbaxCheckpoint:
+    budget = Budget(memory_bytes)
+    directory = found.item(name)
     item = os.fspath(directory)
     metadata = _tree_metadata(directory)
     with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
         nested = metadata.as_nested_tree()
     entries: dict[str, Any] = {}
-    structure = _structure(nested, "", entries, item)
+    structure = _structure(nested, None, entries, item)
     ocdbt = metadata.use_ocdbt
     if ocdbt is None:
         with stored(item):
@@ -237,12 +298,13 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
         name: _leaf(entry, stores.get(name), shardings.get(name), random_keys.get(name))
         for name, entry in entries.items()
     }
-    step_metadata = read_json(directory / STEP_FILE) or read_json(directory.parent / STEP_FILE) or {}
+    recorded_with = step_metadata(directory) or step_metadata(found.whole)
     return OrbaxCheckpoint(
         path=item,
-        step=step,
+        whole=os.fspath(found.whole),
+        step=step_number(found.step or directory.name),
         leaves=leaves,
-        custom_metadata=step_metadata.get("custom_metadata") or {},
+        custom_metadata=recorded_with.get("custom_metadata") or {},
         tree_custom_metadata=metadata.custom_metadata,
         ocdbt=ocdbt,
         zarr3=zarr3,
@@ -253,69 +315,6 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
     )
 
 
-def _find(path: epath.Path) -> tuple[epath.Path, int | None]:
-    """The directory of the item that `path` stands for, and the step."""
-    if not path.is_dir():
-        raise StorageError(f"{path}: expected the directory of an Orbax checkpoint, found {_what(path)}")
-    for directory in (path, path.parent):
-        if _UNFINISHED in directory.name:
-            raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
-    inside = names(path)
-    if STEP_FILE in inside:
-        _check_finished(path)
-    elif (path.parent / STEP_FILE).exists():
-        _check_finished(path.parent)
-    if TREE_FILE in inside:
-        _check_finished(path)
-        return path, _step(path) if _step(path) is not None else _step(path.parent)
-    directories = names(path, directories=True)
-    numbers = {name: int(match[1]) for name in directories if (match := _STEP.fullmatch(name))}
-    items = [name for name in directories if name not in numbers and _is_item(path / name)]
-    if items or STEP_FILE in inside:
-        items += [name for name in numbers if _is_item(path / name)]
-        if len(items) == 1:
-            return _find(path / items[0])[0], _step(path)
-        if not items:
-            raise StorageError(f"{path}: expected an item, a directory with {TREE_FILE}; found {directories}")
-        raise StorageError(f"{path}: holds several items, give the directory of one: {sorted(items)}")
-    for name in sorted(numbers, key=numbers.__getitem__, reverse=True):
-        if (_is_item(path / name) or _is_step(path / name)) and _is_finished(path / name):
-            return _find(path / name)
-    unfinished = [
-        name for name in directories if _UNFINISHED in name or (name in numbers and not _is_finished(path / name))
-    ]
-    found = f"; {unfinished} were never finished" if unfinished else ""
-    raise StorageError(f"{path}: holds no finished checkpoint of Orbax{found}")
-
-
-def _is_item(path: epath.Path) -> bool:
-    return _UNFINISHED not in path.name and TREE_FILE in names(path)
-
-
-def _is_step(path: epath.Path) -> bool:
-    inside = names(path)
-    return STEP_FILE in inside or any((path / name / TREE_FILE).exists() for name in inside)
-
-
-def _is_finished(path: epath.Path) -> bool:
-    """Whether an item or a step is; where Orbax renames it then, that is told by its name."""
-    return not is_remote(path) or FINISHED_FILE in names(path)
-
-
-def _check_finished(path: epath.Path) -> None:
-    if not _is_finished(path):
-        raise StorageError(f"{path}: was never finished: Orbax writes {FINISHED_FILE} when a checkpoint is complete")
-
-
-def _what(path: epath.Path) -> str:
-    return "a file" if path.exists() else "nothing"
-
-
-def _step(path: epath.Path) -> int | None:
-    match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else None
-
-
 def _tree_metadata(item: epath.Path) -> Any:
     path = item / TREE_FILE
     content = read_json(path)
@@ -323,13 +322,17 @@ def _tree_metadata(item: epath.Path) -> Any:
         return tree_metadata.InternalTreeMetadata.from_json(content)
 
 
-def _structure(node: Any, name: str, entries: dict[str, Any], item: str) -> Any:
-    """A tree of dicts and lists with None for leaves and `_Empty` for empty nodes; fills `entries` by name."""
-    below = f"{name}." if name else ""
+def _structure(node: Any, name: str | None, entries: dict[str, Any], item: str) -> Any:
+    """A tree of dicts and lists with None for leaves and `_Empty` for empty nodes; fills `entries` by name.
+
+    The root has no name; the name of a leaf may be empty.
+    """
+    below = "" if name is None else f"{name}."
     if isinstance(node, dict):
         return {key: _structure(child, f"{below}{key}", entries, item) for key, child in node.items()}
     if isinstance(node, list | tuple):
         return [_structure(child, f"{below}{number}", entries, item) for number, child in enumerate(node)]
+    name = name or ""
     kind = getattr(node, "value_type", None)
     if isinstance(kind, str) and empty_values.is_empty_typestr(kind):
         with stored(f"{item}: {name!r}"):

@@ -33,6 +33,7 @@ class Layout:
       shape, dtype: of the leaves.
       boxes: for every process those of its devices.
       readers: the processes that read their boxes; others receive them from these. None where all read.
+      parts: for every process the boxes that it reads instead, where devices exchange what was read.
     """
 
     stored_shape: tuple[int, ...]
@@ -40,13 +41,16 @@ class Layout:
     dtype: np.dtype
     boxes: Sequence[tuple[Box, ...]]
     readers: frozenset[int] | None
+    parts: Sequence[tuple[Box, ...]] | None = None
 
     def held(self, process: int) -> tuple[Box, ...]:
         """The distinct boxes that a process holds of each leaf."""
         return tuple(dict.fromkeys(self.boxes[process]))
 
     def read(self, process: int) -> tuple[Box, ...]:
-        """Those of them that it reads."""
+        """Those that it reads."""
+        if self.parts is not None:
+            return tuple(dict.fromkeys(self.parts[process]))
         return self.held(process) if self.readers is None or process in self.readers else ()
 
 

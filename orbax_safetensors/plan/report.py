@@ -37,6 +37,8 @@ class Leaf:
       shape, dtype: of the array. Elements that are stored in another dtype are cast on the way.
       boxes: for every process those of its devices, in a list that leaves which are sharded alike share.
       readers: the processes that read their boxes; others receive them from these. None where all read.
+      parts: for every process the boxes that it reads instead, where devices exchange what was read. They may reach
+        over the end of the array. A list that leaves which are sharded alike share.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Leaf:
     dtype: np.dtype
     boxes: Sequence[tuple[Box, ...]]
     readers: frozenset[int] | None = None
+    parts: Sequence[tuple[Box, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,36 @@ class LeafOverRead:
 
 
 @dataclass(frozen=True)
+class WayCost:
+    """What one way to restore costs one process.
+
+    Attributes:
+      read_bytes, num_requests: as in `ProcessCost`.
+      received_bytes: what its devices receive from other devices, of this process or of another.
+    """
+
+    read_bytes: int
+    num_requests: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class Cooperation:
+    """What several processes save when each reads a part of what they all need, and their devices exchange the parts.
+
+    Attributes:
+      possible_arrays: how many leaves fewer bytes are read of in that way.
+      chosen_arrays: how many of them the restore treats so, which depends on the options and on the store.
+      direct, cooperative: what every process reads where none of these leaves are exchanged, and where all are.
+    """
+
+    possible_arrays: int
+    chosen_arrays: int
+    direct: tuple[WayCost, ...]
+    cooperative: tuple[WayCost, ...]
+
+
+@dataclass(frozen=True)
 class RestorePlan:
     """What a restore will cost.
 
@@ -122,6 +155,8 @@ class RestorePlan:
         to be sharded over the same.
       processes: the cost for each process.
       over_reads: the leaves for which more than 1.1 times the needed bytes are read, those first that waste the most.
+      cooperation: what is read directly and what in cooperation; None where there is one process, or where the options
+        or the store rule it out.
     """
 
     total_params: int
@@ -131,6 +166,7 @@ class RestorePlan:
     smallest_shard: ShardSize
     processes: tuple[ProcessCost, ...]
     over_reads: tuple[LeafOverRead, ...]
+    cooperation: Cooperation | None = None
 
     def to_json(self) -> str:
         """The plan as a JSON object with the names of the attributes."""
@@ -192,10 +228,10 @@ def layouts_of(leaves: Sequence[Leaf]) -> tuple[list[Layout], list[int]]:
     layouts: list[Layout] = []
     layout_of = []
     for leaf in leaves:
-        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers)
+        key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers, id(leaf.parts))
         layout_of.append(numbers.setdefault(key, len(layouts)))
         if layout_of[-1] == len(layouts):
-            layouts.append(Layout(leaf.view.shape, leaf.shape, leaf.dtype, leaf.boxes, leaf.readers))
+            layouts.append(Layout(leaf.view.shape, leaf.shape, leaf.dtype, leaf.boxes, leaf.readers, leaf.parts))
     return layouts, layout_of
 
 

@@ -1,10 +1,15 @@
 """A directory that is being written: beside its destination until all is there, with a record of what is done.
 
-    <destination>.partial/record.json   what is written, and of what: a digest
-    <destination>.partial/done-<p>      numbers of tiles that process p has written, a JSON list in each line
-    <destination>.partial/files/        becomes the destination
+    <destination>.partial.lock                 held as long as a run is at work
+    <destination>.partial/run-<id>/record.json what is written, and of what: a digest
+    <destination>.partial/run-<id>/done-<p>    numbers of tiles that process p has written, a JSON list in each line
+    <destination>.partial/run-<id>/files/      becomes the destination
 
 What is recorded is on the disk: neither a kill of the processes nor a crash of the machine undoes it.
+
+One run at a time has all of it. Where the file system has no locks, whoever begins takes it away from the run before:
+`run-<id>` is renamed, to be taken up or to be deleted, and a run whose directory has another name can neither create a
+file, nor record a tile of a file that is new to it, nor give the directory its final name.
 """
 
 from __future__ import annotations
@@ -14,116 +19,190 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Self, TextIO
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.lock import Lock
 
 logger = logging.getLogger(__name__)
 
-_RECORD, _DONE, _FILES = "record.json", "done-", "files"
+_RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 
 
 class Draft:
-    """`begin` and `finish` are called by one process, the others by all of them."""
+    """`begin`, `check_complete` and `finish` are called by one process, the others by all of them.
 
-    def __init__(self, destination: str, digest: str) -> None:
-        """Touches nothing. `digest` tells what is written apart from all else."""
+    As a context, it closes what is open and lets other runs begin.
+    """
+
+    def __init__(self, destination: str, digest: str, run: str) -> None:
+        """Touches nothing. `digest` tells what is written apart from all else, `run` this run from all others."""
         self.destination = os.path.abspath(destination)
         self.path = f"{self.destination}.partial"
-        self.directory = os.path.join(self.path, _FILES)
+        self._own = os.path.join(self.path, f"{_RUN}{run}")
+        self.directory = os.path.join(self._own, _FILES)
         self._digest = digest
-        self._record = os.path.join(self.path, _RECORD)
         self._store = LocalStore()
-        self._own: TextIO | None = None
+        self._lock: Lock | None = None
+        self._done: TextIO | None = None
 
-    def check(self) -> None:
-        """Raises the `StorageError` that `begin` without `resume` would raise; touches nothing."""
-        self._check_free()
-        self._check_place()
-        self._check_own()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.close()
+        finally:
+            self._unlock()
 
     def begin(self, *, resume: bool) -> None:
-        """Makes the directory, and those that it is in, anew unless `resume` finds one.
+        """Makes the directory, and those that it is in, anew unless `resume` finds one; no other run has it then.
 
-        Raises `StorageError` where the destination is there, or something else in the place of the draft, and
-        `TensorMismatchError` where another was begun.
+        Raises `StorageError` where the destination is there, another run is at work, or something else is in the place
+        of the draft, and `TensorMismatchError` where another was begun.
         """
-        self._check_free()
         try:
+            made = [os.path.dirname(self.path)]
+            while not os.path.lexists(made[-1]):
+                made.append(os.path.dirname(made[-1]))
+            if len(made) > 1:
+                os.makedirs(made[0], exist_ok=True)
+            self._lock = Lock(f"{self.path}.lock", self.destination)
+            self._check_free()
             self._check_place()
-            if not (resume and self._is_begun()):
-                self._delete()
+            if not self._take_over(resume=resume):
                 self._make()
+            for path in (self.path, *made):
+                self._store.sync(path)
+        except BaseException as error:
+            self._unlock()
+            if isinstance(error, StorageError) or not isinstance(error, OSError):
+                raise
+            raise StorageError(f"{self.path}: cannot be made: {error}") from error
+
+    def check_place(self) -> None:
+        """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
+        try:
+            self._check_free()
+            self._check_place()
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _check_free(self) -> None:
         if os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
 
     def _check_place(self) -> None:
-        """Raises `StorageError` where there is no directory; links are not followed, to wherever they lead."""
-        for path in (self.path, self.directory):
-            if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
-                kind = "link" if os.path.islink(path) else "file"
-                raise StorageError(f"{path}: is a {kind} and no unfinished conversion; move it away")
+        """Raises `StorageError` where there is what no draft has; links are not followed, to wherever they lead."""
+        _check_directory(self.path)
+        for run in self._runs():
+            _check_directory(run)
+            _check_directory(os.path.join(run, _FILES))
+            own = (_RECORD, f"{_RECORD}.new", _FILES)
+            if other := [name for name in os.listdir(run) if name not in own and not name.startswith(_DONE)]:
+                raise StorageError(f"{run}: is no unfinished conversion, it holds {other[0]!r}; move it away")
 
-    def _check_own(self) -> None:
-        """Raises `StorageError` where something is there that no draft has."""
-        own = (_RECORD, f"{_RECORD}.new", _FILES)
-        there = os.listdir(self.path) if os.path.lexists(self.path) else []
-        if other := [name for name in there if name not in own and not name.startswith(_DONE)]:
+    def _runs(self) -> list[str]:
+        """The directories of runs: one, or more of runs that began at once without locks."""
+        if not os.path.lexists(self.path):
+            return []
+        names = sorted(os.listdir(self.path))
+        if other := [name for name in names if not name.startswith(_RUN)]:
             raise StorageError(f"{self.path}: is no unfinished conversion, it holds {other[0]!r}; move it away")
+        return [os.path.join(self.path, name) for name in names]
 
-    def _is_begun(self) -> bool:
+    def _take_over(self, *, resume: bool) -> bool:
+        """Takes everything away from all runs before; whether one of them is taken up."""
+        taken = False
+        for run in self._runs():
+            if resume and not taken and self._is_begun(run):
+                self._rename(run, self._own)
+                taken = True
+            else:
+                self._delete(run)
+        return taken
+
+    def _is_begun(self, run: str) -> bool:
         """Whether there is something that can be taken up."""
+        record = os.path.join(run, _RECORD)
         try:
-            with open(self._record, encoding="utf-8") as file:
+            with open(record, encoding="utf-8") as file:
                 begun = json.load(file)
         except FileNotFoundError:
             return False
         except ValueError as error:
-            raise StorageError(f"{self._record}: is not JSON: {error}; begin anew without resume") from error
+            raise StorageError(f"{record}: is not JSON: {error}; begin anew without resume") from error
         if not isinstance(begun, dict):
-            raise StorageError(f"{self._record}: expected a dict, found {begun!r:.80}; begin anew without resume")
+            raise StorageError(f"{record}: expected a dict, found {begun!r:.80}; begin anew without resume")
         if begun != {"digest": self._digest}:
             raise TensorMismatchError(
                 f"{self.path}: cannot be taken up again: it was begun of another source, or with other "
                 "arguments; begin anew without resume"
             )
-        return os.path.isdir(self.directory)  # it may have become a destination, which was then moved
+        return os.path.isdir(os.path.join(run, _FILES))  # it may have become a destination, which was then moved
 
-    def _delete(self) -> None:
+    def _delete(self, run: str) -> None:
         """Deletes what was begun, the record first: what has none is not taken up."""
-        if not os.path.lexists(self.path):
-            return
-        self._check_own()
-        if os.path.lexists(self._record):
-            os.unlink(self._record)
-            self._store.sync(self.path)
-        shutil.rmtree(self.path)
+        old = f"{self._own}-old"
+        self._rename(run, old)
+        record = os.path.join(old, _RECORD)
+        if os.path.lexists(record):
+            os.unlink(record)
+            self._store.sync(old)
+        shutil.rmtree(old)
 
     def _make(self) -> None:
-        made = [self.path]
-        while not os.path.isdir(above := os.path.dirname(made[-1])):
-            made.append(above)
         os.makedirs(self.directory)
-        with open(f"{self._record}.new", "w", encoding="utf-8") as file:
+        record = os.path.join(self._own, _RECORD)
+        with open(f"{record}.new", "w", encoding="utf-8") as file:
             json.dump({"digest": self._digest}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(f"{self._record}.new", self._record)
-        for path in (*made, above):
-            self._store.sync(path)
+        os.replace(f"{record}.new", record)
+        self._store.sync(self._own)
+
+    def _rename(self, old: str, new: str) -> None:
+        """Gives a directory another name, where it still has its own."""
+        try:
+            os.rename(old, new)
+        except FileNotFoundError as error:
+            raise self._taken() from error
+        except OSError as error:
+            raise StorageError(f"{new}: {error}") from error
+
+    def _taken(self) -> StorageError:
+        return StorageError(f"{self.destination}: another conversion is writing here")
+
+    def check(self) -> None:
+        """Raises `StorageError` where another run has taken over: sooner, and clearer, than what else would fail."""
+        if not os.path.isdir(self.directory):
+            raise self._taken()
+
+    def open(self, process: int) -> None:
+        """Opens the record of a process; what is done is asked for after all have.
+
+        It is kept open, so that no tile that was written for this run is recorded for another.
+        """
+        self.check()
+        path = os.path.join(self._own, f"{_DONE}{process}")
+        try:
+            self._done = open(path, "a", encoding="ascii")  # noqa: SIM115
+            self._done.write("\n")  # the line before may have no end
+        except OSError as error:
+            raise StorageError(f"{path}: {error}") from error
 
     def done(self) -> set[int]:
         """The numbers of all tiles that any process has written before."""
         found: set[int] = set()
         try:
-            for entry in os.scandir(self.path):
+            for entry in os.scandir(self._own):
                 if entry.name.startswith(_DONE):
                     with open(entry.path, encoding="ascii", errors="replace") as file:
                         for line in file:
@@ -132,38 +211,41 @@ class Draft:
                             except ValueError:  # a line that was being written, or was not on the disk
                                 continue
         except OSError as error:
-            raise StorageError(f"{self.path}: {error}") from error
+            raise StorageError(f"{self._own}: {error}") from error
         return found
 
-    def add(self, process: int, numbers: Sequence[int]) -> None:
-        """Records tiles that a process has written, and that are on the disk."""
-        path = os.path.join(self.path, f"{_DONE}{process}")
+    def add(self, numbers: Sequence[int]) -> None:
+        """Records tiles that this process has written, and that are on the disk."""
+        assert self._done is not None
         try:
-            if self._own is None:
-                self._own = open(path, "a", encoding="ascii")  # noqa: SIM115
-                self._own.write("\n")  # the line before may have no end
-            self._own.write(f"{json.dumps(list(numbers))}\n")
-            self._own.flush()
+            self._done.write(f"{json.dumps(list(numbers))}\n")
+            self._done.flush()
         except OSError as error:
-            raise StorageError(f"{path}: {error}") from error
+            raise StorageError(f"{self._done.name}: {error}") from error
 
     def close(self) -> None:
-        """Closes what is open; all stays as it is."""
-        if self._own is not None:
-            own, self._own = self._own, None
+        """Closes the record; all stays as it is."""
+        if self._done is not None:
+            done, self._done = self._done, None
             try:
-                own.close()
+                done.close()
             except OSError as error:
-                raise StorageError(f"{own.name}: {error}") from error
+                raise StorageError(f"{done.name}: {error}") from error
+
+    def check_complete(self, count: int) -> None:
+        """Raises `StorageError` where one of `count` tiles is not recorded. Asks the disk, after all have closed."""
+        self.check()
+        if lacking := set(range(count)) - self.done():
+            raise StorageError(
+                f"{self.path}: {len(lacking)} of {count} tiles are not recorded as written; resume writes them"
+            )
 
     def finish(self) -> None:
         """Gives the directory, whose files are on the disk, its name; returns when that is on the disk too."""
+        self.check()
         self._store.sync(self.directory)
         self._check_free()
-        try:
-            os.rename(self.directory, self.destination)
-        except OSError as error:
-            raise StorageError(f"{self.destination}: {error}") from error
+        self._rename(self.directory, self.destination)
         try:
             shutil.rmtree(self.path)
         except OSError as error:
@@ -172,3 +254,9 @@ class Draft:
             self._store.sync(os.path.dirname(self.destination))
         except StorageError as error:
             raise StorageError(f"{self.destination}: is complete, but may not outlive a crash: {error}") from error
+
+
+def _check_directory(path: str) -> None:
+    if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+        kind = "link" if os.path.islink(path) else "file"
+        raise StorageError(f"{path}: is a {kind} and no unfinished conversion; move it away")

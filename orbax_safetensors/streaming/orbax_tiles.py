@@ -10,28 +10,36 @@ import numpy as np
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLayout, OrbaxSink
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLayout, OrbaxSink, OrbaxStep
 from orbax_safetensors.orbax_store.leaves import num_chunks, touched_nbytes
 from orbax_safetensors.orbax_store.places import requests_at_once
 from orbax_safetensors.plan.conversion import Traffic
 from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits, nbytes
 
+Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
+
 
 class OrbaxSource:
-    """The arrays of a checkpoint."""
+    """The arrays of a checkpoint, of one item or of several."""
 
     decoded = True
 
-    def __init__(self, checkpoint: OrbaxCheckpoint, stored: Mapping[str, str], memory_bytes: int) -> None:
-        """`stored` has for each leaf the name of its array. A chunk has to fit a batch of `memory_bytes`."""
+    def __init__(
+        self, checkpoint: OrbaxCheckpoint | OrbaxStep, stored: Mapping[str, Stored], memory_bytes: int
+    ) -> None:
+        """`stored` has the array of each leaf. A chunk has to fit a batch of `memory_bytes`.
+
+        That nothing changes is asked of all that is in `checkpoint`.
+        """
         self.path = checkpoint.path
-        self._checkpoint, self.stored = checkpoint, stored
-        self._of = {name: checkpoint.leaves[own] for name, own in stored.items()}
+        self._checkpoint, self._stored = checkpoint, stored
+        self._of = {name: item.leaves[own] for name, (item, own) in stored.items()}
         self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._of.items()}
         for name, leaf in self._of.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
         self._state = checkpoint.state()
-        moved = (checkpoint.path, sorted(self._state.items()), sorted(stored.items()))
+        arrays = sorted((name, item.path, own) for name, (item, own) in stored.items())
+        moved = (checkpoint.path, sorted(self._state.items()), arrays)
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.requests = 0
 
@@ -58,7 +66,8 @@ class OrbaxSource:
         reading = []
         try:
             for tile, array in zip(tiles, arrays, strict=True):
-                reading.append(self._checkpoint.read(self.stored[tile.name], tile.box, array))
+                item, own = self._stored[tile.name]
+                reading.append(item.read(own, tile.box, array))
         finally:
             failures = [future.exception() for future in reading]
         for failure in failures:
@@ -75,9 +84,13 @@ class OrbaxSource:
             nbytes(tiles, self.leaves),
             touched,
             sum(num_chunks(tile.box, self._of[tile.name]) for tile in tiles),
-            staging_bytes=self._checkpoint.in_flight_bytes(touched, largest),
+            staging_bytes=self._in_flight_bytes(touched, largest),
             streams=requests_at_once(self.path),
         )
+
+    def _in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
+        items = {item.path: item for item, _ in self._stored.values()}.values()  # each reads with as much memory
+        return max((item.in_flight_bytes(nbytes, chunk_nbytes) for item in items), default=0)
 
     def check(self) -> None:
         """See `TileSource`."""

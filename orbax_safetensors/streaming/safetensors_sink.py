@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,12 +28,11 @@ class SafetensorsSink:
         draft: Draft,
         files: Files,
         numbers: Mapping[Tile, int],
-        process: int,
         store: Store,
         options: SafetensorsOptions,
     ) -> None:
-        """`numbers` are those by which the draft records tiles."""
-        self._draft, self._files, self._numbers, self._process, self._store = draft, files, numbers, process, store
+        """`draft` is open; `numbers` are those by which it records tiles."""
+        self._draft, self._files, self._numbers, self._store = draft, files, numbers, store
         self._paths = [os.path.join(draft.directory, name) for name, _ in files.layout.files]
         pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
         self._writer = Writer(self._create, pace.requests)
@@ -48,25 +47,22 @@ class SafetensorsSink:
         """Writes so far."""
         return self._writer.counters.num_requests
 
-    def are_in(self, tiles: Sequence[Tile], done: Collection[int]) -> bool:
-        """Whether all of `tiles` are among what the draft has recorded."""
-        return all(self._numbers[tile] in done for tile in tiles)
-
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`. The disk has the tiles before they are recorded, and the record never says too much.
 
         That is not left to the end: what the system could not flush it forgets, and says so only once.
         """
+        self._draft.check()
         blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
         self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
         self._writer.sync()
         if self._created:
             self._store.sync(self._draft.directory)
             self._created = False
-        self._draft.add(self._process, [self._numbers[tile] for tile in tiles])
+        self._draft.add([self._numbers[tile] for tile in tiles])
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`."""
+        """See `PlannedSink`. The draft need not be open."""
         _, plan = self._planned(tiles, dtypes)
         return traffic_of(plan, self._paths, self._writer.useful_threads(len(plan.files)))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import jax
 
-from orbax_safetensors.orbax_store import OrbaxLayout, OrbaxLeaf, OrbaxSink
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLayout, OrbaxLeaf, OrbaxSink, array_name
 from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, PlannedArray
 from orbax_safetensors.plan.tiling import chunk_shape
 from orbax_safetensors.streaming.cutting import bundles
@@ -31,31 +31,22 @@ from orbax_safetensors.streaming.pipeline import (
 
 @dataclass(frozen=True)
 class OrbaxTarget:
-    """A checkpoint to write: one step with one item.
+    """A checkpoint to write.
 
     Attributes:
-      destination: the directory of steps.
-      tree: with an `OrbaxLeaf` for each leaf of the source, of its name, whose chunks are its shards; they are cut
-        where they are too large.
+      path: its directory.
+      items: by name, as `OrbaxSink` has them, with an `OrbaxLeaf` for each leaf of the source, which has the name that
+        the sink gives it, and whose chunks are its shards; they are cut where they are too large.
+      metadata, others, compression: as `OrbaxSink` has them.
       chunk_bytes: a chunk has at most this many bytes.
-      others: as `OrbaxSink` has them.
     """
 
-    destination: str
-    tree: Any
-    chunk_bytes: int
-    step: int
-    item: str
-    custom_metadata: Mapping[str, Any] | None
-    tree_custom_metadata: Any
-    ocdbt: bool
-    zarr3: bool
+    path: str
+    items: Mapping[str, OrbaxItem]
+    metadata: Mapping[str, Any]
+    others: Mapping[str, str]
     compression: bool
-
-    @property
-    def path(self) -> str:
-        """The directory of the step."""
-        return os.path.join(self.destination, str(self.step))
+    chunk_bytes: int
 
 
 class ToOrbax:
@@ -73,10 +64,10 @@ class ToOrbax:
         self._limit = limit = batch_bytes(memory_bytes)
         of_group = {name: limit // len(names) for names in groups for name in names}
 
-        def cut(path: Any, leaf: Any) -> Any:
+        def cut(item: str, path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, OrbaxLeaf):
                 return leaf
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            name = array_name(target.items, item, jax.tree_util.keystr(path, simple=True, separator="."))
             chunk = chunk_shape(
                 leaf.shape,
                 leaf.chunk_shape,
@@ -87,25 +78,28 @@ class ToOrbax:
             )
             return replace(leaf, chunk_shape=chunk)
 
-        self._tree = jax.tree_util.tree_map_with_path(cut, target.tree)
-        self._layout = OrbaxLayout(target.destination, self._tree, **self._stored)
+        self._items = {
+            name: replace(item, tree=jax.tree_util.tree_map_with_path(partial(cut, name), item.tree))
+            for name, item in target.items.items()
+        }
+        self._layout = OrbaxLayout(
+            target.path,
+            self._items,
+            metadata=target.metadata,
+            others=target.others,
+            compression=target.compression,
+        )
         leaves = self._layout.leaves
         for name, leaf in leaves.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
         self._cuts = bundles(source, {name: leaf.chunk_shape for name, leaf in leaves.items()}, {}, groups, limit)
-
-    @property
-    def _stored(self) -> dict[str, Any]:
-        """How the tree is stored, as `OrbaxLayout` and `OrbaxSink` take it."""
-        names = ("step", "item", "custom_metadata", "tree_custom_metadata", "ocdbt", "zarr3", "compression")
-        return {name: getattr(self._target, name) for name in names}
 
     def _share(self, cuts: Sequence[Bundle], process: int, count: int) -> list[Bundle]:
         return share(cuts, lambda bundle: nbytes(bundle, self.source.leaves), process, count)
 
     def plan(self, process_count: int) -> ConversionPlan:
         """See `Work`."""
-        self._layout.draft.check()
+        self._layout.draft.check_place()
         sink = PlannedOrbaxTiles(self._layout)
         return ConversionPlan(
             self._target.path,
@@ -126,9 +120,11 @@ class ToOrbax:
         """See `Work`."""
         source = self.source
         with OrbaxSink(
-            self._target.destination,
-            self._tree,
-            **self._stored,
+            self._target.path,
+            self._items,
+            metadata=self._target.metadata,
+            others=self._target.others,
+            compression=self._target.compression,
             memory_bytes=self._memory_bytes // 2,
             resume=resume,
             source=source.identity,

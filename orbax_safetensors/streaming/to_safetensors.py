@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -13,7 +14,7 @@ from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan
 from orbax_safetensors.plan.tiling import storage_order
-from orbax_safetensors.processes import agree, forget, new_key, together
+from orbax_safetensors.processes import agree, exchange, forget, new_key, together
 from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.draft import Draft
@@ -56,27 +57,27 @@ class ToSafetensors:
         grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
         self._cuts = bundles(source, grains, orders, groups, self._limit)
+        tiles = (tile for bundle in self._cuts for tile in bundle)
+        self._numbers = {tile: number for number, tile in enumerate(tiles)}
 
     def _share(self, cuts: Sequence[Bundle], process: int, count: int) -> list[Bundle]:
         return share(cuts, lambda bundle: nbytes(bundle, self.source.leaves), process, count)
 
-    def _draft(self, told: str) -> Draft:
-        draft = Draft(self._destination, told)
+    def _check_outside(self, draft: Draft) -> None:
         if is_below(self.source.path, draft.path):
             raise StorageError(
                 f"{self.source.path}: is in {draft.path}, which is what becomes {self._destination}; move it away"
             )
-        return draft
 
-    def _sink(self, draft: Draft, process: int) -> SafetensorsSink:
-        numbers = {tile: number for number, tile in enumerate(tile for bundle in self._cuts for tile in bundle)}
-        return SafetensorsSink(draft, self._files, numbers, process, LocalStore(), self._options)
+    def _sink(self, draft: Draft) -> SafetensorsSink:
+        return SafetensorsSink(draft, self._files, self._numbers, LocalStore(), self._options)
 
     def plan(self, process_count: int) -> ConversionPlan:
         """See `Work`."""
-        draft = self._draft("")
-        draft.check()
-        sink = self._sink(draft, 0)
+        draft = Draft(self._destination, "", "")
+        self._check_outside(draft)
+        draft.check_place()
+        sink = self._sink(draft)
         return ConversionPlan(
             self._destination,
             tuple(
@@ -91,36 +92,45 @@ class ToSafetensors:
 
     def run(self, *, resume: bool, progress: Progress | None) -> Moved:
         """See `Work`."""
-        source, process = self.source, jax.process_index()
+        source, numbers = self.source, self._numbers
         told = digest(source, self._files, self._beside, self._cuts)
         key = new_key(f"convert/{hashlib.sha256(os.fsencode(self._destination)).hexdigest()}")
+        process = jax.process_index()
         primary = process == 0
+        run = exchange(f"{key}/run", secrets.token_hex(8))[0]
+        with Draft(self._destination, told, run) as draft:
 
-        def begin() -> Draft:
-            draft = self._draft(told)
-            if primary:
-                draft.begin(resume=resume)
-            return draft
+            def begin() -> None:
+                self._check_outside(draft)
+                if primary:
+                    draft.begin(resume=resume)
 
-        draft = together(f"{key}/begin", begin, told)
-        done = together(f"{key}/done", draft.done)
-        # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
-        agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
-        sink = self._sink(draft, process)
-        left = [bundle for bundle in self._cuts if not sink.are_in(bundle, done)]
-        own = self._share(left, process, jax.process_count())
+            together(f"{key}/begin", begin, told)
+            together(f"{key}/open", lambda: draft.open(process))
+            done = together(f"{key}/done", draft.done)
+            # Shares follow from it. A network file system may show a process less, and then nobody would move some
+            # tiles.
+            agree(f"{key}/seen", None, hashlib.sha256(repr(sorted(done)).encode()).hexdigest())
+            left = [bundle for bundle in self._cuts if not all(numbers[tile] in done for tile in bundle)]
+            own = self._share(left, process, jax.process_count())
+            sink = self._sink(draft)
 
-        def write() -> int:
-            try:
-                moved = stream(source, sink, own, self._limit, progress)
-            finally:
-                sink.close()
-            source.check()
-            return moved
+            def write() -> int:
+                try:
+                    moved = stream(source, sink, own, self._limit, progress)
+                finally:
+                    sink.close()
+                source.check()
+                return moved
 
-        moved = together(f"{key}/tiles", write)
-        together(f"{key}/finish", lambda: sink.finish(self._beside) if primary else None)
-        for part in ("begin", "done", "seen", "tiles"):
+            def finish() -> None:
+                if primary:
+                    draft.check_complete(len(numbers))
+                    sink.finish(self._beside)
+
+            moved = together(f"{key}/tiles", write)
+            together(f"{key}/finish", finish)
+        for part in ("run", "begin", "open", "done", "seen", "tiles"):
             forget(f"{key}/{part}")
         return Moved(self._destination, moved, source.requests + sink.requests)
 

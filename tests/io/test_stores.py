@@ -63,6 +63,9 @@ def test_an_emulator_of_google(gcs, monkeypatch):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
         check(gcs.url)
     assert gcs.server.log[-1].headers["Authorization"] is None
+    store, path = store_of(f"{gcs.url}/d/y", {})
+    store.create(path, len(DATA)).write(0, [memoryview(DATA)])
+    assert bytes(obstore.get(gcs.store(), "d/y").bytes()) == DATA
 
 
 def test_a_connection_string_of_azure(azure, monkeypatch):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
+from tests import test_reshard_items
 from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_convert import BOTH
 from tests.streaming.interrupted import CALLS
@@ -56,6 +58,22 @@ def test_all_fail_and_resume_together(tmp_path):
         assert all("the disk is gone" in of_process[kind][0] for of_process in told)
         assert 0 < sum(of_process[kind][1] for of_process in told) < TOTAL
         check(kind, tmp_path / f"{kind} failing")
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_steps_of_several_items(tmp_path):
+    step = test_reshard_items
+    step.save(tmp_path / "from")
+    ocp.PyTreeCheckpointer().save(tmp_path / "model", step.arrays(step.OPT))
+    told = start("items", tmp_path)
+    assert all("stopped" in message and not there for message, there, *_ in told)
+    size = step.W.nbytes
+    again, item, alone = (sum(of_process[number] for of_process in told) for number in (2, 3, 4))
+    assert 0 < again < 2 * size
+    assert (item, alone) == (size, size)
+    step.is_whole(tmp_path / "to")
+    for path in ("opt/7/opt", "anew"):
+        step.same(ocp.PyTreeCheckpointer().restore(tmp_path / path), step.OPT)
 
 
 def test_all_fail_where_one_cannot_flush(tmp_path):

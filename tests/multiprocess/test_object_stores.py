@@ -43,3 +43,11 @@ def test_what_several_processes_save(together):
         ost.IndexFileError, match="expected 4 files model-.* found 3: a checkpoint that was not written"
     ):
         ost.open_checkpoint(f"{s3.url}/fails", options=options)
+    # What is there is refused in all processes, and goes as a whole: of four files three are left over.
+    for process, of_process in enumerate(found):
+        again = of_process["again"]
+        assert f"{s3.url}/again: already exists" in again["said"]
+        assert again["said"].startswith("process 0 failed") == (process > 0)
+        assert (again["before"], again["after"], again["custom"]) == (["a", "b"], ["a"], {})
+    names = [one["path"].partition("/")[2] for one in obstore.list(s3.store(), "again").collect()]
+    assert sorted(names) == ["_CHECKPOINT_METADATA", "commit_success.txt", "model-00001-of-00001.safetensors"]

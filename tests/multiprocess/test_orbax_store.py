@@ -15,9 +15,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.orbax_store import OrbaxSink, open_orbax
+from orbax_safetensors.orbax_store import open_orbax
 from tests.multiprocess import workers_orbax_store as workers
 from tests.multiprocess.launch import LaunchError, launch
+from tests.sinks import step_sink
 
 LAYOUTS = {"2 processes": 2, "3 processes": 3}
 FORMATS = ["ocdbt_zarr3", "ocdbt_zarr2", "files_zarr3", "files_zarr2"]
@@ -152,7 +153,7 @@ def test_one_of_several_is_killed_and_fewer_take_it_up(tmp_path):
     with pytest.raises(LaunchError, match=f"exit status {-signal.SIGKILL}"):
         launch("tests.multiprocess.workers_orbax_store:die_together", str(tmp_path), processes=3, devices=1)
     is_not_there(tmp_path)
-    with OrbaxSink(tmp_path, workers.tree(), resume=True) as sink:
+    with step_sink(tmp_path, workers.tree(), resume=True) as sink:
         missing = workers.tiles(sink)
         assert len(missing) == 4  # of 25, half of what one of three had to write
         workers.write(sink, missing)
@@ -180,7 +181,7 @@ def test_killed_and_taken_up_again(tmp_path, ocdbt, times):
         fresh = {str(json.loads(line)) for line in worker.stdout.splitlines()}
         assert not fresh & done  # nothing is written twice
         done |= fresh
-    with OrbaxSink(tmp_path, workers.tree(), ocdbt=ocdbt, resume=True) as sink:
+    with step_sink(tmp_path, workers.tree(), ocdbt=ocdbt, resume=True) as sink:
         missing = workers.tiles(sink)
         assert not done & {str([name, [list(ends) for ends in box]]) for name, box in missing}
         assert missing or "16" in times

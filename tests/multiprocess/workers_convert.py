@@ -72,6 +72,25 @@ def interrupted(root: str) -> dict[str, str]:
     return told
 
 
+def items(root: str) -> list[Any]:
+    """A step of several items, which is stopped in the second one, and resumed; and an item on its own."""
+
+    def stop(done: int, total: int) -> None:
+        if done > total * 0.6:
+            raise ost.StorageError("stopped")
+
+    told: list[Any] = []
+    source, destination = Path(root) / "from", Path(root) / "to"
+    try:
+        ost.reshard(source, destination, memory_bytes=40_000, progress=stop)
+    except ost.StorageError as error:
+        told += [str(error), destination.joinpath("7").exists()]
+    told.append(ost.reshard(source, destination, memory_bytes=40_000, resume=True).nbytes)
+    told.append(ost.reshard(source / "7" / "opt", Path(root) / "opt").nbytes)
+    told.append(ost.reshard(Path(root) / "model", Path(root) / "anew").nbytes)
+    return told
+
+
 def sees_less(root: str) -> list[Any]:
     """The last process is not shown what the others have recorded; then it is, and all resume."""
     source, destination = Path(root) / "hf", Path(root) / "to"

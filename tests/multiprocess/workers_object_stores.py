@@ -53,7 +53,31 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             found[name] = str(error)
             continue
         found[name] = _wrong(directory, mesh, own)
+    found["again"] = _again(f"{job['url']}/again", job, mesh)
     return found
+
+
+def _again(directory: str, job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Saves where something is already: what is said, what is there then and what after it was forced."""
+    own = ost.SafetensorsOptions(storage_options=job["options"])
+    names = {"a": array(VALUES["table"], mesh, ("x", "y")), "b": VALUES["table"]}
+    fewer = {"a": names["b"]}
+    with ost.SafetensorsCheckpointer(options=own) as checkpointer:
+        checkpointer.save(directory, names, custom_metadata={"epoch": 1})
+        try:
+            checkpointer.save(directory, fewer)
+            said = ""
+        except ost.StorageError as error:
+            said = str(error)
+        before = sorted(ost.open_checkpoint(directory, options=own).tensors)
+        checkpointer.save(directory, fewer, force=True)
+        metadata = checkpointer.metadata(directory)
+    return {
+        "said": said,
+        "before": before,
+        "after": sorted(metadata.item_metadata.tree),
+        "custom": metadata.custom_metadata,
+    }
 
 
 def _wrong(directory: str, mesh: Mesh, own: ost.SafetensorsOptions) -> list[str]:

@@ -25,6 +25,7 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
 from orbax_safetensors.orbax_store.draft import Draft
 from orbax_safetensors.processes import agree
+from tests.sinks import step_sink
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
@@ -95,7 +96,7 @@ def dealt(sink: OrbaxSink) -> list[tuple[str, Any]]:
 
 
 def _written(root: Path | str, **options: Any) -> list[str]:
-    with OrbaxSink(root, tree(), custom_metadata={"scan_layers": True}, **options) as sink:
+    with step_sink(root, tree(), custom_metadata={"scan_layers": True}, **options) as sink:
         own = dealt(sink)
         write(sink, own)
         sink.commit()
@@ -131,7 +132,7 @@ def remote(url: str) -> dict[str, Any]:
         for zarr3 in (True, False):
             options: dict[str, Any] = {"ocdbt": ocdbt, "zarr3": zarr3}
             name = f"{ocdbt} {zarr3}"
-            with OrbaxSink(f"{url}/{name}", tree(), custom_metadata={"scan_layers": True}, **options) as sink:
+            with step_sink(f"{url}/{name}", tree(), custom_metadata={"scan_layers": True}, **options) as sink:
                 write(sink, dealt(sink)[::2])
                 sink.wait()
                 agree(f"all have written {name}", None)
@@ -142,7 +143,7 @@ def remote(url: str) -> dict[str, Any]:
 
 @scenario
 def the_last_process_writes_nothing(root: Path) -> Any:
-    with OrbaxSink(root, tree()) as sink:
+    with step_sink(root, tree()) as sink:
         if jax.process_index() < jax.process_count() - 1:
             write(sink, tiles(sink)[jax.process_index() :: jax.process_count() - 1])
         sink.commit()
@@ -150,7 +151,7 @@ def the_last_process_writes_nothing(root: Path) -> Any:
 
 @scenario
 def the_first_process_writes_nothing(root: Path) -> Any:
-    with OrbaxSink(root, tree()) as sink:
+    with step_sink(root, tree()) as sink:
         if jax.process_index() == 1:
             write(sink, tiles(sink))
         sink.commit()
@@ -158,7 +159,7 @@ def the_first_process_writes_nothing(root: Path) -> Any:
 
 @scenario
 def a_tile_that_nobody_writes(root: Path) -> Any:
-    with OrbaxSink(root, tree()) as sink:
+    with step_sink(root, tree()) as sink:
         write(sink, [tile for tile in dealt(sink) if tile[0] != "params.scale"])
         return failed(sink.commit)
 
@@ -166,7 +167,7 @@ def a_tile_that_nobody_writes(root: Path) -> Any:
 @scenario
 def the_last_process_gives_up(root: Path) -> Any:
     def work() -> None:
-        with OrbaxSink(root, tree()) as sink:
+        with step_sink(root, tree()) as sink:
             if jax.process_index() == jax.process_count() - 1:
                 raise StorageError("the source is gone")
             name, box = tiles(sink)[0]
@@ -182,7 +183,7 @@ def the_last_process_gives_up(root: Path) -> Any:
 @scenario
 def the_first_process_cannot_finish(root: Path) -> Any:
     def work() -> None:
-        with OrbaxSink(root, tree()) as sink:
+        with step_sink(root, tree()) as sink:
             write(sink, dealt(sink))
             sink._draft.finish = fail  # type: ignore[method-assign]
             sink.commit()
@@ -196,7 +197,7 @@ def the_first_process_cannot_finish(root: Path) -> Any:
 @scenario
 def the_last_process_cannot_save(root: Path) -> Any:
     def work() -> None:
-        with OrbaxSink(root, tree()) as sink:
+        with step_sink(root, tree()) as sink:
             write(sink, dealt(sink))
             if jax.process_index() == jax.process_count() - 1:
                 sink._draft.save = fail  # type: ignore[method-assign]
@@ -213,25 +214,25 @@ def trees_that_differ(root: Path) -> Any:
     other = tree()
     if jax.process_index():
         other["params"]["scale"] = OrbaxLeaf((2,), BF16, (1,))
-    return failed(lambda: OrbaxSink(root, other))
+    return failed(lambda: step_sink(root, other))
 
 
 @scenario
 def a_step_that_is_there(root: Path) -> Any:
     if jax.process_index() == 0:
         (root / "0").mkdir(parents=True)
-    return failed(lambda: OrbaxSink(root, tree()))
+    return failed(lambda: step_sink(root, tree()))
 
 
 @scenario
 def taken_up_again(root: Path) -> Any:
     """The first attempt loses what the last process was to write."""
-    with OrbaxSink(root, tree()) as sink:
+    with step_sink(root, tree()) as sink:
         if jax.process_index() < jax.process_count() - 1:
             write(sink, dealt(sink))
         sink.wait()
         agree("written in part", None)  # who leaves first tells the others to give up
-    with OrbaxSink(root, tree(), resume=True) as sink:
+    with step_sink(root, tree(), resume=True) as sink:
         missing = tiles(sink)
         write(sink, dealt(sink))
         sink.commit()
@@ -240,7 +241,7 @@ def taken_up_again(root: Path) -> Any:
 
 def die_together(root: str) -> None:
     """The last process is killed once all that the others have to write is done."""
-    with OrbaxSink(root, tree()) as sink:
+    with step_sink(root, tree()) as sink:
         own = dealt(sink)
         last = jax.process_index() == jax.process_count() - 1
         write(sink, own[: len(own) // 2] if last else own)
@@ -299,7 +300,7 @@ def main(directory: str, when: str, options: str) -> None:
         STAGES[when]()
     left = int(when) if when.isdigit() else sys.maxsize
     arrays = values()
-    with OrbaxSink(directory, tree(), **keywords) as sink:
+    with step_sink(directory, tree(), **keywords) as sink:
         for name, box in tiles(sink):
             if left == 0:
                 kill()

@@ -98,6 +98,8 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         # Whether small files come from another path of the Hub, by a redirect without a host.
         self.redirects_small = True
+        # What repositories are called now, by the names that they had.
+        self.moved: dict[str, str] = {}
         # Entries of one answer to a question for the files of a directory.
         self.page_entries = 1000
         self._network, self._network_url = network, network_url
@@ -121,6 +123,9 @@ class Hub:
     def __call__(self, request: Request) -> Response:
         # A revision may have slashes, which are escaped.
         parts = [unquote(part) for part in request.target.partition("?")[0].strip("/").split("/")]
+        if parts[:2] == ["api", "models"] and len(parts) > 2 and parts[2] in self.moved:
+            rest = request.target.removeprefix(f"/api/models/{parts[2]}")
+            return Response(307, {"Location": f"/api/models/{self.moved[parts[2]]}{rest}"})
         try:
             match parts:
                 case ["api", "models", owner, name]:

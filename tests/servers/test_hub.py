@@ -99,6 +99,12 @@ def test_model_info(hub, commit, api):
     assert api.list_repo_files(hub.name) == sorted(FILES)
 
 
+def test_a_name_of_old(hub, commit, api):
+    hub.hub.moved["gpt2"] = hub.name
+    info = api.model_info("gpt2", revision="main")
+    assert (info.id, info.sha) == (hub.name, commit)
+
+
 @pytest.mark.parametrize("entries", [1000, 2, 1])
 def test_list_repo_tree(hub, commit, api, entries):
     hub.hub.page_entries = entries

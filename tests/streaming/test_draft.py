@@ -1,8 +1,10 @@
 """The directory of a conversion that is not finished: what may be in its place, and what is never deleted."""
 
+import itertools
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +19,22 @@ KIND = "reshard_safetensors"
 both = pytest.mark.parametrize("resume", [False, True])
 
 
+runs = (f"{number:016x}" for number in itertools.count())
+
+
 @pytest.fixture
 def draft(tmp_path):
-    return Draft(str(tmp_path / "to"), "of this")
+    """A function that makes one, of a run of its own."""
+    return lambda name="to": Draft(str(tmp_path / name), "of this", next(runs))
+
+
+def begun(draft, tiles=()):
+    """The directory of a draft that was begun, and recorded some tiles, by a run that is over."""
+    with draft:
+        draft.begin(resume=False)
+        draft.open(0)
+        draft.add(tiles)
+    return Path(draft.directory).parent
 
 
 def everything(root):
@@ -31,53 +46,75 @@ def everything(root):
 
 
 def test_from_its_beginning_to_its_end(draft, tmp_path):
-    draft.begin(resume=False)
-    (tmp_path / "to.partial" / "files" / "a").write_text("a")
-    draft.add(0, [1, 2])
-    draft.add(0, [5])
-    draft.close()
-    again = Draft(str(tmp_path / "to"), "of this")
-    again.begin(resume=True)
-    again.add(1, [7])
-    again.close()
-    assert again.done() == {1, 2, 5, 7}
-    again.finish()
+    with draft() as first:
+        first.begin(resume=False)
+        first.open(0)
+        Path(first.directory, "a").write_text("a")
+        first.add([1, 2])
+        first.add([5])
+    with draft() as again:
+        again.begin(resume=True)
+        again.open(1)
+        again.add([7])
+        again.close()
+        assert again.done() == {1, 2, 5, 7}
+        again.finish()
     assert everything(tmp_path) == {"to": False, "to/a": b"a"}
+
+
+@pytest.mark.parametrize("lacking", [[], [3], [0, 6]])
+def test_all_tiles_have_to_be_recorded(draft, lacking):
+    with draft() as own:
+        own.begin(resume=False)
+        own.open(0)
+        own.add([number for number in range(7) if number not in lacking])
+        own.close()
+        if lacking:
+            with pytest.raises(StorageError, match=f"{len(lacking)} of 7 tiles are not recorded as written"):
+                own.check_complete(7)
+        else:
+            own.check_complete(7)
 
 
 @both
 @pytest.mark.parametrize(
-    ("place", "kind"), [("file", "file"), ("link", "link"), ("dangling", "link"), ("pipe", "file"), ("files", "link")]
+    ("place", "kind"),
+    [("file", "file"), ("link", "link"), ("dangling", "link"), ("pipe", "file"), ("run", "link"), ("files", "link")],
 )
 def test_what_is_no_directory(draft, tmp_path, place, kind, resume):
     """A link is not followed, even to a draft."""
-    other = Draft(str(tmp_path / "other"), "of this")
-    other.begin(resume=False)
+    other = begun(draft("other"))
     path = tmp_path / "to.partial"
     if place == "file":
         path.write_text("mine")
     elif place == "pipe":
         os.mkfifo(path)
+    elif place == "run":
+        path.mkdir()
+        path = path / other.name
+        path.symlink_to(other)
     elif place == "files":
-        draft.begin(resume=False)
-        (path / "files").rmdir()
-        (path / "files").symlink_to(tmp_path / "other.partial")
-        path = path / "files"
+        path = begun(draft()) / "files"
+        path.rmdir()
+        path.symlink_to(other / "files")
     else:
         path.symlink_to("nothing" if place == "dangling" else "other.partial")
     before = everything(tmp_path)
     with pytest.raises(StorageError, match=f"{path}: is a {kind} and no unfinished conversion; move it away"):
-        draft.begin(resume=resume)
+        draft().begin(resume=resume)
     assert everything(tmp_path) == before
 
 
 @both
-def test_what_somebody_else_has_there(draft, tmp_path, resume):
-    (tmp_path / "to.partial").mkdir()
-    (tmp_path / "to.partial" / "mine").write_text("mine")
-    with pytest.raises(StorageError, match="is no unfinished conversion, it holds 'mine'; move it away"):
-        draft.begin(resume=resume)
-    assert everything(tmp_path / "to.partial") == {"mine": b"mine"}
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_somebody_else_has_there(draft, tmp_path, inside, resume):
+    path = begun(draft()) if inside else tmp_path / "to.partial"
+    path.mkdir(exist_ok=True)
+    (path / "mine").write_text("mine")
+    before = everything(tmp_path)
+    with pytest.raises(StorageError, match=f"{path}: is no unfinished conversion, it holds 'mine'; move it away"):
+        draft().begin(resume=resume)
+    assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -93,21 +130,20 @@ def test_what_somebody_else_has_there(draft, tmp_path, resume):
         (b"{}", TensorMismatchError, "cannot be taken up again"),
     ],
 )
-def test_records_that_are_not_of_this(draft, tmp_path, text, error, message):
-    draft.begin(resume=False)
-    record = tmp_path / "to.partial" / "record.json"
+def test_records_that_are_not_of_this(draft, text, error, message):
+    record = begun(draft()) / "record.json"
     record.write_bytes(text)
     with pytest.raises(error, match=message):
-        draft.begin(resume=True)
+        draft().begin(resume=True)
     assert record.read_bytes() == text
-    draft.begin(resume=False)
-    assert json.loads(record.read_text()) == {"digest": "of this"}
+    assert json.loads((begun(draft()) / "record.json").read_text()) == {"digest": "of this"}
+    assert not record.parent.exists()
 
 
 def test_a_record_that_is_a_directory(draft, tmp_path):
-    (tmp_path / "to.partial" / "record.json").mkdir(parents=True)
+    (tmp_path / "to.partial" / "run-1" / "record.json").mkdir(parents=True)
     with pytest.raises(StorageError, match="Is a directory"):
-        draft.begin(resume=True)
+        draft().begin(resume=True)
 
 
 @pytest.mark.parametrize(
@@ -119,21 +155,20 @@ def test_a_record_that_is_a_directory(draft, tmp_path):
         (b"[1]\n\xff\xfe\n[2]\n", {1, 2}),
     ],
 )
-def test_tiles_of_which_the_record_was_not_whole(draft, tmp_path, text, found):
-    draft.begin(resume=False)
-    (tmp_path / "to.partial" / "done-0").write_bytes(text)
-    assert draft.done() == found
-    draft.add(0, [9])
-    draft.close()
-    assert draft.done() == found | {9}
+def test_tiles_of_which_the_record_was_not_whole(draft, text, found):
+    (begun(draft()) / "done-0").write_bytes(text)
+    with draft() as again:
+        again.begin(resume=True)
+        assert again.done() == found
+        again.open(0)
+        again.add([9])
+        again.close()
+        assert again.done() == found | {9}
 
 
-def test_a_deletion_that_is_cut_short(draft, tmp_path, monkeypatch):
+def test_a_deletion_that_is_cut_short(draft, monkeypatch):
     """What is half deleted is not taken up."""
-    draft.begin(resume=False)
-    (tmp_path / "to.partial" / "files" / "a").write_text("a")
-    draft.add(0, [1, 2])
-    draft.close()
+    (begun(draft(), [1, 2]) / "files" / "a").write_text("a")
     rmtree = shutil.rmtree
 
     def cut_short(path):
@@ -142,19 +177,18 @@ def test_a_deletion_that_is_cut_short(draft, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched, pytest.raises(StorageError, match="killed"):
         patched.setattr(drafts.shutil, "rmtree", cut_short)
-        draft.begin(resume=False)
-    draft.begin(resume=True)
-    assert draft.done() == set()
+        draft().begin(resume=False)
+    with draft() as again:
+        again.begin(resume=True)
+        assert again.done() == set()
 
 
 def test_a_draft_whose_files_have_become_a_destination(draft, tmp_path):
     """And this was moved before the rest could be deleted."""
-    draft.begin(resume=False)
-    draft.add(0, [1, 2])
-    draft.close()
-    (tmp_path / "to.partial" / "files").rename(tmp_path / "moved")
-    draft.begin(resume=True)
-    assert draft.done() == set()
+    (begun(draft(), [1, 2]) / "files").rename(tmp_path / "moved")
+    with draft() as again:
+        again.begin(resume=True)
+        assert again.done() == set()
 
 
 @both
@@ -168,16 +202,17 @@ def test_destinations_that_are_there(draft, tmp_path, place, resume):
     else:
         path.symlink_to("nothing" if place == "dangling" else tmp_path)
     with pytest.raises(StorageError, match=f"{path}: already exists"):
-        draft.begin(resume=resume)
+        draft().begin(resume=resume)
     assert os.listdir(tmp_path) == ["to"]
 
 
 def test_a_destination_that_comes_meanwhile(draft, tmp_path):
-    draft.begin(resume=False)
-    (tmp_path / "to").symlink_to("nothing")
-    with pytest.raises(StorageError, match="already exists"):
-        draft.finish()
-    assert (tmp_path / "to.partial" / "files").is_dir()
+    with draft() as own:
+        own.begin(resume=False)
+        (tmp_path / "to").symlink_to("nothing")
+        with pytest.raises(StorageError, match="already exists"):
+            own.finish()
+        assert os.path.isdir(own.directory)
 
 
 @pytest.mark.parametrize("name", ["to/", "to//", "there/../to", "new/directories/to", "new/directories/to/", "ö\n to"])

@@ -66,16 +66,22 @@ def opens(kind, destination):
     return True
 
 
-def killed(kind, source, destination, where):
-    process = subprocess.run(
-        [sys.executable, interrupted.__file__, kind, str(source), str(destination), str(where)],
+def start(kind, source, destination, where, name, locks="locks"):
+    """A process that gets the signal `name` at some point of a conversion."""
+    return subprocess.Popen(
+        [sys.executable, interrupted.__file__, kind, *map(str, (source, destination, where)), name, locks],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=120,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+
+
+def killed(kind, source, destination, where):
+    process = start(kind, source, destination, where, "SIGKILL")
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, told
 
 
 @pytest.mark.parametrize("where", [0, 1, 5, "before_the_end"])

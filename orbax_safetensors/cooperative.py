@@ -1,0 +1,191 @@
+"""Restoring together: what several processes need is read once, in parts, and sent from device to device.
+
+The leaves for which that pays, as `exchanges` finds, take this way, and all others the direct one. In batches: every
+process reads its parts, all processes agree that none has failed, then the devices exchange the parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from orbax_safetensors import arrays, replicas
+from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.exchanges import Way, reading, spec
+from orbax_safetensors.leaves import Target
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.plan.exchange import Exchange, by_owner
+from orbax_safetensors.planning import dealt, may_exchange
+from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.restore import Filling, filling, in_file_order
+from orbax_safetensors.transfer import batches
+
+_OTHERWISE = (
+    "does not restore the same as process 0: other names, shapes, dtypes or shardings, other options, or it does not "
+    "see the same files"
+)
+
+
+def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
+    """Fills `targets` with what this process holds of them, together with all other processes where that pays.
+
+    Every process passes the same targets.
+
+    Raises:
+      TensorMismatchError: a cast that nobody asked for would change values, or the processes restore different things.
+      StorageError: bytes cannot be read, or a file changed, here or in another process that this one restores with.
+        Then nothing is returned, and no file or thread stays.
+    """
+    ways: dict[int, Way] = {}
+    if jax.process_count() > 1 and may_exchange(checkpoint, options):
+        chosen = dealt(checkpoint, targets, None, options).chosen
+        ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
+    values: dict[int, Any] = {}
+    with filling(checkpoint, options) as fillings:
+        # First, so that whoever fails to read what it alone needs leaves nobody waiting.
+        if ways:
+            values |= _exchanged(fillings, {at: (targets[at], way) for at, way in ways.items()})
+        rest = [at for at in range(len(targets)) if at not in ways]
+        values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
+    return [values[at] for at in range(len(targets))]
+
+
+def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> dict[int, jax.Array]:
+    """Leaves of which every process reads parts."""
+    numbers = list(leaves)
+    groups = in_file_order(fillings.checkpoint, [target for target, _ in leaves.values()])
+    # All processes have to make the same batches, so that they are of equal size in all of them.
+    sized = [([numbers[at] for at in group], sum(_nbytes(*leaves[numbers[at]]) for at in group)) for group in groups]
+    batched = [
+        [at for group in batch for at in group] for batch in batches(sized, fillings.options.in_flight_bytes // 2)
+    ]
+    facts = _facts([[leaves[at] for at in batch] for batch in batched])
+    key = new_key(f"restore/{hashlib.sha256(os.fsencode(fillings.checkpoint.path)).hexdigest()}")
+    values: dict[int, jax.Array] = {}
+    sent: list[jax.Array] = []
+    for number, batch in enumerate(batched):
+        parts = together(
+            f"{key}/{number}", partial(_read, fillings, [leaves[at] for at in batch]), facts, otherwise=_OTHERWISE
+        )
+        if number:
+            forget(f"{key}/{number - 1}")
+        # Until then the parts of the batch before are in the devices' memory.
+        jax.block_until_ready(sent)
+        sent = []
+        for at, part in zip(batch, parts, strict=True):
+            values[at] = _shards(*leaves[at], part)
+            sent.append(values[at])
+    return values
+
+
+def _read(fillings: Filling, leaves: Sequence[tuple[Target, Way]]) -> list[jax.Array]:
+    """The parts that this process reads."""
+    parts = fillings.fill([_part(target, way) for target, way in leaves])
+    # Others are about to take them.
+    fillings.check()
+    return parts
+
+
+def _nbytes(target: Target, way: Way) -> int:
+    """The most that any process reads into memory of a leaf, in bytes."""
+    devices = max(way.owners.count(process) for process in set(way.owners))
+    return prod(way.exchange.padded) * target.dtype.itemsize * devices // way.exchange.devices
+
+
+def _facts(batched: Sequence[Sequence[tuple[Target, Way]]]) -> str:
+    """Differs between processes that would not do the same."""
+    told = [
+        (target.name, target.dtype.str, way.exchange, [device.id for device in _mesh(target, way).devices.flat])
+        for batch in batched
+        for target, way in batch
+    ]
+    return hashlib.sha256(repr((list(map(len, batched)), told)).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _part(target: Target, way: Way) -> Target:
+    """What is read of a target instead of its shards."""
+    devices = _mesh(target, way).devices.ravel()[by_owner(way.owners)]
+    return replace(target, shape=way.exchange.padded, sharding=reading(way.exchange, devices))
+
+
+def _mesh(target: Target, way: Way) -> Mesh:
+    """The devices of a target along the axes of its exchange."""
+    sharding = cast(NamedSharding, target.sharding)
+    sizes = way.exchange.sizes
+    return Mesh(cast(Mesh, sharding.mesh).devices.reshape(sizes), tuple(map(str, range(len(sizes)))))
+
+
+def _shards(target: Target, way: Way, part: jax.Array) -> jax.Array:
+    """The target, from the parts of it that its devices have."""
+    sharding = cast(NamedSharding, target.sharding)
+    mesh = _mesh(target, way)
+    # The same memory under another name: what a device has read need not be its part of this array.
+    parts = jax.make_array_from_single_device_arrays(
+        part.shape, NamedSharding(mesh, spec(way.exchange.parts)), [shard.data for shard in part.addressable_shards]
+    )
+    made = _program(way.exchange, way.exchange.sends(way.owners), mesh, np.dtype(target.dtype))(parts)
+    if arrays.on_host(sharding) and len(target.local_boxes()) < len(sharding.addressable_devices):
+        # As in a direct restore, CPU devices that hold the same share its memory.
+        boxes = {arrays.box_of(shard.index, target.shape): np.asarray(shard.data) for shard in made.addressable_shards}
+        return arrays.assemble(sharding, target.shape, target.dtype, boxes)
+    return jax.make_array_from_single_device_arrays(
+        target.shape, sharding, [shard.data for shard in made.addressable_shards]
+    )
+
+
+@lru_cache(maxsize=2**10)
+def _program(exchange: Exchange, sends: tuple[tuple[int, int], ...], mesh: Mesh, dtype: np.dtype) -> Any:
+    """Makes shards of parts, on all devices of a mesh; compiled once."""
+
+    def moved(part: jax.Array) -> jax.Array:
+        bits = _bits(part)
+        if sends:
+            bits = jax.lax.ppermute(bits, mesh.axis_names, sends)
+        for move in exchange.moves:
+            names = tuple(map(str, move.axes))
+            if move.destination is None:
+                bits = jax.lax.all_gather(bits, names, axis=move.source, tiled=True)
+            else:
+                bits = jax.lax.all_to_all(bits, names, move.destination, move.source, tiled=True)
+        for dimension, size in enumerate(exchange.shape):
+            if exchange.padded[dimension] != size:
+                bits = jax.lax.slice_in_dim(bits, 0, size, axis=dimension)
+        return _of_bits(bits, dtype)
+
+    return jax.jit(
+        jax.shard_map(moved, mesh=mesh, in_specs=spec(exchange.parts), out_specs=spec(exchange.shards), check_vma=False)
+    )
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """The elements as integers, which no device changes on the way: floats have NaNs with payloads, and subnormals.
+
+    Complex ones have one more dimension.
+    """
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return jnp.stack([_bits(jnp.real(array)), _bits(jnp.imag(array))], axis=-1)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        bits: jax.Array = jax.lax.bitcast_convert_type(array, jnp.dtype(f"u{array.dtype.itemsize}"))
+        return bits
+    return array
+
+
+def _of_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The inverse of `_bits`."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = jnp.dtype(f"f{dtype.itemsize // 2}")
+        return jax.lax.complex(_of_bits(bits[..., 0], part), _of_bits(bits[..., 1], part))
+    if jnp.issubdtype(dtype, jnp.floating):
+        made: jax.Array = jax.lax.bitcast_convert_type(bits, dtype)
+        return made
+    return bits

@@ -1,0 +1,203 @@
+"""Which leaves of a restore had better be read in parts that devices exchange, rather than by every process that needs
+them: what-if plans, made of facts that all processes have, so that all choose the same.
+
+The cost of either way is that of its slowest process. A store says what bytes and requests cost; what devices receive
+from one another is taken to come at `LINK_BYTES_PER_SECOND`, and a program that sends it costs `LAUNCH_SECONDS` for
+every leaf and `COMPILE_SECONDS` for leaves that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from orbax_safetensors import arrays
+from orbax_safetensors.advice import axes_of, deal, form
+from orbax_safetensors.io.store import Cost, Pace
+from orbax_safetensors.leaves import Target
+from orbax_safetensors.plan.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
+from orbax_safetensors.plan.groups import by_tensors
+from orbax_safetensors.plan.plan import Location
+from orbax_safetensors.plan.report import Leaf, ProcessCost, restore_plan
+from orbax_safetensors.plan.tiling import storage_order
+from orbax_safetensors.plan.view import Box
+
+# What a device receives from devices of other hosts, where several share a card of 100 to 400 Gbit/s. Links between
+# accelerators are faster by far.
+LINK_BYTES_PER_SECOND = 2.0**32
+# To start one program on many devices.
+LAUNCH_SECONDS = 2.0**-10
+# A program of a few moves, which XLA compiles once for leaves of one shape and sharding.
+COMPILE_SECONDS = 0.25
+# Processes for which either way is planned before one is chosen, from the first to the last. Others are much the same.
+SOME_PROCESSES = 16
+
+Boxes = Sequence[tuple[Box, ...]]  # for every process
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How leaves of one shape and sharding are exchanged.
+
+    Attributes:
+      exchange: their parts and what makes shards of them.
+      owners: the process of every device, in the order of the mesh.
+      boxes: for every process those of its parts, in the shape that is read.
+      received: elements that a device receives from others, at most.
+    """
+
+    exchange: Exchange
+    owners: tuple[int, ...]
+    boxes: Boxes
+    received: int
+
+    @staticmethod
+    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Way:
+        """The way of an exchange between devices of `process_count` processes."""
+        boxes = deal(arrays.device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
+        return Way(exchange, owners, boxes, exchange.received(owners))
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanged:
+    """A leaf that fewer bytes are read of where devices exchange them; `worthwhile` where that takes less time."""
+
+    way: Way
+    worthwhile: bool
+
+
+def exchangeable(target: Target) -> bool:
+    """Whether the devices of a leaf can exchange parts of it at all."""
+    sharding = target.sharding
+    return (
+        target.kind is jax.Array
+        and not target.broadcast
+        and isinstance(sharding, NamedSharding)
+        and sharding.memory_kind in (None, "device")
+    )
+
+
+class Chooser:
+    """Finds the leaves of a restore that it pays to exchange."""
+
+    def __init__(
+        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, cost: Cost, pace: Pace
+    ) -> None:
+        """`cost` and `pace` are those of the store; the others are the arguments of `restore_plan`."""
+        self._locate = locate
+        self._files = files
+        self._process_count = process_count
+        self._cost = cost
+        self._pace = pace
+        self._ways: dict[Hashable, list[Way]] = {}
+        count = min(process_count, SOME_PROCESSES)
+        self._some = [number * (process_count - 1) // max(count - 1, 1) for number in range(count)]
+
+    def choose(
+        self,
+        leaves: Sequence[Leaf],
+        shardings: Sequence[Sharding | None],
+        owners: Sequence[tuple[int, ...] | None],
+    ) -> list[Exchanged | None]:
+        """For each leaf how it is exchanged, None where that saves no bytes.
+
+        `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
+        are made of the same tensors are exchanged together or not at all.
+        """
+        kinds: dict[Hashable, list[list[int]]] = {}
+        for group in by_tensors([leaf.view for leaf in leaves]):
+            if all(set(owners[at] or ()) == set(range(self._process_count)) for at in group):
+                key = tuple(
+                    (leaf.shape, leaf.dtype, id(leaf.boxes), shardings[at], owners[at], form(leaf, self._locate))
+                    for at in group
+                    for leaf in (leaves[at],)
+                )
+                kinds.setdefault(key, []).append(group)
+        out: list[Exchanged | None] = [None] * len(leaves)
+        for groups in kinds.values():
+            ways = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
+            best = self._best([leaves[at] for at in groups[0]], ways, len(groups))
+            for group in groups if best else ():
+                for at, found in zip(group, best, strict=True):
+                    out[at] = found
+        return out
+
+    def _of_leaf(self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
+        """The ways to exchange a leaf."""
+        assert isinstance(sharding, NamedSharding)
+        assert owners is not None
+        order = storage_order(leaf.view)
+        key = (leaf.shape, sharding, owners, order)
+        if key not in self._ways:
+            names = list(sharding.mesh.shape)
+            axes = tuple(tuple(map(names.index, entry)) for entry in axes_of(sharding, len(leaf.shape)))
+            sizes = tuple(sharding.mesh.shape.values())
+            found = dict.fromkeys(
+                exchange(leaf.shape, axes, sizes, order, padding) for padding in (SLIGHT_PADDING, inf)
+            )
+            self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
+        return self._ways[key]
+
+    def _best(self, leaves: list[Leaf], ways: list[list[Way]], count: int) -> list[Exchanged]:
+        """The fastest way to exchange leaves of which there are `count` alike; empty where none saves bytes."""
+        direct = self._costs(leaves, [None] * len(leaves))
+        out: list[Exchanged] = []
+        fastest = inf
+        for number in range(max(map(len, ways))):
+            tried = [own[min(number, len(own) - 1)] for own in ways]
+            costs = self._costs(leaves, [way.boxes for way in tried])
+            received = sum(way.received * leaf.dtype.itemsize for way, leaf in zip(tried, leaves, strict=True))
+            seconds = self._seconds(costs) + received / LINK_BYTES_PER_SECOND + len(leaves) * LAUNCH_SECONDS
+            if _read_bytes(costs) < _read_bytes(direct) and seconds < fastest:
+                fastest = seconds
+                saved = count * (self._seconds(direct) - seconds) - len(leaves) * COMPILE_SECONDS
+                out = [Exchanged(way, saved > 0) for way in tried]
+        return out
+
+    def _costs(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> tuple[ProcessCost, ...]:
+        """What some of the processes read of leaves, directly or in parts."""
+        return restore_plan(
+            [
+                replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if own is None else self._of_some(own))
+                for leaf, own in zip(leaves, parts, strict=True)
+            ],
+            self._locate,
+            self._files,
+            process_count=len(self._some),
+            max_gap_bytes=self._pace.max_gap_bytes,
+            threads=1,
+            max_request_bytes=self._pace.max_request_bytes,
+        ).processes
+
+    def _of_some(self, boxes: Boxes) -> Boxes:
+        return [boxes[process] for process in self._some]
+
+    def _seconds(self, costs: Sequence[ProcessCost]) -> float:
+        """How long the slowest process reads, with all its requests at once taking turns."""
+        return max(
+            (cost.num_requests * self._cost.request_seconds + cost.read_bytes / self._cost.bytes_per_second)
+            / self._pace.requests
+            for cost in costs
+        )
+
+
+def _read_bytes(costs: Sequence[ProcessCost]) -> int:
+    return sum(cost.read_bytes for cost in costs)
+
+
+def reading(exchange: Exchange, devices: np.ndarray | None = None) -> NamedSharding:
+    """The sharding in which `devices` have the parts, in the order in which they read; without them an abstract one."""
+    sizes = tuple(exchange.sizes[axis] for axis in exchange.order)
+    names = tuple(map(str, exchange.order))
+    mesh = AbstractMesh(sizes, names) if devices is None else Mesh(devices.reshape(sizes), names)
+    return NamedSharding(mesh, spec(exchange.parts))
+
+
+def spec(axes: Sequence[Axes]) -> PartitionSpec:
+    """The axes that cut each dimension, by the names of their numbers."""
+    return PartitionSpec(*(tuple(map(str, entry)) or None for entry in axes))

@@ -1,0 +1,55 @@
+"""What an `hf://` URL names, by the grammar of `huggingface_hub.HfFileSystem`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from orbax_safetensors.errors import StorageError
+
+SCHEME = "hf"
+
+_FORM = "hf://owner/name[@revision][/path]"
+_OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
+# Revisions with a slash that need not be escaped.
+_REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)")
+_PART = re.compile(r"[\w.-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubPath:
+    """A file or directory of a model's repository: `path` in it is empty for its root, and has no slash at its ends."""
+
+    repository: str
+    revision: str
+    path: str
+
+
+def parse(url: str) -> HubPath:
+    """What `url` names. Without a revision it is `main`; slashes in one are escaped, as in `@feature%2Fx`.
+
+    A repository without an owner, as `hf://gpt2`, is known by the end of the URL or its `@`. Raises `StorageError`
+    where the URL is none of a model.
+    """
+    text = url.removeprefix(f"{SCHEME}://").rstrip("/")
+    kind, _, rest = text.partition("/")
+    if kind in _OTHER_KINDS:
+        raise StorageError(f"{url}: expected a model, {_FORM}, found one of the {kind}")
+    if kind == "models":
+        text = rest
+    repository, at, rest = text.partition("@")
+    revision = "main"
+    if at and repository.count("/") <= 1:
+        found = _REFS.match(rest)
+        escaped = found[0] if found else rest.partition("/")[0]
+        revision, path = unquote(escaped), rest[len(escaped) :]
+    else:  # an @ further on is part of a file's name
+        owner, _, rest = text.partition("/")
+        name, _, path = rest.partition("/")
+        repository = f"{owner}/{name}" if name else owner
+    path = path.strip("/")
+    named = all(_PART.fullmatch(part) and part.strip(".") for part in repository.split("/"))
+    if not named or not revision or any(part in ("", ".", "..") for part in path.split("/") if path):
+        raise StorageError(f"{url}: expected {_FORM}")
+    return HubPath(repository, revision, path)

@@ -1,0 +1,24 @@
+"""Several processes restore from a store: each the right bits, and of the server no byte more than it has planned."""
+
+import obstore
+import pytest
+
+from orbax_safetensors.io.remote import HEAD_BYTES
+from tests.multiprocess.checkpoints import write_matrix
+from tests.multiprocess.launch import launch
+
+
+@pytest.mark.parametrize("name", ["s3", "gcs"])
+def test_every_layout_of_a_tree(name, request, tmp_path):
+    place = request.getfixturevalue(name)
+    write_matrix(tmp_path)
+    for path in tmp_path.iterdir():
+        obstore.put(place.store(), f"x/{path.name}", path.read_bytes())
+    job = {"url": f"{place.url}/x", "options": place.options, "directory": str(tmp_path)}
+    results = launch("tests.multiprocess.workers_remote:run", job, processes=2, devices=4)
+    assert [result["wrong"] for result in results] == [[], []]
+    log = [one for one in place.server.log if one.path.endswith(".safetensors") and one.method == "GET"]
+    heads = sum(min(HEAD_BYTES, path.stat().st_size) for path in tmp_path.glob("*.safetensors"))
+    for result in results:
+        sent = sum(one.sent for one in log if one.process == result["process"])
+        assert sent == result["read_bytes"] + result["opened"] * heads

@@ -1,0 +1,338 @@
+"""What `test_cooperative.py` runs in several processes: restores in which each reads a part and devices exchange.
+
+First cases of the matrix, measured; then scenarios, as in `workers_restore`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Orbax's barriers are those of jax.distributed.
+from orbax.checkpoint._src.multihost import multihost
+
+import orbax_safetensors as ost
+from orbax_safetensors import cooperative, exchanges, processes
+from orbax_safetensors.io import local, remote
+from tests.files import DTYPES, random_bits
+from tests.multiprocess import cases
+from tests.multiprocess.checkpoints import Reference
+from tests.multiprocess.measure import different_shards, measured
+
+OPTIONS = ost.SafetensorsOptions(cooperative=True)
+SCENARIOS: dict[str, Callable[[Site], Any]] = {}
+
+_QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
+
+
+def matrix() -> list[cases.Case]:
+    """The cases that tell ways to exchange apart: one dtype in all layouts."""
+    ones = ("bf16.point", "bf16.line", "bf16.deep")
+    return [
+        case for case in cases.matrix() if case.mesh != "1d" and len(case.specs) == 1 and next(iter(case.specs)) in ones
+    ]
+
+
+def run(roots: list[str]) -> dict[str, Any]:
+    """What was found in the matrix of the first directory, and in scenarios on the second, both by name."""
+    reference = Reference(Path(roots[0]))
+    found = {case.id: _run(roots[0], case, reference) for case in matrix()}
+    site = Site(Path(roots[1]))
+    out: dict[str, dict[str, Any]] = {}
+    for name, function in SCENARIOS.items():
+        try:
+            out[name] = {"value": function(site), "failure": None}
+        except Exception:
+            out[name] = {"value": None, "failure": traceback.format_exc()}
+        multihost_utils.sync_global_devices(name)
+    return {"matrix": found, "scenarios": out}
+
+
+def _run(directory: str, case: cases.Case, reference: Reference) -> dict[str, Any]:
+    target = _target(case, abstract=False)
+    plan = ost.plan_restore(directory, target, options=OPTIONS)
+    abstract = ost.plan_restore(
+        directory, _target(case, abstract=True), process_count=jax.process_count(), options=OPTIONS
+    )
+    restored, cost = measured(lambda: restore(directory, target))
+    return {
+        "planned": _figures(plan),
+        "planned_abstract": _figures(abstract),
+        "bytes_read": cost["bytes_read"],
+        "wrong": [
+            f"{name} {shard}"
+            for name, array in restored.items()
+            for shard in different_shards(array, reference.tensors[name])
+        ]
+        + [name for name, array in restored.items() if array.sharding != target[name].sharding],
+    }
+
+
+def _target(case: cases.Case, *, abstract: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    mesh = cases.MESHES[case.mesh]
+    devices = mesh.abstract() if abstract else mesh.mesh()
+    tensors = cases.tensors()
+    return {
+        name: jax.ShapeDtypeStruct(*tensors[name], sharding=NamedSharding(devices, spec))
+        for name, spec in case.specs.items()
+    }
+
+
+def restore(
+    directory: str | Path, item: Any = None, args: Any = None, options: ost.SafetensorsOptions = OPTIONS, **family: Any
+) -> Any:
+    request = ost.SafetensorsRestore(item=item, restore_args=args, partial_restore=True)
+    return ost.SafetensorsHandler(options=options, **family).restore(directory, request)
+
+
+def _figures(plan: ost.RestorePlan) -> dict[str, Any]:
+    together = plan.cooperation
+    assert together is not None
+    return {
+        "read_bytes": [process.read_bytes for process in plan.processes],
+        "direct": [process.read_bytes for process in together.direct],
+        "cooperative": [process.read_bytes for process in together.cooperative],
+        "received": [process.received_bytes for process in together.cooperative],
+        "possible": together.possible_arrays,
+        "chosen": together.chosen_arrays,
+    }
+
+
+class Site:
+    """Where a scenario runs: a checkpoint of one tensor for each dtype, and this process's place."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.index = jax.process_index()
+        self.count = jax.process_count()
+        self.mesh = Mesh(np.array(jax.devices()).reshape(self.count, -1), ("x", "y"))
+        self.expected = tensors()
+
+    def target(self, *spec: Any, names: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+        sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
+        return {
+            name: jax.ShapeDtypeStruct(self.expected[name].shape, self.expected[name].dtype, sharding=sharding)
+            for name in names or self.expected
+        }
+
+    def check(self, restored: Mapping[str, Any], names: Any = None) -> None:
+        assert set(restored) == set(names or self.expected), restored
+        for name, array in restored.items():
+            assert not (wrong := different_shards(array, self.expected[name])), (name, wrong)
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """Any bits of every dtype that JAX has without x64."""
+    rng = np.random.default_rng(11)
+    return {
+        name: random_bits(rng, (24, 2048), dtype)
+        for name, dtype in sorted(DTYPES.items())
+        if name not in ("F64", "I64", "U64")
+    }
+
+
+def scenario(function: Callable[[Site], Any]) -> Callable[[Site], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def error_of(call: Callable[[], Any]) -> dict[str, str]:
+    """Kind and message of what `call` raises."""
+    try:
+        found = call()
+    except ost.SafetensorsError as error:
+        return {"kind": type(error).__name__, "text": str(error)}
+    raise AssertionError(f"expected an error, found {found!r}")
+
+
+def sums(cost: Mapping[str, Any]) -> int:
+    """What all processes read together."""
+    (own,) = cost["bytes_read"]
+    return int(multihost_utils.process_allgather(np.int32(own)).sum())
+
+
+@scenario
+def every_dtype_arrives_bit_by_bit(site: Site) -> None:
+    nbytes = sum(array.nbytes for array in site.expected.values())
+    for spec in ((), (None, ("x", "y")), ("y", "x")):
+        restored, cost = measured(lambda spec=spec: restore(site.root, site.target(*spec)))
+        site.check(restored)
+        assert sums(cost) == nbytes, (spec, cost)
+
+
+@scenario
+def batches_that_fit_in_flight(site: Site) -> None:
+    options = ost.SafetensorsOptions(cooperative=True, in_flight_bytes=200_000)
+    client = multihost.get_jax_distributed_client()
+    reached: list[str] = []
+
+    def together(key: str, *args: Any, **kwargs: Any) -> Any:
+        reached.append(key)
+        return processes.together(key, *args, **kwargs)
+
+    with mock.patch.object(cooperative, "together", together):
+        restored = restore(site.root, site.target(None, "x"), options=options)
+    site.check(restored)
+    assert len(reached) > 3, reached
+    multihost_utils.sync_global_devices("forgotten")
+    left = {name.rsplit("/", 2)[1] for name, _ in client.key_value_dir_get(reached[0].rsplit("/", 1)[0])}
+    assert left == {reached[-1].rsplit("/", 1)[1]}, left
+
+
+@scenario
+def leaves_that_are_alike_are_compiled_once(site: Site) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    # Of the same shape and dtype, and of a sharding that nobody had before.
+    mesh = Mesh(site.mesh.devices, ("rows", "columns"))
+    item = {
+        name: jax.ShapeDtypeStruct((24, 2048), np.uint8, sharding=NamedSharding(mesh, PartitionSpec(None, "columns")))
+        for name in ("U8", "copy.0", "copy.1")
+    }
+    names = {"U8": "U8", "copy.0": "U8", "copy.1": "U8"}
+    cooperative._program.cache_clear()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        restored = restore(site.root / "copies", item)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    for name, array in restored.items():
+        assert not different_shards(array, site.expected[names[name]]), name
+    assert len(compiled) == 1, compiled
+
+
+@scenario
+def casts_and_shapes_that_differ(site: Site) -> None:
+    sharding = NamedSharding(site.mesh, PartitionSpec(None, ("x", "y")))
+    for rows in (32, 16):
+        args = {"F32": ocp.ArrayRestoreArgs(sharding=sharding, global_shape=(rows, 2048), strict=False)}
+        expected = np.zeros((rows, 2048), np.float32)
+        expected[:24] = site.expected["F32"][:rows]
+        assert not different_shards(restore(site.root, args=args)["F32"], expected), rows
+    args = {"U8": ocp.ArrayRestoreArgs(sharding=sharding, dtype=np.float32)}
+    restored, cost = measured(lambda: restore(site.root, args=args))
+    assert not different_shards(restored["U8"], site.expected["U8"].astype(np.float32))
+    assert sums(cost) == site.expected["U8"].nbytes, cost
+
+
+@scenario
+def a_family_with_stacks_and_transposes(site: Site) -> None:
+    family = {"family": "maxtext", "variant": {"scan_layers": True}}
+    leaves = ost.open_checkpoint(_QWEN3, **family)
+    for spec in ((None, "y"), ("y",)):
+
+        def described(_: str, view: Any, spec: Any = spec) -> jax.ShapeDtypeStruct:
+            fits = len(view.shape) >= len(spec) and all(
+                axis is None or size % site.mesh.shape[axis] == 0 for size, axis in zip(view.shape, spec, strict=False)
+            )
+            sharding = NamedSharding(site.mesh, PartitionSpec(*(spec if fits else ())))
+            return jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=sharding)
+
+        item = leaves.tree(described)
+        plan = ost.plan_restore(_QWEN3, item, options=OPTIONS, **family)
+        assert plan.cooperation is not None
+        assert plan.cooperation.chosen_arrays >= 8, plan.cooperation
+        found, cost = measured(lambda item=item: restore(_QWEN3, item, **family))
+        assert cost["bytes_read"] == [plan.processes[site.index].read_bytes], (spec, cost)
+        alone = restore(_QWEN3, item, options=ost.SafetensorsOptions(cooperative=False), **family)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            assert a.sharding == b.sharding
+            for one, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+                assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes(), spec
+
+
+@scenario
+def beside_leaves_that_are_not_exchanged(site: Site) -> None:
+    """NumPy arrays, replicas that receive, and meshes of one process's devices."""
+    rows = Mesh(site.mesh.devices[-1], ("d",))
+    replicated = NamedSharding(site.mesh, PartitionSpec())
+    args = {
+        "F32": ocp.ArrayRestoreArgs(sharding=replicated),
+        "U8": ocp.RestoreArgs(restore_type=np.ndarray),
+        "BF16": ocp.ArrayRestoreArgs(sharding=NamedSharding(rows, PartitionSpec(None, "d"))),
+        "I32": ocp.type_handlers.SingleReplicaArrayRestoreArgs(sharding=replicated),
+    }
+    restored, cost = measured(lambda: restore(site.root, args=args))
+    assert restored["U8"].tobytes() == site.expected["U8"].tobytes()
+    site.check({name: restored[name] for name in ("F32", "BF16", "I32")}, ("F32", "BF16", "I32"))
+    once = sum(site.expected[name].nbytes for name in ("F32", "BF16", "I32"))
+    assert sums(cost) == once + site.count * site.expected["U8"].nbytes, cost
+
+
+@scenario
+def cpu_devices_share_the_memory_of_equal_shards(site: Site) -> None:
+    restored = restore(site.root, site.target(names=["F32"]))["F32"]
+    assert len({shard.data.unsafe_buffer_pointer() for shard in restored.addressable_shards}) == 1
+
+
+@scenario
+def of_stores_behind_a_network_where_it_pays(site: Site) -> None:
+    def read(options: ost.SafetensorsOptions) -> int:
+        with (
+            mock.patch.object(local.LocalStore, "maps", False),
+            mock.patch.object(local.LocalStore, "cost", remote.COST),
+            mock.patch.object(exchanges, "COMPILE_SECONDS", 0.0),
+            mock.patch.object(exchanges, "LAUNCH_SECONDS", 0.0),
+            mock.patch.object(exchanges, "LINK_BYTES_PER_SECOND", 1e12),
+        ):
+            restored, cost = measured(lambda: restore(site.root, site.target(names=["F32"]), options=options))
+        site.check(restored, ["F32"])
+        return sums(cost)
+
+    once = site.expected["F32"].nbytes
+    assert read(ost.SafetensorsOptions()) == once
+    assert read(ost.SafetensorsOptions(cooperative=False)) == once * site.count
+    _, cost = measured(lambda: restore(site.root, site.target(names=["F32"]), options=ost.SafetensorsOptions()))
+    assert sums(cost) == once * site.count  # files
+
+
+# Errors: all processes have one, and go on.
+
+
+@scenario
+def a_read_that_fails_in_one_process(site: Site) -> str:
+    last = site.count - 1
+    filled = cooperative._exchanged
+
+    def failing(error: type[Exception]) -> Callable[..., Any]:
+        """Reads of tensors that fail, after headers have been read."""
+
+        def exchanged(*args: Any) -> Any:
+            broken = mock.Mock(side_effect=error("no more bytes")) if site.index == last else local.LocalFile.read
+            with mock.patch.object(local.LocalFile, "read", broken):
+                return filled(*args)
+
+        return exchanged
+
+    for error in (ost.SafetensorsError, OSError):
+        with mock.patch.object(cooperative, "_exchanged", failing(error)):
+            found = error_of(lambda: restore(site.root, site.target(None, "x")))
+        assert "no more bytes" in found["text"], found
+        if site.index != last:
+            assert found["kind"] == "StorageError", found
+            assert f"process {last} failed" in found["text"], found
+    site.check(restore(site.root, site.target(None, "x")))
+    return "done"
+
+
+@scenario
+def processes_that_do_not_restore_the_same(site: Site) -> str:
+    spec = (None, "x") if site.index == 0 else (None, "y")
+    found = error_of(lambda: restore(site.root, site.target(*spec)))
+    assert found["kind"] == "TensorMismatchError", found
+    assert "does not restore the same" in found["text"], found
+    site.check(restore(site.root, site.target(None, "x")))
+    return found["text"]

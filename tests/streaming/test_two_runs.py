@@ -1,0 +1,232 @@
+"""Two conversions into one destination, each in a process of its own: one of them makes it, and it is right."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.io.lock import Lock
+from tests.streaming import interrupted
+from tests.streaming.interrupted import CALLS
+from tests.streaming.test_resume import TO_ORBAX, arrays, check, make_source, opens, start
+
+NBYTES = sum(array.nbytes for array in arrays().values())
+KINDS = list(CALLS)
+SEVERAL_FILES = "reshard_safetensors"
+OTHERS = "to: another conversion is writing here"
+both = pytest.mark.parametrize("resume", [False, True])
+
+
+class First:
+    """A conversion that has stopped somewhere, and is there until the end of the block."""
+
+    def __init__(self, process):
+        self._process = process
+
+    def go_on(self):
+        """To its end; returns its status and what it says."""
+        os.kill(self._process.pid, signal.SIGCONT)
+        _, told = self._process.communicate(timeout=120)
+        return self._process.returncode, told
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def stopped(kind, source, destination, where, locks="locks"):
+    process = start(kind, source, destination, where, "SIGSTOP", locks)
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), process.stderr.read()
+        yield First(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", interrupted.no_locks)
+
+
+def everything(root):
+    return {path: path.is_file() and path.read_bytes() for path in root.rglob("*")}
+
+
+def is_alone(kind, tmp_path, seed=0):
+    """The destination is right, and nothing else is left."""
+    check(kind, tmp_path / "to", seed)
+    assert {path.name for path in tmp_path.iterdir()} <= {"from", "to"}
+    if kind in TO_ORBAX:
+        assert os.listdir(tmp_path / "to") == ["0"]
+
+
+def half(kind, source, destination, **more):
+    """A conversion that fails in its middle."""
+
+    def stop(done, total):
+        if done > total // 2:
+            raise ost.StorageError("enough")
+
+    with pytest.raises(ost.StorageError, match="enough"):
+        CALLS[kind](source, destination, progress=stop, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_is_refused(kind, tmp_path):
+    """However far the first is, and whatever the second is to begin with."""
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    with stopped(kind, source, destination, 3) as first:
+        before = everything(tmp_path)
+        for resume in (False, True):
+            began = time.monotonic()
+            with pytest.raises(ost.StorageError, match=OTHERS.replace("to", "to/0") if kind in TO_ORBAX else OTHERS):
+                CALLS[kind](source, destination, resume=resume)
+            assert time.monotonic() - began < 10
+        assert everything(tmp_path) == before
+        assert first.go_on() == (0, "")
+    is_alone(kind, tmp_path)
+
+
+@both
+@pytest.mark.parametrize("kind", ["to_safetensors", "to_orbax"])
+def test_a_kill_gives_the_lock_back(kind, resume, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    with stopped(kind, source, destination, 3) as first:
+        first.kill()
+        moved = CALLS[kind](source, destination, resume=resume).nbytes
+    assert 0 < moved < NBYTES if resume else moved == NBYTES
+    is_alone(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_gives_the_lock_back(kind, tmp_path):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    descriptors = os.listdir("/proc/self/fd")
+    half(kind, source, destination)
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert [path for path in tmp_path.rglob("*.lock") if "from" not in path.parts] == []
+    CALLS[kind](source, destination, resume=True)
+    is_alone(kind, tmp_path)
+
+
+def test_one_that_waits_does_not_take_a_file_that_is_gone(tmp_path, monkeypatch):
+    """The one before deletes its file between the opening of that file and its locking."""
+    path, flock = str(tmp_path / "lock"), fcntl.flock
+    first = Lock(path, "it")
+
+    def late(*args):
+        first.release()
+        flock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = Lock(path, "it")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ost.StorageError, match="it: another conversion is writing here"):
+        Lock(path, "it")
+    second.release()
+    assert os.listdir(tmp_path) == []
+
+
+# Without locks the second takes all over, and the first finds out.
+
+WHERE = ["after_it_began", 0, 3, "before_the_rename"]
+
+
+@both
+@pytest.mark.parametrize("where", [3, "before_the_end"])
+def test_without_locks_the_first_fails_and_the_second_goes_on(where, resume, tmp_path, no_locks):
+    kind = SEVERAL_FILES
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    told = None
+    with stopped(kind, source, destination, where, "none") as first:
+
+        def let_the_first_go_on(done, total):
+            nonlocal told
+            if done > total // 2 or total == 0:
+                told = told or first.go_on()
+
+        moved = CALLS[kind](source, destination, resume=resume, progress=let_the_first_go_on).nbytes
+    assert told == (1, f"StorageError: {destination}: another conversion is writing here\n")
+    assert moved == NBYTES if not resume else 0 < moved < NBYTES if where == 3 else moved == 0
+    is_alone(kind, tmp_path)
+
+
+@both
+@pytest.mark.parametrize("where", WHERE)
+def test_without_locks_the_first_leaves_the_second_to_be_resumed(where, resume, tmp_path, no_locks):
+    """No tile is recorded that only the first has written, to a file that is not there any more."""
+    kind = SEVERAL_FILES
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    with stopped(kind, source, destination, where, "none") as first:
+        if resume and where == "before_the_rename":
+            with pytest.raises(ost.StorageError, match="enough"):  # there is nothing to be moved
+                CALLS[kind](source, destination, resume=True, progress=fail)
+        else:
+            half(kind, source, destination, resume=resume)
+        status, told = first.go_on()
+        assert (status, told) == (1, f"StorageError: {destination}: another conversion is writing here\n")
+    assert not opens(kind, destination)
+    CALLS[kind](source, destination, resume=True)
+    is_alone(kind, tmp_path)
+
+
+def fail(done, total):
+    raise ost.StorageError("enough")
+
+
+@pytest.mark.parametrize("where", [0, 3])
+def test_without_locks_another_source_is_not_mixed_in(where, tmp_path, no_locks):
+    kind = SEVERAL_FILES
+    source, other = make_source(kind, tmp_path / "from"), make_source(kind, tmp_path / "from" / "other", seed=1)
+    with stopped(kind, source, tmp_path / "to", where, "none") as first:
+        half(kind, other, tmp_path / "to")
+        assert first.go_on()[0] == 1
+    CALLS[kind](other, tmp_path / "to", resume=True)
+    is_alone(kind, tmp_path, seed=1)
+
+
+@pytest.mark.parametrize("kind", ["to_safetensors", "to_orbax"])
+def test_without_locks_what_is_finished_stays(kind, tmp_path, no_locks):
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    with stopped(kind, source, destination, 3, "none") as first:
+        CALLS[kind](source, destination)
+        before = everything(destination)
+        assert first.go_on()[0] == 1
+    assert everything(destination) == before
+    check(kind, destination)
+
+
+@both
+@pytest.mark.parametrize("where", ["after_it_began", 3, "before_the_end"])
+@pytest.mark.parametrize("kind", ["reshard_orbax"])
+def test_without_locks_one_at_most_makes_a_checkpoint(kind, where, resume, tmp_path, no_locks):
+    """Both write to one store; the last that began makes the checkpoint, or a later one that resumes."""
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    with stopped(kind, source, destination, where, "none") as first:
+        if resume and where == "before_the_end":
+            with pytest.raises(ost.StorageError, match="enough"):
+                CALLS[kind](source, destination, resume=True, progress=fail)
+        else:
+            half(kind, source, destination, resume=resume)
+        assert first.go_on()[0] == 1
+    assert not opens(kind, destination)
+    CALLS[kind](source, destination, resume=True)
+    is_alone(kind, tmp_path)
+
+
+def test_two_that_begin_at_once_without_locks(tmp_path, no_locks):
+    """Neither sees the other's directory: each has tiles and a record of its own, and the second has come too late."""
+    kind = SEVERAL_FILES
+    source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    with stopped(kind, source, destination, 3, "none") as first, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("orbax_safetensors.streaming.draft.Draft._runs", lambda self: [])
+        CALLS[kind](source, destination)
+        assert first.go_on()[0] == 1
+    is_alone(kind, tmp_path)
