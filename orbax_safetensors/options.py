@@ -31,6 +31,11 @@ class SafetensorsOptions:
         while they are read. Without, the family has to know their codes and scales.
       max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what the
         store reads in the time that a request takes. By default 16 KiB for files, 1 MiB for object stores.
+      whole_tensors: a save by several processes to an object store, where each file has one writer, first sends tensors
+        that several processes hold to the one that writes them, over the links between devices. The files are then the
+        usual ones with an index, which `transformers` loads. Without, nothing is sent, and every process writes files
+        of its own with the pieces that it holds, in the form of PyTorch's sharded checkpoints. It needs device memory
+        for 256 MiB of tensors, or one that is longer, and host memory for what each process writes.
       cooperative: of leaves that several processes need the same bytes of, because they are replicated or sharded in
         inner dimensions, each process reads a part, and the devices exchange the parts. With "auto" where that saves
         time by the costs that `plan_restore` counts with, but not where files are mounted; with True wherever it saves
@@ -54,6 +59,7 @@ class SafetensorsOptions:
     alignment: int = 64
     fsync: bool = False
     dequantize: bool = True
+    whole_tensors: bool = False
     cooperative: bool | Literal["auto"] = "auto"
     # They can have secrets, and are no key.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
