@@ -222,10 +222,12 @@ class _Sink:
         return self._writer.counters.num_requests
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """See `TileSink`. The last tile is kept until `finish`, and with it the object that it completes."""
-        coming = self._kept + [(next(self._coming), tile, array) for tile, array in zip(tiles, arrays, strict=True)]
-        self._kept = coming[-1:]
-        self._write(coming[:-1])
+        """See `TileSink`. The last batch is kept until `finish`, and with it the objects that it completes."""
+        before, self._kept = (
+            self._kept,
+            [(next(self._coming), tile, array) for tile, array in zip(tiles, arrays, strict=True)],
+        )
+        self._write(before)
 
     def _write(self, coming: Sequence[tuple[_Part, Tile, np.ndarray]]) -> None:
         for _, own in groupby(coming, key=lambda one: one[0].number):
