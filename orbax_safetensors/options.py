@@ -23,7 +23,8 @@ class SafetensorsOptions:
         count, because their memory is read into and written from; nor do asynchronous saves, which copy all shards
         first. What requests to an object store hold comes on top, at most a quarter of it unless `threads` says more.
       threads: reads or writes that are in flight at once; of writes no more than one for each file. By default as many
-        as twice the CPUs and at most 16 for files, and 64 for object stores and HTTP servers.
+        as twice the CPUs and at most 16 for files, and 64 for object stores and HTTP servers, where reads that one
+        thread makes together because they are short are up to 64 more.
       alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
         file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
