@@ -253,6 +253,9 @@ def _orbax_to_safetensors(
         for name, fact in source.leaves.items()
     ]
     viewed, tensors = taken_apart(given, family, variant, around.config or {})
+    if store_of(asked.destination, None)[0].whole:
+        # A chunk is read for every file that it has a part in, so that a file has what is stored together.
+        tensors = {name: tensors[name] for one in viewed for name in one.view.tensors} | tensors
     dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
     layout = lay_out(
         [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],

@@ -69,7 +69,7 @@ def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> d
     batched = [
         [at for group in batch for at in group] for batch in batches(sized, fillings.options.in_flight_bytes // 2)
     ]
-    facts = _facts([[leaves[at] for at in batch] for batch in batched])
+    facts = _facts(fillings.checkpoint, [[leaves[at] for at in batch] for batch in batched])
     key = new_key(f"restore/{hashlib.sha256(os.fsencode(fillings.checkpoint.path)).hexdigest()}")
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
@@ -102,14 +102,19 @@ def _nbytes(target: Target, way: Way) -> int:
     return prod(way.exchange.padded) * target.dtype.itemsize * devices // way.exchange.devices
 
 
-def _facts(batched: Sequence[Sequence[tuple[Target, Way]]]) -> str:
-    """Differs between processes that would not do the same."""
+def _facts(checkpoint: Checkpoint, batched: Sequence[Sequence[tuple[Target, Way]]]) -> str:
+    """Differs between processes that would not do the same, or not with the same files."""
+    # What a file system says of a file's version may differ between the hosts that have mounted it.
+    stored = [
+        file.stamp.nbytes if checkpoint.store.maps else (file.stamp.nbytes, file.stamp.version)
+        for file in checkpoint.files
+    ]
     told = [
         (target.name, target.dtype.str, way.exchange, [device.id for device in _mesh(target, way).devices.flat])
         for batch in batched
         for target, way in batch
     ]
-    return hashlib.sha256(repr((list(map(len, batched)), told)).encode("utf-8", "backslashreplace")).hexdigest()
+    return hashlib.sha256(repr((stored, list(map(len, batched)), told)).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _part(target: Target, way: Way) -> Target:

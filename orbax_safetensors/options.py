@@ -23,7 +23,8 @@ class SafetensorsOptions:
         count, because their memory is read into and written from; nor do asynchronous saves, which copy all shards
         first. What requests to an object store hold comes on top, at most a quarter of it unless `threads` says more.
       threads: reads or writes that are in flight at once; of writes no more than one for each file. By default as many
-        as twice the CPUs and at most 16 for files, and 64 for object stores and HTTP servers.
+        as twice the CPUs and at most 16 for files, and 64 for object stores and HTTP servers, where reads that one
+        thread makes together because they are short are up to 64 more.
       alignment: the data of a file that is saved begins at a multiple of this many bytes, a multiple of 8. With 64, the
         file can be restored with `alias`; with 8, it is the same byte for byte as the reference writer makes it.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
@@ -31,6 +32,11 @@ class SafetensorsOptions:
         while they are read. Without, the family has to know their codes and scales.
       max_gap_bytes: two runs of one shard are read as one where the gap between them is no longer than this: what the
         store reads in the time that a request takes. By default 16 KiB for files, 1 MiB for object stores.
+      whole_tensors: a save by several processes to an object store, where each file has one writer, first sends tensors
+        that several processes hold to the one that writes them, over the links between devices. The files are then the
+        usual ones with an index, which `transformers` loads. Without, nothing is sent, and every process writes files
+        of its own with the pieces that it holds, in the form of PyTorch's sharded checkpoints. It needs device memory
+        for 256 MiB of tensors, or one that is longer, and host memory for what each process writes.
       cooperative: of leaves that several processes need the same bytes of, because they are replicated or sharded in
         inner dimensions, each process reads a part, and the devices exchange the parts. With "auto" where that saves
         time by the costs that `plan_restore` counts with, but not where files are mounted; with True wherever it saves
@@ -54,6 +60,7 @@ class SafetensorsOptions:
     alignment: int = 64
     fsync: bool = False
     dequantize: bool = True
+    whole_tensors: bool = False
     cooperative: bool | Literal["auto"] = "auto"
     # They can have secrets, and are no key.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)

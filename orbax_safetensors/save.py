@@ -25,7 +25,6 @@ from orbax_safetensors import arrays
 from orbax_safetensors.destination import Existing, make_room
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Pace, Store
@@ -37,6 +36,8 @@ from orbax_safetensors.plan.plan import Block, Location, locations, transfer_pla
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import agree, forget, new_key, together
 from orbax_safetensors.save_pieces import Views, numbered, own_files
+from orbax_safetensors.save_whole import Move, file_bytes, moves, own_part, received
+from orbax_safetensors.save_whole import deal as deal_files
 from orbax_safetensors.sources import Source, resolve
 from orbax_safetensors.transfer import WholeFileWriter, Writer, batches
 
@@ -68,6 +69,7 @@ class Save:
     options: SafetensorsOptions
     places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
     views: Views | None  # of pieces, where the files are those of this process alone
+    moves: tuple[Move, ...] | None = None  # of all processes, where whole tensors are sent to those that write them
 
 
 def plan_save(
@@ -104,13 +106,20 @@ def plan_save(
     agree(f"{key}/plan", failure, facts)
     places: Mapping[str, Location] = locations(layout)
     groups = list(_owned(grouped(sources)))
-    views = None
+    views, moved = None, None
     store, path = store_of(directory, options.storage_options)
     if store.whole:
+        several = jax.process_count() > 1
 
-        def prepared() -> tuple[list[Header], list[dict[str, str]], Views] | None:
-            own = None
-            if jax.process_count() > 1:
+        def prepared() -> Any:
+            own: Any = None
+            if several and options.whole_tensors:
+                total = sum(header.data_bytes for _, header in layout.files)
+                most = file_bytes(total, max_file_bytes, jax.process_count())
+                files = laid_out(tensors, metadata, most, options)
+                owners = deal_files(files, jax.process_count())
+                own = files, owners, moves(sources, files, owners)
+            elif several:
                 own = own_files(
                     [one for group in groups for one in group],
                     tensors,
@@ -122,12 +131,16 @@ def plan_save(
                 make_room(store, path, existing)
             return own
 
-        pieces = together(f"{key}/pieces", prepared)
-        if pieces is not None:
-            headers, files, views = pieces
-            layout, places = numbered(key, headers, files)
+        made: Any = together(f"{key}/pieces", prepared)
+        if several and options.whole_tensors:
+            files, owners, moved = made
+            layout, places = own_part(files, owners, jax.process_index())
+            groups = []
+        elif several:
+            headers, contents, views = made
+            layout, places = numbered(key, headers, contents)
         groups = in_file_order(groups, views, places)
-    return Save(layout, text, tuple(groups), key, options, places, views)
+    return Save(layout, text, tuple(groups), key, options, places, views, None if moved is None else tuple(moved))
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
@@ -232,6 +245,11 @@ class Shards:
         self._copies: list[tuple[Block, np.ndarray]] | None = None
 
     @staticmethod
+    def of(save: Save) -> Shards:
+        """Shards in the memory of the leaves, or copies where they have to be sent first."""
+        return Shards(save) if save.moves is None else Shards.copied(save)
+
+    @staticmethod
     def copied(save: Save) -> Shards:
         """Shards that have been copied to host memory: the leaves may be changed or deleted.
 
@@ -256,6 +274,8 @@ class Shards:
 
 
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
+    if save.moves is not None:
+        return received(save.moves)
     # What comes from an accelerator is a copy already.
     owned = [one for group in save.groups for one in group]
     from_host = [one for one in owned if _on_host(one[0])]

@@ -10,6 +10,7 @@ import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
+import obstore
 import optax
 import pytest
 from etils import epath
@@ -41,7 +42,7 @@ def my_tree(config):
     return {"embedding": tensor("embed.weight", (64, config["hidden_size"])).T}
 
 
-def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
+def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)
     hub.hub.commit("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in QWEN3.iterdir()})
@@ -66,10 +67,13 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 15
+    assert len(blocks) == 16
     found = {}
+    for path in (tmp_path / "llama").iterdir():
+        obstore.put(gcs.store(), f"llama/{path.name}", path.read_bytes())
     for number, block in enumerate(blocks):
-        exec(block.replace("/models/", f"{tmp_path}/"), names)
+        block = block.replace('{"service_account": "/keys/models.json"}', repr(gcs.options))
+        exec(block.replace("/models/", f"{tmp_path}/").replace("gs://bucket", gcs.url), names)
         found[number] = dict(names)
 
     stored = {
@@ -101,9 +105,12 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, monkeypatch):
     assert len(found[11]["plan"].processes) == 64
     assert len(found[12]["plan"].processes) == 8
     assert not (tmp_path / "planned").exists()
-    of_the_hub = found[13]["params"]["params"]["decoder"]
+    for name, array in llama.items():
+        assert np.asarray(found[13]["params"][name]).tobytes() == array.tobytes()
+    assert "new/commit_success.txt" in {one["path"] for one in obstore.list(gcs.store()).collect()}
+    of_the_hub = found[14]["params"]["params"]["decoder"]
     np.testing.assert_array_equal(of_the_hub["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
-    assert len(found[14]["together"].cooperative) == 64
+    assert len(found[15]["together"].cooperative) == 64
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]

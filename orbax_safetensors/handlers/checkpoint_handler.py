@@ -88,7 +88,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         checkpoint; `existing` says otherwise.
         """
         plan = self._plan(directory, args, existing)
-        api.write(plan, Shards(plan), directory)
+        api.write(plan, Shards.of(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
         """Starts a save, and returns once the shards are in host memory; the leaves may then be changed or deleted.

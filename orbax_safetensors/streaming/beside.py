@@ -50,6 +50,11 @@ class Beside:
     config: Mapping[str, Any] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all files."""
+        return frozenset(self.copies) | ({CONFIG_NAME} if self.config is not None else frozenset())
+
     def write(self, store: Store, directory: str) -> None:
         """Writes all of it, so that it is on the disk; raises `StorageError` where that is not possible."""
         for name, path in self.copies.items():

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ from orbax_safetensors.plan.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.processes import agree, forget, new_key, together
 from orbax_safetensors.streaming.beside import Beside
+from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.layouts import Files
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
@@ -41,6 +43,7 @@ from orbax_safetensors.streaming.pipeline import (
     Tile,
     TileSource,
     batch_bytes,
+    is_below,
     nbytes,
     planned,
     share,
@@ -59,8 +62,12 @@ class _Part:
     """What goes into one file: tiles in the order of its bytes, and of each leaf the view of the tensors in there."""
 
     number: int
-    tiles: Bundle
+    bundles: tuple[Bundle, ...]
     views: Mapping[str, View]
+
+    @property
+    def tiles(self) -> Bundle:
+        return tuple(tile for bundle in self.bundles for tile in bundle)
 
 
 class ToObjects:
@@ -83,8 +90,13 @@ class ToObjects:
         self._parts = list(_parts(files, source, self._limit))
 
     def _draft(self) -> _Draft:
-        told = digest(self.source, self._files, self._beside, [part.tiles for part in self._parts])
-        return _Draft(self._store, self._destination, self._files, told)
+        # A file that is there is whole, however it was cut.
+        told = digest(self.source, self._files, self._beside, ())
+        return _Draft(self._store, self._destination, self._files, self._beside, told)
+
+    def _check_outside(self) -> None:
+        if is_below(self.source.path, self._destination):
+            raise StorageError(f"{self.source.path}: is in {self._destination}, which is to be made")
 
     def _sink(self) -> _Sink:
         paths = [posixpath.join(self._destination, name) for name, _ in self._files.layout.files]
@@ -104,6 +116,7 @@ class ToObjects:
     def plan(self, process_count: int) -> ConversionPlan:
         """See `Work`."""
         draft, sink = self._draft(), self._sink()
+        self._check_outside()
         draft.check()
 
         def cost(process: int) -> ConversionCost:
@@ -131,7 +144,13 @@ class ToObjects:
         draft = self._draft()
         key = new_key(f"convert/{hashlib.sha256(destination.encode('utf-8', 'backslashreplace')).hexdigest()}")
         primary = jax.process_index() == 0
-        together(f"{key}/begin", lambda: draft.begin(resume=resume) if primary else None, draft.digest)
+
+        def begin() -> None:
+            self._check_outside()
+            if primary:
+                draft.begin(resume=resume)
+
+        together(f"{key}/begin", begin, draft.digest)
         done = together(f"{key}/done", draft.done)
         agree(f"{key}/seen", None, repr(sorted(done)))
         left = [part for part in self._parts if part.number not in done]
@@ -146,12 +165,8 @@ class ToObjects:
                     progress(moved + here, total)
 
             here = stream(source, sink.of(some), _bundles(some), self._limit, told)
-            sink.finish(some)
-            return here
-
-        def move_own() -> int:
-            here = move(own)
             source.check()
+            sink.finish(some)
             return here
 
         def finish() -> int:
@@ -159,13 +174,12 @@ class ToObjects:
                 return 0
             self._beside.write(store, destination)
             here = move(last)
-            source.check()
             if (index := self._files.layout.index) is not None:
                 write_small(store, posixpath.join(destination, INDEX_NAME), index.encode())
             return here
 
         with closing(sink):
-            moved = together(f"{key}/tiles", move_own)
+            moved = together(f"{key}/tiles", lambda: move(own))
             moved += together(f"{key}/finish", finish)
         for name in ("begin", "done", "seen", "tiles"):
             forget(f"{key}/{name}")
@@ -180,21 +194,22 @@ class _Dealt(NamedTuple):
 
 
 def _bundles(parts: Sequence[_Part]) -> list[Bundle]:
-    return [(tile,) for part in parts for tile in part.tiles]
+    return [bundle for part in parts for bundle in part.bundles]
 
 
 class _Draft:
     """What is unfinished. `begin` is called by one process."""
 
-    def __init__(self, store: Store, destination: str, files: Files, digest: str) -> None:
+    def __init__(self, store: Store, destination: str, files: Files, beside: Beside, digest: str) -> None:
         self._store, self._destination, self.digest = store, destination, digest
         self._names = [name for name, _ in files.layout.files]
+        self._all_names = sorted({*self._names, *beside.names, INDEX_NAME})
         # The number of the file that is written last; none where that is the index.
         self.last_file = len(self._names) - 1 if files.layout.index is None else None
         self._record = posixpath.join(destination, INDEX_NAME if self.last_file is None else self._names[-1])
 
-    def check(self) -> str | None:
-        """The digest of what was begun in its place, if anything; touches nothing.
+    def check(self) -> dict[str, Any] | None:
+        """The record of what was begun in its place, if anything; touches nothing.
 
         Raises `StorageError` where something else is there.
         """
@@ -202,8 +217,8 @@ class _Draft:
             raise StorageError(f"{self._destination}: {READ_ONLY}")
         names = self._store.list(self._destination) or []
         begun = self._begun()
-        if names and begun is None:
-            raise StorageError(f"{self._destination}: already exists, and holds {names[0]!r}")
+        if other := sorted(set(names).difference(begun["names"] if begun else ())):
+            raise StorageError(f"{self._destination}: already exists, and holds {other[0]!r}; move it away")
         return begun
 
     def begin(self, *, resume: bool) -> None:
@@ -213,7 +228,7 @@ class _Draft:
         """
         begun = self.check()
         if resume and begun is not None:
-            if begun != self.digest:
+            if begun["unfinished"] != self.digest:
                 raise TensorMismatchError(
                     f"{self._destination}: cannot be taken up again: it was begun of another source, or with other "
                     "arguments; begin anew without resume"
@@ -221,10 +236,11 @@ class _Draft:
             return
         if begun is not None:
             self._store.delete(self._destination)
-        write_small(self._store, self._record, json.dumps({"unfinished": self.digest}).encode())
+        record = {"unfinished": self.digest, "names": self._all_names}
+        write_small(self._store, self._record, json.dumps(record).encode())
 
-    def _begun(self) -> str | None:
-        """The digest of what was begun under the name of this one's record."""
+    def _begun(self) -> dict[str, Any] | None:
+        """The record of what was begun under the name of this one's."""
         file = self._store.find(self._record)
         if file is None:
             return None
@@ -235,8 +251,7 @@ class _Draft:
             record = json.loads(read_small(file, _MAX_RECORD_BYTES))
         except ValueError:
             return None
-        found = record.get("unfinished") if isinstance(record, dict) else None
-        return found if isinstance(found, str) else None
+        return record if isinstance(record, dict) and {"unfinished", "names"} == record.keys() else None
 
     def done(self) -> set[int]:
         """The numbers of the files that are there."""
@@ -252,9 +267,12 @@ class _Sink:
         pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
         self._writer = WholeFileWriter(self._create, pace.requests)
         self._coming: Iterator[_Part] = iter(())
+        self._kept: list[tuple[_Part, Tile, np.ndarray]] = []
+        self._kept_bytes = 0  # of a plan
 
     def of(self, parts: Sequence[_Part]) -> _Sink:
         """The sink for the tiles of `parts`, which have to come in this order."""
+        self._kept_bytes = 0
         self._coming = (part for part in parts for _ in part.tiles)
         return self
 
@@ -270,34 +288,47 @@ class _Sink:
         return self._writer.counters.num_requests
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """See `TileSink`."""
-        of_file = self._planned(tiles, [array.dtype for array in arrays])
-        left = iter(arrays)
-        for blocks, plan in of_file:
-            self._writer.run(plan, blocks, [next(left).reshape(-1).view(np.uint8) for _ in blocks])
+        """See `TileSink`. The last batch is kept until `finish`, and with it the objects that it completes."""
+        before, self._kept = (
+            self._kept,
+            [(next(self._coming), tile, array) for tile, array in zip(tiles, arrays, strict=True)],
+        )
+        self._write(before)
+
+    def _write(self, coming: Sequence[tuple[_Part, Tile, np.ndarray]]) -> None:
+        left = iter(coming)
+        for blocks, plan in self._planned([(part, tile, array.dtype) for part, tile, array in coming]):
+            memory = [array.reshape(-1).view(np.uint8) for _, (_, _, array) in zip(blocks, left, strict=False)]
+            self._writer.run(plan, blocks, memory)
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Files are written one after the other."""
-        plans = [plan for _, plan in self._planned(tiles, dtypes)]
-        of_file = [traffic_of(plan, self._paths, self._writer.useful_threads(1)) for plan in plans]
+        """See `PlannedSink`. Files are written one after the other, while the batch before is kept."""
+        coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
+        streams = self._writer.useful_threads(1)
+        of_file = [traffic_of(plan, self._paths, streams) for _, plan in self._planned(coming)]
+        kept, self._kept_bytes = (
+            self._kept_bytes,
+            sum(prod(tile.shape) * dtype.itemsize for _, tile, dtype in coming),
+        )
         return Traffic(
             sum(one.needed_bytes for one in of_file),
             sum(one.moved_bytes for one in of_file),
             sum(one.num_requests for one in of_file),
-            staging_bytes=max(one.staging_bytes for one in of_file),
-            streams=max(one.streams for one in of_file),
+            staging_bytes=kept + max(one.staging_bytes for one in of_file),
+            streams=streams,
             files=tuple(file for one in of_file for file in one.files),
         )
 
-    def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Iterator[tuple[list[Block], TransferPlan]]:
-        """Blocks of the next of the tiles that come, and how they are written, file by file."""
-        coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
+    def _planned(self, coming: Sequence[tuple[_Part, Tile, np.dtype]]) -> Iterator[tuple[list[Block], TransferPlan]]:
+        """Blocks of tiles, and how they are written, file by file."""
         for _, of_file in groupby(coming, key=lambda one: one[0].number):
             blocks = [Block(part.views[tile.name], tile.box, tile.shape, dtype) for part, tile, dtype in of_file]
             yield blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
 
     def finish(self, parts: Sequence[_Part]) -> None:
-        """Waits until the files of `parts` are there, those without tensors as well."""
+        """Writes what was kept, and waits until the files of `parts` are there, those without tensors as well."""
+        kept, self._kept = self._kept, []
+        self._write(kept)
         self._writer.finish([part.number for part in parts])
 
     def close(self) -> None:
@@ -314,26 +345,34 @@ def _parts(files: Files, source: TileSource, limit: int) -> Iterator[_Part]:
             pieces = tuple(piece for piece, of in zip(view.pieces, numbers, strict=True) if of == number)
             views[number][name] = replace(view, pieces=pieces)
     for number, own in enumerate(views):
-        cuts = []
-        for name, view in own.items():
-            itemsize = source.leaves[name].dtype.itemsize
-            for box in _boxes(view, max(limit // itemsize, 1)):
-                cuts.append((_first_byte(view, box, files), Tile(name, box)))
-        yield _Part(number, tuple(tile for _, tile in sorted(cuts)), own)
+        cuts: list[tuple[int, Bundle]] = []
+        for names in interleaved(own):
+            elements = {name: limit // len(names) // source.leaves[name].dtype.itemsize for name in names}
+            boxes = [list(_boxes(own[name], elements[name])) for name in names]
+            if len(set(map(tuple, boxes))) == 1:  # their elements lie beside each other
+                bundles = [tuple(Tile(name, box) for name in names) for box in boxes[0]]
+            else:
+                bundles = [(Tile(name, box),) for name, of_leaf in zip(names, boxes, strict=True) for box in of_leaf]
+            cuts += [(min(_first_byte(own[tile.name], tile.box, files) for tile in one), one) for one in bundles]
+        yield _Part(number, tuple(bundle for _, bundle in sorted(cuts)), own)
 
 
 def _boxes(view: View, limit: int) -> Iterator[Box]:
-    """Boxes of at most `limit` elements that the pieces of a view are in."""
-    ranges = [
-        [(start, start + extent(modes)) for start, modes in zip(piece.start, piece.dims, strict=True)]
+    """Boxes of at most `limit` elements that the pieces of a view make up."""
+    pieces: list[Box] = [
+        tuple((start, start + extent(modes)) for start, modes in zip(piece.start, piece.dims, strict=True))
         for piece in view.pieces
     ]
-    low = [min(start for start, _ in own) for own in zip(*ranges, strict=True)]
-    high = [max(end for _, end in own) for own in zip(*ranges, strict=True)]
-    shape = [end - start for start, end in zip(low, high, strict=True)]
+    hull: Box = tuple((min(low for low, _ in own), max(high for _, high in own)) for own in zip(*pieces, strict=True))
     order = storage_order(view)
-    for box in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
-        yield tuple((start + first, start + last) for start, (first, last) in zip(low, box, strict=True))
+    for whole in [hull] if _volume(hull) == sum(map(_volume, pieces)) else pieces:
+        shape = [high - low for low, high in whole]
+        for box in tiles(shape, tile_shape(shape, (1,) * len(shape), order, max(limit, 1)), order):
+            yield tuple((low + first, low + last) for (low, _), (first, last) in zip(whole, box, strict=True))
+
+
+def _volume(box: Box) -> int:
+    return prod(high - low for low, high in box)
 
 
 def _first_byte(view: View, box: Box, files: Files) -> int:

@@ -1,8 +1,10 @@
 """Objects behind HTTP: what is asked for, what is believed, what is tried again, and what is said when it fails."""
 
+import asyncio
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -103,6 +105,30 @@ def test_what_is_in_flight_is_bounded(server, monkeypatch):
     ranges = [(remote.HEAD_BYTES + 500 * number, 500) for number in range(20)]
     assert b"".join(read(file, *ranges)) == DATA[remote.HEAD_BYTES : remote.HEAD_BYTES + 10000]
     assert max(most) <= 2
+
+
+def test_short_ranges_of_many_reads_are_not_all_asked_for_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_more", asyncio.Semaphore(3))
+    (tmp_path / "file").write_bytes(DATA)
+    app, lock, waiting, most = Files(tmp_path), threading.Lock(), set(), []
+
+    def watched(request):
+        with lock:
+            waiting.add(id(request))
+            most.append(len(waiting))
+        time.sleep(0.02)
+        with lock:
+            waiting.remove(id(request))
+        return app(request)
+
+    with Server(watched) as server:
+        file = opened(server, "file")
+        starts = [remote.HEAD_BYTES + 50_000 * number for number in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda start: read(file, *((start + 1000 * at, 10) for at in range(16))), starts)
+            for start, parts in zip(starts, found, strict=True):
+                assert parts == [DATA[start + 1000 * at :][:10] for at in range(16)]
+    assert 4 < max(most) <= 4 + 3
 
 
 def test_an_object_whose_state_is_known_is_opened_without_a_request(server):

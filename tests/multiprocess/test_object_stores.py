@@ -1,12 +1,14 @@
 """Several processes save to an object store: each file by one of them, the work even, and every tensor whole."""
 
+import json
+
 import numpy as np
 import obstore
 import pytest
 
 import orbax_safetensors as ost
 from tests.multiprocess.launch import launch
-from tests.multiprocess.workers_object_stores import expected
+from tests.multiprocess.workers_object_stores import expected, family_values
 from tests.servers.faults import Answer
 
 PROCESSES = 4
@@ -14,7 +16,7 @@ PROCESSES = 4
 
 @pytest.fixture
 def together(s3):
-    s3.server.fail(Answer(403), method="PUT", path="*/fails/model-00002-*", times=None)
+    s3.server.fail(Answer(403), method="PUT", path="*fails/model-00002-*", times=None)
     job = {"url": s3.url, "options": s3.options}
     return s3, launch("tests.multiprocess.workers_object_stores:run", job, processes=PROCESSES, devices=2)
 
@@ -23,8 +25,9 @@ def test_what_several_processes_save(together):
     s3, found = together
     assert [of_process["one"] for of_process in found] == [[]] * PROCESSES
     assert [of_process["many"] for of_process in found] == [[]] * PROCESSES
+    assert [of_process["whole"] for of_process in found] == [[]] * PROCESSES
     options = ost.SafetensorsOptions(storage_options=s3.options)
-    for name in ("one", "many"):
+    for name in ("one", "many", "whole"):
         assert ost.verify(f"{s3.url}/{name}", options=options) == []
         restored = ost.SafetensorsHandler(options=options).restore(f"{s3.url}/{name}")
         assert restored.keys() == expected().keys()
@@ -37,12 +40,27 @@ def test_what_several_processes_save(together):
     assert max(written) <= 1.3 * np.mean(written)
     names = [one["path"] for one in obstore.list(s3.store(), "one").collect()]
     assert names == ["one/config.json"] + [f"one/model-{n + 1:05}-of-{PROCESSES:05}.safetensors" for n in range(4)]
+    # Whole tensors, in files with an index as one process writes them, which are as long.
+    checkpoint = ost.open_checkpoint(f"{s3.url}/whole", options=options)
+    assert all(len(tensor.pieces) == 1 and not any(tensor.pieces[0].start) for tensor in checkpoint.tensors.values())
+    assert len(checkpoint.files) >= PROCESSES
+    assert not any("DCP" in key for key in checkpoint.metadata)
+    index = json.loads(bytes(obstore.get(s3.store(), "whole/model.safetensors.index.json").bytes()))
+    assert index["weight_map"].keys() == expected().keys()
+    written = [of_process["whole bytes"] for of_process in found]
+    assert sum(written) == sum(host.nbytes for host in expected().values())
+    assert max(written) <= 1.5 * np.mean(written)
+    restored = ost.SafetensorsHandler(options=options).restore(f"{s3.url}/family")
+    assert {name: array.tobytes() for name, array in restored.items()} == {
+        name: host.tobytes() for name, host in family_values().items()
+    }
     # All fail where one does, and what the others wrote is no checkpoint.
     assert all("fails/model-00002-of-00004.safetensors: writing failed" in of_process["fails"] for of_process in found)
     with pytest.raises(
         ost.IndexFileError, match="expected 4 files model-.* found 3: a checkpoint that was not written"
     ):
         ost.open_checkpoint(f"{s3.url}/fails", options=options)
+    assert all("whole fails/model-00002" in of_process["whole fails"] for of_process in found)
     # What is there is refused in all processes, and goes as a whole: of four files three are left over.
     for process, of_process in enumerate(found):
         again = of_process["again"]

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors import api
+from orbax_safetensors.mapping import Family, stack, tensor
+from orbax_safetensors.plan.view import View
 from orbax_safetensors.save import Shards
 from tests.multiprocess.workers_save import VALUES, array
 
@@ -39,9 +41,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     for name, max_file_bytes, options in (
         ("one", 5_000_000_000, job["options"]),
         ("many", 3000, job["options"]),
+        ("whole", 5_000_000_000, job["options"]),
         ("fails", 5_000_000_000, job["options"] | {"max_retries": 0}),
+        ("whole fails", 5_000_000_000, job["options"] | {"max_retries": 0}),
     ):
-        own = ost.SafetensorsOptions(storage_options=options)
+        own = ost.SafetensorsOptions(storage_options=options, whole_tensors=name.startswith("whole"))
         directory = f"{job['url']}/{name}"
         plan = api.plan_save(
             tree(mesh), directory=directory, metadata=None, max_file_bytes=max_file_bytes, config={"a": 1}, options=own
@@ -53,8 +57,34 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             found[name] = str(error)
             continue
         found[name] = _wrong(directory, mesh, own)
+    _family(f"{job['url']}/family", job, mesh)
     found["again"] = _again(f"{job['url']}/again", job, mesh)
     return found
+
+
+def _model(config: Any) -> dict[str, View]:
+    """A leaf that many tensors are stacked in, transposed, and one whose two tensors alternate."""
+    layers = stack([tensor(f"{layer}.w", (24, 16)).T for layer in range(6)], axis=1)
+    return {"layers": layers, "gates": stack([tensor("up", (16, 8)), tensor("gate", (16, 8))], axis=2)}
+
+
+def family_values() -> dict[str, np.ndarray]:
+    """What the files hold of it."""
+    rng = np.random.default_rng(3)
+    names = {f"{layer}.w": (24, 16) for layer in range(6)} | {"up": (16, 8), "gate": (16, 8)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in names.items()}
+
+
+def _family(directory: str, job: dict[str, Any], mesh: Mesh) -> None:
+    """Saves a model's own tree as whole tensors."""
+    own = ost.SafetensorsOptions(storage_options=job["options"], whole_tensors=True)
+    values = family_values()
+    item = {
+        "layers": array(np.stack([values[f"{layer}.w"].T for layer in range(6)], 1), mesh, "x", None, "y"),
+        "gates": array(np.stack([values["up"], values["gate"]], 2), mesh, "x", "y"),
+    }
+    handler = ost.SafetensorsHandler(family=Family("toy.model", (), _model), options=own)
+    handler.save(directory, ost.SafetensorsSave(item))
 
 
 def _again(directory: str, job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:

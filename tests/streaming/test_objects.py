@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.io.store import read_small
+from orbax_safetensors.io.store import read_small, write_small
 from orbax_safetensors.io.stores import store_of
+from orbax_safetensors.mapping import Family, Tree, tensor
 from tests.files import random_bits, write_indexed
 from tests.servers.faults import Answer
 
@@ -49,6 +51,11 @@ def source(tmp_path):
     (path / "config.json").write_text('{"model_type": "mine"}')
     (path / "tokenizer.json").write_text("{}")
     return path
+
+
+def stop_halfway(done, total):
+    if done > total // 2:
+        raise InterruptedError("enough")
 
 
 def content(url):
@@ -123,12 +130,8 @@ def test_stopped_and_resumed(kind, source, place, tmp_path):
     to = f"{place.url}/to"
     whole = CALLS[kind](source, tmp_path / "to").nbytes
 
-    def stop(done, total):
-        if done > total // 2:
-            raise InterruptedError("enough")
-
     with pytest.raises(ost.StorageError, match="enough"):
-        CALLS[kind](source, to, progress=stop)
+        CALLS[kind](source, to, progress=stop_halfway)
     with pytest.raises(ost.SafetensorsError):
         ost.open_checkpoint(to)
     (source / "config.json").write_text("{ }")
@@ -146,13 +149,9 @@ def test_stopped_and_resumed(kind, source, place, tmp_path):
 def test_another_conversion_is_not_mixed_in(source, place, tmp_path):
     to = f"{place.url}/to"
 
-    def stop(done, total):
-        if done > total // 2:
-            raise InterruptedError("enough")
-
     for again in (False, True):
         with pytest.raises(ost.StorageError, match="enough"):
-            CALLS["files"](source, to, progress=stop)
+            CALLS["files"](source, to, progress=stop_halfway)
         if not again:
             with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
                 ost.reshard(source, to, max_file_bytes=9000, resume=True)
@@ -170,6 +169,49 @@ def test_what_is_there_is_left_alone(source, place):
         with pytest.raises(ost.StorageError, match="already exists, and holds 'mine'"):
             CALLS["files"](source, f"{place.url}/to", resume=resume)
     assert content(f"{place.url}/to") == {"mine": b"mine"}
+
+
+def test_an_unfinished_one_is_deleted_alone(source, place):
+    """Not what somebody has put there meanwhile, and not the source."""
+    with pytest.raises(ost.StorageError, match="enough"):
+        CALLS["files"](source, f"{place.url}/to", progress=stop_halfway)
+    store, path = store_of(f"{place.url}/to", None)
+    write_small(store, f"{path}/more/mine", b"mine")
+    with pytest.raises(ost.StorageError, match="already exists, and holds 'more'"):
+        CALLS["files"](source, f"{place.url}/to")
+    CALLS["one file"](source, f"{place.url}/to/more/from")
+    with pytest.raises(ost.StorageError, match="is in gs://.*/to, which is to be made"):
+        CALLS["files"](f"{place.url}/to/more/from", f"{place.url}/to")
+    assert read_small(store.open(f"{path}/more/mine"), 4) == b"mine"
+    assert sorted(content(f"{place.url}/to/more/from")) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_a_source_that_changes_meanwhile(kind, source, place):
+    def change(done, total):
+        if done > total // 2:
+            path = next(source.glob("*.safetensors"))
+            path.write_bytes(path.read_bytes())
+
+    with pytest.raises(ost.StorageError, match="changed while it was in use"):
+        CALLS[kind](source, f"{place.url}/to", progress=change)
+    with pytest.raises(ost.SafetensorsError):
+        ost.open_checkpoint(f"{place.url}/to")
+
+
+def test_leaves_whose_elements_alternate(place, tmp_path):
+    """As gates and ups of experts do, which one tensor has: written in long runs, not one by one."""
+    leaves = {name: np.arange(4096, dtype=F4).reshape(64, 64) + at for at, name in enumerate(("gate", "up"))}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", leaves)
+    fused = Family("fused", ("Fused",), lambda config: Tree({
+        name: tensor("gate_up", (64, 128)).slice(slice(None), slice(at, None, 2)) for at, name in enumerate(leaves)
+    }))  # fmt: skip
+    asked = {"to": "safetensors", "family": fused, "config": {"architectures": ["Fused"]}, "memory_bytes": 140_000}
+    done = ost.convert(tmp_path / "0", f"{place.url}/to", **asked)
+    assert done.requests < 50
+    (found,) = ost.SafetensorsHandler().restore(f"{place.url}/to").values()
+    np.testing.assert_array_equal(found[:, ::2], leaves["gate"])
+    np.testing.assert_array_equal(found[:, 1::2], leaves["up"])
 
 
 def test_a_store_that_refuses(source, place):
