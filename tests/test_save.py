@@ -28,7 +28,7 @@ from orbax_safetensors import save as saving
 from orbax_safetensors.io import local
 from orbax_safetensors.io.local import LocalStore
 from tests import files
-from tests.files import DTYPES, random_bits
+from tests.files import DTYPES, open_files, random_bits
 from tests.strategies import tensor_names
 
 RNG = np.random.default_rng(0)
@@ -452,7 +452,7 @@ def faulty_tree():
 
 
 def descriptors_and_threads():
-    return os.listdir("/proc/self/fd"), [thread.name for thread in threading.enumerate()]
+    return open_files(), [thread.name for thread in threading.enumerate()]
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.io import local
 from orbax_safetensors.streaming import draft
+from tests.files import open_files
 from tests.streaming.interrupted import CALLS
 from tests.streaming.test_resume import check, make_source
 
@@ -132,13 +133,13 @@ def test_whatever_fails_the_next_one_goes_on(kind, operation, source, tmp_path):
     for number in sorted(few):
         destination = tmp_path / str(number)
         disk = Disk(tmp_path / f"{number}.partial")
-        descriptors = os.listdir("/proc/self/fd")
+        descriptors = open_files()
         with (
             failing(disk, function, number, code, only),
             pytest.raises(ost.StorageError, match=os.strerror(code)) as caught,
         ):
             CALLS[kind](path, destination)
-        assert os.listdir("/proc/self/fd") == descriptors
+        assert open_files() == descriptors
         if destination.exists():
             assert (function, number) == ("fsync", len(calls))
             assert "is complete, but may not outlive a crash" in str(caught.value)
@@ -238,12 +239,12 @@ def test_a_record_that_cannot_be_written(source, tmp_path, monkeypatch):
     def full(where, mode="r", **more):
         return open("/dev/full" if "done-" in str(where) and mode == "a" else where, mode, **more)
 
-    descriptors = os.listdir("/proc/self/fd")
+    descriptors = open_files()
     with monkeypatch.context() as patched:
         patched.setattr(draft, "open", full, raising=False)
         with pytest.raises(ost.StorageError, match="No space left"):
             CALLS[MANY_FILES](path, destination)
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert open_files() == descriptors
     CALLS[MANY_FILES](path, destination, resume=True)
     check(MANY_FILES, destination)
 
