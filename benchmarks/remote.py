@@ -364,7 +364,7 @@ def show(name: str, runs: Runs, console: Console) -> None:
                 for whose in ("", "server_", "others_")
             ),
             f"{own[0]['requests']} + {own[0]['other_requests']}",
-            f"{max(one['peak_bytes'] for one in own) / own[0]['nbytes']:.2f}",
+            "" if name == "save" else f"{max(one['peak_bytes'] for one in own) / own[0]['nbytes']:.2f}",
         )
     console.print(table)
 
