@@ -16,7 +16,7 @@ from functools import partial
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import orbax_safetensors as ost
-from orbax_safetensors.orbax_store import draft as orbax_draft
+from orbax_safetensors.orbax_store import item
 from orbax_safetensors.streaming import draft, to_orbax
 
 # Each takes about a dozen batches.
@@ -59,7 +59,7 @@ def main(kind, source, destination, where, name, locks):
         fcntl.flock = no_locks
     if where == "after_it_began":
         before(draft.Draft, "open")
-        before(orbax_draft.Draft, "chunks")
+        before(item.ItemDraft, "chunks")
     elif where == "before_the_end":
         before(draft.Draft, "finish")
         before(to_orbax.OrbaxSink, "commit")
