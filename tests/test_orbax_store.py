@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -841,7 +842,13 @@ def small_disk(tmp_path):
     if mount.returncode:
         pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    # TensorStore closes files in threads of its own, perhaps a moment later.
+    for _ in range(100):
+        unmounted = subprocess.run(["umount", disk], capture_output=True, text=True, check=False)
+        if not unmounted.returncode:
+            return
+        time.sleep(0.1)
+    raise AssertionError(unmounted.stderr)
 
 
 @all_formats

@@ -508,7 +508,8 @@ def test_cancelled_opening_ends_soon(hub, commit):
 
 
 PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
 from orbax_safetensors.io.stores import store_of
 store, path = store_of(sys.argv[1], {})
 print("found", flush=True)

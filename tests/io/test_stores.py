@@ -90,7 +90,8 @@ def test_an_object_that_is_replaced(place):
 
 
 PROGRAM = """
-import os, sys, threading
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.stores import store_of
 store, path = store_of(sys.argv[1], {})
