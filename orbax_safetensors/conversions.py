@@ -253,14 +253,17 @@ def _orbax_to_safetensors(
         for name, fact in source.leaves.items()
     ]
     viewed, tensors = taken_apart(given, family, variant, around.config or {})
+    max_file_bytes = MAX_FILE_BYTES
     if store_of(asked.destination, None)[0].whole:
+        # There a file waits in memory until it is whole, as its tensors come in another order.
+        max_file_bytes = min(max_file_bytes, batch_bytes(asked.memory_bytes))
         # A chunk is read for every file that it has a part in, so that a file has what is stored together.
         tensors = {name: tensors[name] for one in viewed for name in one.view.tensors} | tensors
     dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})
     layout = lay_out(
         [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],
         _METADATA,
-        max_file_bytes=_file_bytes(asked),
+        max_file_bytes=max_file_bytes,
         alignment=SafetensorsOptions().alignment,
     )
     if casts.everywhere is not None:
@@ -319,13 +322,6 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
         return from_numpy(dtype)
     except TensorMismatchError as error:
         raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
-
-
-def _file_bytes(asked: Asked) -> int:
-    """The most that a file gets of tensors, whose order is not that in which they are made."""
-    # On an object store, a file waits in memory until it is whole.
-    whole = store_of(asked.destination, None)[0].whole
-    return min(MAX_FILE_BYTES, batch_bytes(asked.memory_bytes)) if whole else MAX_FILE_BYTES
 
 
 def is_orbax(path: str) -> bool:

@@ -106,7 +106,7 @@ class ToObjects:
         # What stands in the place of the last object is replaced when all others are there, by the one that did that.
         last = [part for part in left if part.number == last_file]
         own = share(
-            [part for part in left if part not in last],
+            [part for part in left if part.number != last_file],
             lambda part: nbytes(part.tiles, self.source.leaves),
             process,
             count,
