@@ -49,12 +49,18 @@ def _map(nbytes: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
+def resident() -> int:
+    """Bytes of memory that the process has by now, with what libraries keep of what was freed."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
 # glibc's; other C libraries have none, and give back by themselves what is freed, or never.
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def trim() -> None:
-    """Gives memory that libraries have freed back to the system.
+    """Gives memory that libraries have freed back to the system, which costs them its pages when they need it again.
 
     glibc keeps it, for each of their threads: where TensorStore encodes and decodes, as much again as was in use.
     """

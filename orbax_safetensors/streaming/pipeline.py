@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.io.arena import trim
+from orbax_safetensors.io.arena import resident, trim
 from orbax_safetensors.plan.conversion import Batch, ConversionPlan, Traffic
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.transfer import batches
@@ -202,6 +202,8 @@ def stream(
     sized = _sized(source, bundles)
     total = sum(size for _, size in sized)
     done = 0
+    # Freed memory that libraries keep serves the next batch, until all there is would be more than may be used.
+    most = resident() + 3 * batch_bytes
     if progress is not None:
         progress(0, total)
     with ThreadPoolExecutor(1, "writer") as writer:
@@ -220,7 +222,8 @@ def stream(
             tiles = [tile for bundle in batch for tile in bundle]
             arrays = source.read(tiles)
             finish()
-            trim()
+            if resident() > most:
+                trim()
             # The list passes to the writer with its arrays, so that their memory is free once they are written.
             writing = writer.submit(sink.write, tiles, arrays), nbytes(tiles, source.leaves)
             del arrays

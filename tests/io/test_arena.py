@@ -1,7 +1,6 @@
 """Memory to read into: aligned, zeroed, apart, given back."""
 
 import gc
-import os
 import weakref
 
 import numpy as np
@@ -58,20 +57,15 @@ def test_memory_is_private_so_that_it_can_have_huge_pages():
     raise AssertionError("the buffer is in no mapping")
 
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.skipif(arena._TRIM is None, reason="the C library gives nothing back")
 def test_freed_memory_is_given_back():
     # Every second block is freed, so that no heap can shrink at its end.
     blocks = [bytearray(1 << 16) for _ in range(2000)]
     kept = blocks[::2]
-    before = resident()
+    before = arena.resident()
     del blocks
     arena.trim()
-    assert before - resident() > 0.8 * 1000 * (1 << 16)
+    assert before - arena.resident() > 0.8 * 1000 * (1 << 16)
     assert sum(len(block) for block in kept) == 1000 * (1 << 16)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.plan.tiling import row_major_order
+from orbax_safetensors.streaming import pipeline
 from orbax_safetensors.streaming.cutting import bundles
 from orbax_safetensors.streaming.pipeline import Fact, batch_bytes, check_fits, nbytes, share, stream
 
@@ -123,6 +124,18 @@ def test_a_write_that_fails_ends_all():
     with pytest.raises(OSError, match="full"):
         stream(memory, memory, cuts, 40, None)
     assert memory.writes == 3
+
+
+def test_freed_memory_is_given_back_when_there_is_too_much(monkeypatch):
+    # What the process holds at first, and then after each batch: 120 bytes more are allowed, three times a batch.
+    held = iter([1000, 1010, 1120, 1121, 1000, 1200])
+    trims = []
+    monkeypatch.setattr(pipeline, "resident", lambda: next(held))
+    monkeypatch.setattr(pipeline, "trim", lambda: trims.append(memory.writes))
+    memory = Memory({"a": np.zeros((50,), I4)})
+    stream(memory, memory, bundles(memory, {"a": (1,)}, {}, [("a",)], 40), 40, None)
+    assert trims == [2, 4]
+    assert next(held, None) is None
 
 
 def test_chunks_that_are_too_large():
