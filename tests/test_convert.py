@@ -394,6 +394,51 @@ def test_patterns_that_nothing_is_called_like(tmp_path):
             ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_patterns_that_come_too_late(planned, tmp_path):
+    checkpoint(tmp_path / "from")
+    convert, reshard = (ost.plan_convert, ost.plan_reshard) if planned else (ost.convert, ost.reshard)
+    too_late = {"mesh": {"x": 2}, "spec": {"w|embedding": ("x",), "kernel|b$": (), "w$|embedding$": (None, "x")}}
+    message = r"spec: 'w\$\|embedding\$' is not used: an earlier one is for all \d arrays that it is found in"
+    for call, source, asked in (
+        (convert, tmp_path / "from", {"to": "orbax", **too_late}),
+        (reshard, tmp_path / "from", too_late),
+        (reshard, ROOT / "orbax" / "qwen3_unscanned", too_late),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            call(source, tmp_path / "to", **asked)
+    message = r"dtype: 'w' is not used: an earlier one is for all \d floating-point arrays that it is found in"
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
+    assert not (tmp_path / "to").exists()
+
+
+def test_names_of_maxtext_are_those_of_its_tree(tmp_path):
+    """In a spec, in casts, and in a tree that says the shardings: that with which a restore is planned."""
+    hf = ROOT / "maxtext" / "qwen3" / "hf"
+    leaves = ost.open_checkpoint(hf, family="maxtext").leaves
+    (name,) = (name for name in leaves if name.endswith("embedding"))
+    assert name == "params.token_embedder.embedding"
+    vocabulary, width = leaves[name].shape
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P("x"))
+    like: dict = {}
+    for path, view in leaves.items():
+        own = sharding if path == name else NamedSharding(sharding.mesh, P())
+        node = like
+        for part in path.split(".")[:-1]:
+            node = node.setdefault(part, {})
+        node[path.split(".")[-1]] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=own)
+    assert ost.plan_restore(hf, like, family="maxtext").total_params > 0
+    for number, asked in enumerate(({"mesh": {"x": 4}, "spec": {f"^{name}$": ("x",)}}, {"like": like})):
+        asked |= {"to": "orbax", "family": "maxtext", "dtype": {f"^{name}$": "float16"}}
+        assert ost.plan_convert(hf, tmp_path / str(number), **asked).num_chunks == len(leaves) + 3
+        ost.convert(hf, tmp_path / str(number), **asked)
+        found = open_orbax(tmp_path / str(number)).leaves[f"params.{name}"]
+        assert (found.chunk_shape, found.dtype) == ((vocabulary // 4, width), np.float16)
+    with pytest.raises(ost.TensorMismatchError, match=r"found in none of the 13 names of arrays, such as 'params\."):
+        ost.convert(hf, tmp_path / "to", to="orbax", family="maxtext", mesh={"x": 4}, spec={f"^params.{name}$": ("x",)})
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("source", ["elsewhere", "new.partial", "new.partial/files"])
 def test_what_is_no_draft_is_never_deleted(tmp_path, source, resume):

@@ -59,6 +59,7 @@ def test_rooms(module):
             "draft.py": (),
             "layouts.py": (),
             "casts.py": (),
+            "patterns.py": (),
             "partition.py": ("arrays",),
             "beside.py": ("mapped",),
             "safetensors_source.py": ("checkpoint",),

@@ -228,8 +228,9 @@ partitions:
   AXES has an entry for each dimension, separated by commas: a mesh axis,
   several joined by +, or - (or nothing) where the dimension is not sharded.
   Dimensions at the end may be left out. Axes have to divide the dimensions.
-  Arrays that no --spec matches are not sharded. A REGEX that is found in no
-  name is an error.
+  Arrays that no --spec matches are not sharded. A --spec that is used for no
+  array is an error. Names are those that orbax-safetensors plan prints for
+  the same SOURCE and --family.
 """
 
 _RUN = """\
@@ -321,10 +322,11 @@ families:
 
 dtypes:
   --dtype DTYPE casts all arrays of floating point, --dtype REGEX=DTYPE those
-  in whose names in DESTINATION REGEX is found; the first that matches counts.
-  Other arrays keep their dtype. A REGEX that is found in no name of an array
-  of floating point is an error. Without --dtype every bit stays as it is, but
-  for what a family has to compute.
+  in whose names REGEX is found; the first that matches counts. Names are those
+  of tensors, or to Orbax the same as for --spec. Other arrays keep their
+  dtype. A REGEX that is used for no array of floating point is an error.
+  Without --dtype every bit stays as it is, but for what a family has to
+  compute.
 
 """
     + _PARTITIONS
