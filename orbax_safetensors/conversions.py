@@ -235,6 +235,7 @@ def _orbax_to_safetensors(
 ) -> Work:
     path = asked.source
     if not is_orbax(path):
+        read_checkpoint(path)  # which says what is wrong where it is neither
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
     checkpoint = open_orbax(path, memory_bytes=asked.memory_bytes // 4)
     asked.check_outside(checkpoint.whole)

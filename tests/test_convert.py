@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -380,6 +381,27 @@ def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
     checkpoint(tmp_path / "from")
     with pytest.raises(ost.SafetensorsError, match="must be a path or a URL"):
         ost.reshard(*arguments)
+
+
+CALLS = {
+    "to orbax": partial(ost.convert, to="orbax"),
+    "to safetensors": partial(ost.convert, to="safetensors"),
+    "anew": ost.reshard,
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_not_there(call, tmp_path):
+    with pytest.raises(ost.StorageError, match="nowhere: cannot be listed: No such file or directory"):
+        CALLS[call](tmp_path / "nowhere", tmp_path / "to")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"# A page\nof text\n", b"PK\3\4\x14\0\0\0\0\0", b"GGUF\3\0\0\0\0"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_another_file(call, content, tmp_path):
+    (tmp_path / "from").write_bytes(content)
+    with pytest.raises(ost.HeaderError, match="from: is no safetensors file: expected a"):
+        CALLS[call](tmp_path / "from", tmp_path / "to")
 
 
 def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
