@@ -39,7 +39,7 @@ from orbax_safetensors.streaming.beside import Beside, beside, copied
 from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, check_found, partition
+from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, partition
 from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_objects import ToObjects
@@ -165,16 +165,16 @@ def _safetensors_to_orbax(
         raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
     found = registry.find(family, read_config(checkpoint))
+    dtypes = casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
+    sharding.check_used(checkpoint.leaves)
     maxtext = _is_maxtext(found)
-    views = {f"params.{name}" if maxtext else name: view for name, view in checkpoint.leaves.items()}
-    source = SafetensorsSource(
-        checkpoint, views, casts.of({name: view.dtype for name, view in views.items()}), SafetensorsOptions()
-    )
-    check_found("spec", sharding.patterns, views)
+    above = "params." if maxtext else ""  # a training state has the model's tree there
+    views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
+    casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
+    source = SafetensorsSource(checkpoint, views, casted, SafetensorsOptions())
 
     def leaf(name: str, view: View) -> OrbaxLeaf:
-        name = f"params.{name}" if maxtext else name
-        return _leaf(sharding, name, source.leaves[name].shape, source.leaves[name].dtype)
+        return _leaf(sharding, name, view.shape, dtypes[name])
 
     tree: Any = checkpoint.tree(leaf)
     scanned = bool((variant or {}).get("scan_layers", True))
@@ -204,7 +204,7 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
     }
     source = OrbaxSource(step, stored, asked.memory_bytes)
     cut = sharding or partition(None, None)
-    check_found("spec", cut.patterns, (own for _, own in stored.values()))
+    cut.check_used(own for _, own in stored.values())
 
     def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
         if facts.kind not in ARRAYS:
@@ -237,6 +237,7 @@ def _orbax_to_safetensors(
 ) -> Work:
     path = asked.source
     if not is_orbax(path):
+        read_checkpoint(path)  # which says what is wrong where it is neither
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
     checkpoint = open_orbax(path, memory_bytes=asked.memory_bytes // 4)
     asked.check_outside(checkpoint.whole)
@@ -296,7 +297,7 @@ def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_byte
         )
         files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:
-        check_found("spec", sharding.patterns, stored)
+        sharding.check_used(stored)
         boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
         for name, (dtype, shape) in stored.items():
             if dtype.bits < 8 and sharding.shard(name, shape) != shape:

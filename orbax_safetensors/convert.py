@@ -76,10 +76,12 @@ def convert(
       config: to safetensors, the content of the `config.json` to write, something with a `to_dict` that gives it, its
         path, or a directory with one, of which the tokenizer's files and their like are copied too.
       dtype: to cast floating-point arrays to: one for all of them, which the config then says, too; or dtypes by
-        pattern, the first of which is used that is found (`re.search`) in the name that the destination has for an
-        array. What no pattern is found in keeps its dtype, as all do without it.
+        pattern, the first of which is used that is found (`re.search`) in the name of an array: to Orbax the name that
+        `spec` has for it, to safetensors that of the tensor. What no pattern is found in keeps its dtype, as all do
+        without it.
       mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
-        array's dimensions, as for `reshard`. Arrays are stored in chunks of what each device will have.
+        array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, as
+        `params.decoder.decoder_norm.scale`. Arrays are stored in chunks of what each device will have.
       like: to Orbax, instead of both, the target of a restore, as for `reshard`.
       step: to Orbax, its number.
       compression: to Orbax, whether chunks are compressed.
@@ -142,8 +144,8 @@ def reshard(
       mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
       spec: by pattern (`re.search`) of a name, that which an array has in its item, for each leading dimension of the
         array the axis that shards it, several in a tuple, or None. The first pattern counts that is found in a name,
-        and arrays that none is found in are not sharded. Axes must divide the dimensions, as JAX wants it. A
-        `PartitionSpec` says it as well.
+        and arrays that none is found in are not sharded; each has to count for one. Axes must divide the dimensions,
+        as JAX wants it. A `PartitionSpec` says it as well.
       like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
         `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
@@ -185,7 +187,7 @@ def _run(
             work.source.close()
     forget(key)
     seconds = time.perf_counter() - started
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = _peak_bytes()
     logger.info(
         "Made %s: %d bytes in %.2f s, %.2f GB/s, with at most %d bytes of memory",
         moved.path,
@@ -195,3 +197,13 @@ def _run(
         peak_bytes,
     )
     return Conversion(moved.path, moved.nbytes, seconds, peak_bytes, moved.requests)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this program had: what `getrusage` says begins with what the one had that started it."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            kilobytes = next(int(line.split()[1]) for line in status if line.startswith(b"VmHWM:"))
+    except (OSError, StopIteration):
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes * 1024

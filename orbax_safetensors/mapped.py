@@ -13,6 +13,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.io.store import read_small
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
 from orbax_safetensors.mapping.family import Family, Tree
@@ -221,22 +222,16 @@ def as_config(config: Any) -> dict[str, Any] | None:
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The `config.json` beside a checkpoint's files, {} where there is none.
 
-    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read.
+    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read or is too long.
     """
     directory = posixpath.dirname(checkpoint.files[0].path) or "."
     path = posixpath.join(directory, CONFIG_NAME)
     file = checkpoint.store.find(path)
     if file is None:
         return {}
+    text = read_small(file, _MAX_CONFIG_BYTES)
     try:
-        if file.stamp.nbytes > _MAX_CONFIG_BYTES:
-            raise MappingError(f"{path}: expected at most {_MAX_CONFIG_BYTES} bytes, found {file.stamp.nbytes}")
-        text = bytearray(file.stamp.nbytes)
-        file.read([(0, [memoryview(text)])])
-    finally:
-        file.close()
-    try:
-        config = json.loads(bytes(text))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MappingError(f"{path}: is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -14,10 +14,10 @@ from typing import Any
 
 from orbax_safetensors.advice import deal
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
-from orbax_safetensors.orbax_store.leaves import STRING, num_chunks, touched_nbytes
+from orbax_safetensors.orbax_store.leaves import ARRAYS, STRING, num_chunks, touched_nbytes
 from orbax_safetensors.plan.report import REPORTED_OVER_READ
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.streaming.partition import Partition, check_found
+from orbax_safetensors.streaming.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
     """Counts what each of `process_count` processes reads to restore all arrays of a checkpoint.
 
     The devices of the mesh are dealt to processes evenly and in order. Raises `TensorMismatchError` where the partition
-    does not fit the arrays: its axes have to divide them, and each of its patterns has to be found in a name.
+    does not fit the arrays: its axes have to divide them, and each of its patterns has to count for one.
     """
     leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
-    check_found("spec", sharding.patterns, leaves)
+    sharding.check_used(name for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
     known: dict[tuple[object, ...], tuple[OrbaxProcessCost, ...]] = {}

@@ -48,14 +48,21 @@ _OTHER_FACTS = (
 )
 
 
-def together(key: str, do: Callable[[], _T], facts: str = "", *, otherwise: str = _OTHER_FACTS) -> _T:
-    """Does something in every process; raises in all of them where it fails in one, as `agree` does."""
+def together(
+    key: str, do: Callable[[], _T], facts: str | Callable[[_T], str] = "", *, otherwise: str = _OTHER_FACTS
+) -> _T:
+    """Does something in every process; raises in all of them where it fails in one, as `agree` does.
+
+    `facts` are those of `agree`, or what tells them of the result.
+    """
     failure: BaseException | None = None
+    own = ""
     try:
         result = do()
+        own = facts(result) if callable(facts) else facts
     except BaseException as error:  # an interrupt, too: the others would wait for this process
         failure = error
-    agree(key, failure, facts, otherwise=otherwise)
+    agree(key, failure, own, otherwise=otherwise)
     return result
 
 

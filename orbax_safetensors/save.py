@@ -34,7 +34,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.processes import agree, forget, new_key, together
+from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.save_pieces import Views, numbered, own_files
 from orbax_safetensors.save_whole import Move, file_bytes, moves, own_part, received
 from orbax_safetensors.save_whole import deal as deal_files
@@ -90,20 +90,20 @@ def plan_save(
     cannot be stored or the processes do not have the same, and `StorageError` where there is no room for the files.
     """
     key = new_key(f"save/{_hashed(directory)}")
-    failure, facts, text = None, "", None
-    try:
+
+    def planned() -> tuple[Sequence[Source], Tensors, Layout, str | None]:
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
         if not isinstance(metadata, Mapping):
             raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
-        config = as_config(config)
-        sources, tensors = taken_apart(resolve(item, save_args), family, variant, config or {})
+        content = as_config(config)
+        sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
         layout = laid_out(tensors, metadata, max_file_bytes, options)
-        text = None if config is None else json.dumps(config, indent=2) + "\n"
-        facts = _digest(sources, layout, text)
-    except Exception as error:
-        failure = error
-    agree(f"{key}/plan", failure, facts)
+        return sources, tensors, layout, None if content is None else json.dumps(content, indent=2) + "\n"
+
+    sources, tensors, layout, text = together(
+        f"{key}/plan", planned, lambda plan: _digest(sources=plan[0], layout=plan[2], config=plan[3])
+    )
     places: Mapping[str, Location] = locations(layout)
     groups = list(_owned(grouped(sources)))
     views, moved = None, None
@@ -255,12 +255,8 @@ class Shards:
 
         Raises `StorageError` in every process where one has no memory for its own.
         """
-        shards, failure = Shards(save), None
-        try:
-            shards._copies = _copies(save)
-        except Exception as error:
-            failure = error
-        agree(f"{save.key}/copies", failure)
+        shards = Shards(save)
+        shards._copies = together(f"{save.key}/copies", lambda: _copies(save))
         return shards
 
     def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
@@ -336,23 +332,19 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
             file.write(0, [memoryview(header.encode())])
         return file
 
-    failure: Exception | None = None
-    nbytes = 0
-    try:
+    def data() -> int:
         options = save.options
         pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
         if store.whole and jax.process_index() == 0:
             _write_config(save, directory, store)
-        nbytes = _write_data(save, shards, create, pace, whole=store.whole)
-    except Exception as error:
-        failure = error
-    agree(f"{save.key}/data", failure)
-    try:
+        return _write_data(save, shards, create, pace, whole=store.whole)
+
+    def facts() -> None:
         if jax.process_index() == 0:
             _write_facts(save, directory, create, store)
-    except Exception as error:
-        failure = error
-    agree(f"{save.key}/facts", failure)
+
+    nbytes = together(f"{save.key}/data", data)
+    together(f"{save.key}/facts", facts)
     for part in ("plan", "pieces", "files", "copies", "data"):  # all have left these behind to come here
         forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started

@@ -1,8 +1,11 @@
 """Conversions and reshards of whole checkpoints, with MaxText's own files, stock Orbax and NumPy as oracles."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -380,6 +383,27 @@ def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
         ost.reshard(*arguments)
 
 
+CALLS = {
+    "to orbax": partial(ost.convert, to="orbax"),
+    "to safetensors": partial(ost.convert, to="safetensors"),
+    "anew": ost.reshard,
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_not_there(call, tmp_path):
+    with pytest.raises(ost.StorageError, match="nowhere: cannot be listed: No such file or directory"):
+        CALLS[call](tmp_path / "nowhere", tmp_path / "to")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"# A page\nof text\n", b"PK\3\4\x14\0\0\0\0\0", b"GGUF\3\0\0\0\0"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_another_file(call, content, tmp_path):
+    (tmp_path / "from").write_bytes(content)
+    with pytest.raises(ost.HeaderError, match="from: is no safetensors file: expected a"):
+        CALLS[call](tmp_path / "from", tmp_path / "to")
+
+
 def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
     checkpoint(tmp_path / "from")
     monkeypatch.setattr(cutting, "_MAX_BUNDLES", 10)
@@ -392,6 +416,51 @@ def test_patterns_that_nothing_is_called_like(tmp_path):
     for source in (tmp_path / "from", ROOT / "orbax" / "qwen3_unscanned"):
         with pytest.raises(ost.TensorMismatchError, match="spec: 'kernle' is found in none of the"):
             ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_patterns_that_come_too_late(planned, tmp_path):
+    checkpoint(tmp_path / "from")
+    convert, reshard = (ost.plan_convert, ost.plan_reshard) if planned else (ost.convert, ost.reshard)
+    too_late = {"mesh": {"x": 2}, "spec": {"w|embedding": ("x",), "kernel|b$": (), "w$|embedding$": (None, "x")}}
+    message = r"spec: 'w\$\|embedding\$' is not used: an earlier one is for all \d arrays that it is found in"
+    for call, source, asked in (
+        (convert, tmp_path / "from", {"to": "orbax", **too_late}),
+        (reshard, tmp_path / "from", too_late),
+        (reshard, ROOT / "orbax" / "qwen3_unscanned", too_late),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            call(source, tmp_path / "to", **asked)
+    message = r"dtype: 'w' is not used: an earlier one is for all \d floating-point arrays that it is found in"
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
+    assert not (tmp_path / "to").exists()
+
+
+def test_names_of_maxtext_are_those_of_its_tree(tmp_path):
+    """In a spec, in casts, and in a tree that says the shardings: that with which a restore is planned."""
+    hf = ROOT / "maxtext" / "qwen3" / "hf"
+    leaves = ost.open_checkpoint(hf, family="maxtext").leaves
+    (name,) = (name for name in leaves if name.endswith("embedding"))
+    assert name == "params.token_embedder.embedding"
+    vocabulary, width = leaves[name].shape
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P("x"))
+    like: dict = {}
+    for path, view in leaves.items():
+        own = sharding if path == name else NamedSharding(sharding.mesh, P())
+        node = like
+        for part in path.split(".")[:-1]:
+            node = node.setdefault(part, {})
+        node[path.split(".")[-1]] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=own)
+    assert ost.plan_restore(hf, like, family="maxtext").total_params > 0
+    for number, asked in enumerate(({"mesh": {"x": 4}, "spec": {f"^{name}$": ("x",)}}, {"like": like})):
+        asked |= {"to": "orbax", "family": "maxtext", "dtype": {f"^{name}$": "float16"}}
+        assert ost.plan_convert(hf, tmp_path / str(number), **asked).num_chunks == len(leaves) + 3
+        ost.convert(hf, tmp_path / str(number), **asked)
+        found = open_orbax(tmp_path / str(number)).leaves[f"params.{name}"]
+        assert (found.chunk_shape, found.dtype) == ((vocabulary // 4, width), np.float16)
+    with pytest.raises(ost.TensorMismatchError, match=r"found in none of the 13 names of arrays, such as 'params\."):
+        ost.convert(hf, tmp_path / "to", to="orbax", family="maxtext", mesh={"x": 4}, spec={f"^params.{name}$": ("x",)})
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -520,3 +589,13 @@ def test_quantised_tensors_are_decoded(tmp_path, memory_bytes):
     found = open_orbax(tmp_path / "to").value("w")
     assert found.dtype == BF16
     same_bits(found, expected["w"])
+
+
+def test_the_most_memory_is_that_of_this_program_alone(tmp_path):
+    """Not of a larger one that has started it."""
+    checkpoint(tmp_path / "from")
+    starter = "import subprocess, sys; large = b'x' * (1 << 30); sys.exit(subprocess.call(sys.argv[1:]))"
+    convert = "import sys; import orbax_safetensors as ost; print(ost.reshard(*sys.argv[1:]).peak_bytes)"
+    argv = [sys.executable, "-c", starter, sys.executable, "-c", convert, tmp_path / "from", tmp_path / "to"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert 1 << 20 < int(done.stdout) < 1 << 30

@@ -48,7 +48,7 @@ def test_rooms(module):
         "strided_copy.py": ("errors", "plan"),
         "decoding.py": ("errors", "format", "plan"),
         "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
-        "orbax_store": ("errors", "plan", "trees", "processes", "io.lock", "orbax_store"),
+        "orbax_store": ("errors", "plan", "trees", "processes", "io.local", "io.lock", "orbax_store"),
     }
     streaming = ("errors", "format", "plan", "io", "options", "processes", "transfer", "streaming")
     below |= {
@@ -59,6 +59,7 @@ def test_rooms(module):
             "draft.py": (),
             "layouts.py": (),
             "casts.py": (),
+            "patterns.py": (),
             "partition.py": ("arrays",),
             "beside.py": ("mapped",),
             "safetensors_source.py": ("checkpoint",),

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, flow, named_sharding, open_orbax
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, draft, flow, named_sharding, open_orbax
 from orbax_safetensors.orbax_store import item as drafts
 from tests.sinks import step_sink
 
@@ -804,6 +804,8 @@ STAGES = {
     "the step's metadata": (type(ocp.metadata.metadata_store(enable_write=True, blocking_write=True)), "update"),
     "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
     "rename": (ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize"),
+    "flush": (draft, "flush"),
+    "last rename": (os, "rename"),
     "listing": (drafts.ItemDraft, "_keys"),
 }
 

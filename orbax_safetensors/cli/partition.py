@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.streaming.patterns import check_used, first_found
+
 Axes = tuple[tuple[str, ...], ...]
 """For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
 
@@ -63,32 +66,32 @@ def parse_rule(text: str) -> Rule:
 def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
     """The axes of every array: those of the first rule whose regex is found in its name, none where there is none.
 
+    A scalar has none in any case.
+
     Raises `UsageError` where a rule names an axis that the mesh does not have, has more dimensions than an array that
-    it is for, or is for none.
+    it is for, or counts for none.
     """
     for rule in rules:
         for axis in (axis for entry in rule.axes for axis in entry):
             if axis not in mesh:
                 raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
+    patterns = [rule.pattern for rule in rules]
+    try:
+        check_used("spec", patterns, shapes)
+    except TensorMismatchError as error:
+        raise UsageError(f"--{error}") from error
     out: dict[str, Axes] = {}
-    used: set[int] = set()
     for name, shape in shapes.items():
-        number = next((at for at, rule in enumerate(rules) if rule.pattern.search(name)), None)
-        if number is None:
+        number = first_found(patterns, name)
+        if number is None or not shape:
             out[name] = ()
             continue
-        used.add(number)
         out[name] = rules[number].axes
         if len(out[name]) > len(shape):
             raise UsageError(
                 f"--spec {rules[number].text!r}: is for {len(out[name])} dimensions, the array {name!r} has "
                 f"{len(shape)}: {shape}"
             )
-    for number, rule in enumerate(rules):
-        if number not in used:
-            taken = sum(1 for name in shapes if rule.pattern.search(name))
-            why = f"an earlier one is for all {taken} arrays that it matches" if taken else "it matches no array"
-            raise UsageError(f"--spec {rule.text!r} is not used: {why}")
     return out
 
 

@@ -14,7 +14,7 @@ from orbax_safetensors.cli.partition import Axes, UsageError, assign, mesh_text,
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
 from orbax_safetensors.orbax_planning import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
-from orbax_safetensors.orbax_store.leaves import STRING
+from orbax_safetensors.orbax_store.leaves import ARRAYS
 from orbax_safetensors.orbax_store.places import requests_at_once
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate
 from orbax_safetensors.streaming.partition import Partition, partition
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, count: int, output: Output) -> int:
 
 def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse.Namespace) -> Partition:
     """That of the `--spec`; without any, what a plan of safetensors has, too."""
-    shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
+    shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
     if args.spec:
         assign(shapes, args.spec, mesh)  # which says what does not fit the command line
         return partition(mesh, {rule.pattern.pattern: _spec(rule.axes) for rule in args.spec})

@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from orbax_safetensors.cli import cluster, convert_plan
-from orbax_safetensors.cli.convert import common, report
+from orbax_safetensors.cli.convert import PARTITIONS_HELP, RUN_HELP, add_common_arguments, common, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
+from orbax_safetensors.cli.units import parse_bytes
 from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.convert import reshard
 from orbax_safetensors.convert_planning import plan_reshard
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.processes import new_key, together
+
+# Broken by hand at 79 columns: argparse leaves these texts as they are.
+_DESCRIPTION = """\
+Stores a checkpoint anew in the format that it has, Orbax or safetensors, so
+that a restore on another mesh reads whole chunks or ranges."""
+
+_EPILOG = (
+    """\
+SOURCE is as for convert. Of Orbax all is kept but the chunks: step, metadata,
+and what is no array. Of safetensors each device of the mesh gets a file with
+its shards; without --mesh the files are laid out anew, of at most
+--max-file-bytes. config.json and the tokenizer's files are copied.
+
+"""
+    + PARTITIONS_HELP
+    + """
+examples:
+  orbax-safetensors reshard maxtext/ for-16/ --mesh fsdp=16 \\
+      --spec 'kernel$=fsdp' --spec 'embedding=fsdp'
+  orbax-safetensors reshard model/ fewer/ --max-file-bytes 20GB
+
+"""
+    + RUN_HELP
+)
+
+
+def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of the command; `add` is that of the whole command line."""
+    parser = add(
+        "reshard", help="store a checkpoint anew, as suits another mesh", description=_DESCRIPTION, epilog=_EPILOG
+    )
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("destination", metavar="DESTINATION")
+    parser.add_argument(
+        "--max-file-bytes", type=parse_bytes, metavar="BYTES", help="of safetensors files without --mesh (default: 5GB)"
+    )
+    add_common_arguments(parser)
+    return parser
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

@@ -1,4 +1,4 @@
-"""Sizes, speeds and times as they are written on a command line."""
+"""Numbers, sizes, speeds and times as they are written on a command line."""
 
 from __future__ import annotations
 
@@ -57,3 +57,10 @@ def human_seconds(seconds: float) -> str:
         return f"{minutes} min {rest:02} s"
     hours, rest = divmod(round(seconds / 60), 60)
     return f"{hours:,} h {rest:02} min"
+
+
+def parse_count(text: str) -> int:
+    """A number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"expected a positive number, found {text!r}")
+    return int(text)

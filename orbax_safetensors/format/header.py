@@ -151,11 +151,13 @@ def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
     Raises HeaderError if there are not 8, or if `N` is over the limit or reaches beyond the file: what it returns is
     safe to allocate.
     """
+    no_file_of_ours = f"{file}: is no safetensors file"  # what begins with text, as most others do, has a huge `N`
     if len(prefix) < PREFIX_BYTES or file_nbytes < PREFIX_BYTES:
-        raise HeaderError(f"{file}: expected at least {PREFIX_BYTES} bytes, found {min(len(prefix), file_nbytes)}")
+        found = min(len(prefix), file_nbytes)
+        raise HeaderError(f"{no_file_of_ours}: expected at least {PREFIX_BYTES} bytes, found {found}")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise HeaderError(f"{file}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
+        raise HeaderError(f"{no_file_of_ours}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
     if PREFIX_BYTES + length > file_nbytes:
         raise HeaderError(
             f"{file}: expected {PREFIX_BYTES + length} bytes up to the data, found a file of {file_nbytes}"

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, RECORD_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.item import ItemDraft, OrbaxItem
-from orbax_safetensors.orbax_store.places import copy, fresh, is_remote, names, remove
+from orbax_safetensors.orbax_store.places import copy, flush, flush_names, fresh, is_remote, make, names, remove
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Draft:
         self._record = self._step_path.get() / RECORD_FILE
         # Whether what is finished takes the name of what is unfinished, and nothing but a file in it tells them apart.
         self._in_place = is_remote(self.path)
+        self._fsync = fsync
         self._run = secrets.token_hex(8)
         self._lock: Lock | None = None
 
@@ -79,10 +81,10 @@ class Draft:
         or something else in the place of what is unfinished, and `TensorMismatchError` where the record is another.
         """
         if not self._in_place:
-            destination = epath.Path(self.path).parent
+            destination, name = os.path.split(self.path)
             with stored(f"{self._step_path.get()}: cannot be made"):
-                destination.mkdir(parents=True, exist_ok=True)
-                self._lock = Lock(os.fspath(destination / f".{os.path.basename(self.path)}.lock"), self.path)
+                make(destination)
+                self._lock = Lock(os.path.join(destination, f".{name}.lock"), self.path)
         try:
             self._begin(record, resume=resume)
         except BaseException:
@@ -134,6 +136,8 @@ class Draft:
             for item in self.items.values():
                 item.create()
             self._write_record({"run": self._run, **record})
+            if not self._in_place:
+                flush_names(os.path.dirname(self.path))
             self._copy_others()
 
     def _copy_others(self) -> None:
@@ -149,8 +153,12 @@ class Draft:
             self._record.write_text(json.dumps(record))
             return
         draft = self._record.with_name(f"{RECORD_FILE}.new")
-        draft.write_text(json.dumps(record))
+        with draft.open("w") as file:
+            file.write(json.dumps(record))
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(self._record)
+        flush_names(self._step_path.get())
 
     def _check_free(self) -> None:
         if (fresh(self.path) / FINISHED_FILE).exists() if self._in_place else os.path.lexists(self.path):
@@ -207,15 +215,32 @@ class Draft:
                 item.save()
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Makes it a checkpoint, as `Checkpointer.save` does: its metadata, then the items, then the whole."""
+        """Makes it a checkpoint, as `Checkpointer.save` does: its metadata, then the items, then the whole.
+
+        On a file system, with `fsync`, all is on the disk before it has its name, and the name when this returns.
+        """
         self.check()
+        unfinished = self._step_path.get()
         with stored(self.path):
-            self._metadata.update(file_path=self._step_path.get() / STEP_FILE, **metadata)
+            self._metadata.update(file_path=unfinished / STEP_FILE, **metadata)
             for item in self.items.values():
                 item.finish()
-            if self._in_place:  # a record does no harm in what is finished; without it, nothing could be taken up
+            if self._in_place:
                 asyncio_utils.run_sync(self._step_path.finalize())
-                self._record.unlink()
             else:
-                self._record.unlink()
-                asyncio_utils.run_sync(self._step_path.finalize())
+                self._rename(unfinished)
+            # A record does no harm in what is finished; without it, nothing could be taken up.
+            (epath.Path(self.path) / RECORD_FILE).unlink()
+        if not self._in_place:
+            try:
+                flush_names(os.path.dirname(self.path))
+            except StorageError as error:
+                raise StorageError(f"{self.path}: is complete, but may not outlive a crash: {error}") from error
+
+    def _rename(self, unfinished: epath.Path) -> None:
+        """What Orbax's own `finalize` does, but what that writes is on the disk, and all else, before the rename."""
+        self._metadata.update(file_path=unfinished / STEP_FILE, commit_timestamp_nsecs=time.time_ns())
+        (unfinished / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.path}")
+        if self._fsync:
+            flush(unfinished)
+        os.rename(unfinished, self.path)

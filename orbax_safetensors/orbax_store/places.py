@@ -19,6 +19,7 @@ from etils.epath import backend
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.orbax_store.flow import stored
 
 _REMOTE = "gs://"
@@ -81,6 +82,31 @@ def read_json(path: epath.Path) -> Any:
             return json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
+
+
+def make(directory: str) -> None:
+    """Makes a directory of a file system, and those that it is in; their names are on the disk when this returns."""
+    if not os.path.isdir(directory):
+        make(os.path.dirname(directory))
+        os.makedirs(directory, exist_ok=True)
+        flush_names(os.path.dirname(directory))
+
+
+def flush_names(directory: str | os.PathLike[str]) -> None:
+    """Returns when the names of what is in a directory of a file system are on the disk."""
+    LocalStore().sync(os.fspath(directory))
+
+
+def flush(directory: str | os.PathLike[str]) -> None:
+    """Returns when all that is in a directory of a file system, and in the directories in it, is on the disk."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                flush(entry.path)
+            else:
+                with open(entry.path, "rb") as file:
+                    os.fsync(file.fileno())
+    flush_names(directory)
 
 
 def remove(path: epath.Path) -> None:

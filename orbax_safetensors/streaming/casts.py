@@ -11,7 +11,7 @@ import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.streaming.partition import check_found, check_pattern
+from orbax_safetensors.streaming.patterns import check_pattern, check_used, first_found
 
 
 class Casts:
@@ -27,20 +27,23 @@ class Casts:
         patterns = asked if by_pattern else {}
         for pattern in patterns:
             check_pattern("dtype", pattern)
-        self._patterns = [(re.compile(pattern), _dtype(dtype)) for pattern, dtype in patterns.items()]
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+        self._dtypes = [_dtype(dtype) for dtype in patterns.values()]
 
     def of(self, own: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
         """The dtypes of arrays, by name, whose own dtypes are given.
 
-        Raises `TensorMismatchError` where a pattern is found in no name of a floating-point array.
+        Raises `TensorMismatchError` where a pattern counts for no floating-point array.
         """
         floats = [name for name, dtype in own.items() if _is_float(dtype)]
-        check_found("dtype", [pattern.pattern for pattern, _ in self._patterns], floats, "floating-point arrays")
+        check_used("dtype", self._patterns, floats, "floating-point arrays")
         return dict(own) | {name: self._of(name, own[name]) for name in floats}
 
     def _of(self, name: str, own: np.dtype) -> np.dtype:
-        found = (dtype for pattern, dtype in self._patterns if pattern.search(name))
-        return next(found, own if self.everywhere is None else self.everywhere)
+        number = first_found(self._patterns, name)
+        if number is not None:
+            return self._dtypes[number]
+        return own if self.everywhere is None else self.everywhere
 
 
 def _is_float(dtype: np.dtype) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from orbax_safetensors import arrays
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.plan.view import Box
+from orbax_safetensors.streaming.patterns import check_pattern, check_used, first_found
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None
@@ -33,14 +35,23 @@ class Partition:
     mesh: Mapping[str, int]
     patterns: Mapping[str, Spec]
 
+    @cached_property
+    def _compiled(self) -> list[re.Pattern[str]]:
+        return [re.compile(pattern) for pattern in self.patterns]
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raises `TensorMismatchError` where one of the patterns counts for none of the arrays with these names."""
+        check_used("spec", self._compiled, names)
+
     def spec(self, name: str, shape: tuple[int, ...]) -> tuple[str | tuple[str, ...] | None, ...]:
         """The mesh axes of each leading dimension of an array.
 
         Raises `TensorMismatchError` where they do not fit the mesh or do not divide the shape.
         """
-        found = next((pattern for pattern in self.patterns if re.search(pattern, name)), None)
-        if found is None or not shape:
+        number = first_found(self._compiled, name)
+        if number is None or not shape:
             return ()
+        found = self._compiled[number].pattern
         spec = tuple(part if part is None or isinstance(part, str) else tuple(part) for part in self.patterns[found])
         where = f"{name!r} of shape {shape}, sharded as {spec} because of {found!r}"
         named = [axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)]
@@ -140,19 +151,3 @@ def _is_spec(spec: Any) -> bool:
         part is None or isinstance(part, str) or (is_tuple(part) and all(isinstance(axis, str) for axis in part))
         for part in spec
     )
-
-
-def check_pattern(argument: str, pattern: str) -> None:
-    """Raises `TensorMismatchError` where `pattern` is no regular expression."""
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise TensorMismatchError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
-
-
-def check_found(argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "arrays") -> None:
-    """Raises `TensorMismatchError` where one of `patterns` is found in none of `names`: it may be misspelt."""
-    names = list(names)
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            raise TensorMismatchError(f"{argument}: {pattern!r} is found in none of the {len(names)} names of {what}")

@@ -554,6 +554,25 @@ def test_a_plan_of_a_conversion(cli, tmp_path):
     assert "already exists" in again.err
 
 
+def test_names_are_those_of_a_plan(cli, tmp_path):
+    """Of a restore from the same source, which prints them."""
+    leaves = json.loads(cli("inspect", HF, "--family", "maxtext", "--json").out)["leaves"]
+    (name,) = (leaf["path"] for leaf in leaves if leaf["path"].endswith("embedding"))
+    planned = json.loads(cli("plan", ORBAX, "--mesh", "x=2", "--spec", "kernel=-,x", "--json").out)
+    in_orbax = planned["over_reads"][0]["name"]
+    assert (name, in_orbax.split(".")[:3]) == ("params.token_embedder.embedding", ["params", "params", "decoder"])
+    for own, plan, convert in (
+        (name, ["plan", HF, "--family", "maxtext"], ["convert", HF, tmp_path / "to", *TO_ORBAX, "--plan"]),
+        (in_orbax, ["plan", ORBAX], ["reshard", ORBAX, tmp_path / "to", "--plan"]),
+    ):
+        for spec, status in ((f"^{own}$=x", 0), (f"^params.{own}$=x", 1)):
+            asked = ["--mesh", "x=2", "--spec", spec]
+            planned, converted = cli(*plan, *asked), cli(*convert, *asked)
+            assert (planned.status, converted.status) == (2 * status, status)
+            message = planned.err.splitlines()[-1].rpartition("spec: ")[2] if status else ""
+            assert message in converted.err
+
+
 def test_a_plan_of_a_reshard(cli, tmp_path):
     asked = [ORBAX, tmp_path / "to", "--mesh", "x=2", "--spec", "kernel|embedding=x"]
     of_orbax = cli("reshard", *asked, "--plan")

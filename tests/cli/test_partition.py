@@ -64,13 +64,13 @@ def test_the_first_rule_that_is_found_counts():
     [
         (["kernel=expert"], "no axis 'expert', it has data, model"),
         (["kernel=data,-,-"], "is for 3 dimensions, the array 'kernel' has 2: (8, 8)"),
-        (["nothing=data"], "'nothing=data' is not used: it matches no array"),
-        (["k=data", "kernel=model"], "'kernel=model' is not used: an earlier one is for all 1 arrays"),
+        (["nothing=data"], "--spec: 'nothing' is found in none of the 3 names of arrays, such as 'kernel'"),
+        (["k=data", "kernel=model"], "--spec: 'kernel' is not used: an earlier one is for all 1 arrays"),
     ],
 )
 def test_rules_that_do_not_fit(rules, message):
     with pytest.raises(UsageError) as raised:
-        assign({"kernel": (8, 8), "bias": (8,)}, [parse_rule(rule) for rule in rules], MESH)
+        assign({"kernel": (8, 8), "bias": (8,), "step": ()}, [parse_rule(rule) for rule in rules], MESH)
     assert message in str(raised.value)
 
 

@@ -19,7 +19,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
@@ -273,24 +272,11 @@ def _after(owner: Any, name: str) -> None:
     setattr(owner, name, then_die)
 
 
-def _before_the_record_is_deleted() -> None:
-    """Which is the last that is done before the step is renamed."""
-    kind = type(epath.Path("/"))
-    unlink = kind.unlink
-
-    def unlink_others(self: Any, **keywords: Any) -> None:
-        if self.name == "_in_progress.json":
-            kill()
-        unlink(self, **keywords)
-
-    kind.unlink = unlink_others
-
-
 STAGES: dict[str, Callable[[], None]] = {
     "before it is saved": lambda: _before(Draft, "save"),
     "after it is saved": lambda: _after(Draft, "save"),
     "after the merge": lambda: _after(ocp.PyTreeCheckpointHandler, "finalize"),
-    "after the item is renamed": _before_the_record_is_deleted,
+    "after the item is renamed": lambda: _before(Draft, "_rename"),
 }
 
 

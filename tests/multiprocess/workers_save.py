@@ -542,14 +542,14 @@ def _amid_data() -> None:
 
 
 def _after_agreement(phase: str) -> None:
-    real = saving.agree
+    real = processes.agree
 
-    def agree(key: str, *args: Any) -> None:
-        real(key, *args)
+    def agree(key: str, *args: Any, **more: Any) -> None:
+        real(key, *args, **more)
         if key.endswith(phase):
             _die()
 
-    mock.patch.object(saving, "agree", agree).start()
+    mock.patch.object(processes, "agree", agree).start()
 
 
 def _between_headers() -> None:

@@ -1,9 +1,10 @@
-"""Conversions to safetensors on disks that fail and machines that crash: what is there in the end was on the disk."""
+"""Conversions on disks that fail and machines that crash: what is there in the end was on the disk."""
 
 import contextlib
 import errno
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,7 @@ CALLS = {
     MANY_FILES: lambda *args, **more: ost.reshard(*args, max_file_bytes=30_000, memory_bytes=40_000, **more),
 }
 KINDS = ("to_safetensors", "reshard_safetensors", MANY_FILES)
+TO_ORBAX = ("to_orbax", "reshard_orbax")
 
 
 class Disk:
@@ -259,3 +261,97 @@ def test_a_draft_that_cannot_be_deleted_when_all_is_there(source, tmp_path, monk
     CALLS[MANY_FILES](path, destination)
     check(MANY_FILES, destination)
     assert f"{destination}.partial is not needed any more and cannot be deleted" in caplog.text
+
+
+class Flushed(dict):
+    """What a crash of the machine leaves of anything: bytes of files and names in directories, by path, as flushed."""
+
+    def __init__(self):
+        self.events: list[tuple[str, Path]] = []
+
+    def fsync(self, descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self[path] = self.now(path)
+        self.events.append(("fsync", path))
+
+    @staticmethod
+    def now(path):
+        return set(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+    def has_all(self, directory):
+        return [path for path in (directory, *directory.rglob("*")) if self.get(path) != self.now(path)] == []
+
+
+@contextlib.contextmanager
+def watched(flushed, step, fails=("", 0)):
+    """The calls of `os.fsync` and, of the step, `os.rename`, with which `flushed` is kept; that call of one fails."""
+    calls = {"fsync": os.fsync, "rename": os.rename}
+    counts = dict.fromkeys(calls, 0)
+
+    def counted(name, *args):
+        counts[name] += 1
+        number = "last" if flushed.events[-1:] == [("rename", step)] else counts[name]
+        if (name, number) == fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fsync(descriptor):
+        counted("fsync")
+        calls["fsync"](descriptor)
+        flushed.fsync(descriptor)
+
+    def rename(old, new):
+        if Path(new) == step:
+            counted("rename")
+            assert flushed.has_all(Path(old))
+            flushed.events.append(("rename", step))
+        calls["rename"](old, new)
+
+    with mock.patch.object(os, "fsync", fsync), mock.patch.object(os, "rename", rename):
+        yield counts
+
+
+@pytest.mark.parametrize("kind", TO_ORBAX)
+def test_all_of_orbax_is_on_the_disk_before_it_has_its_name(kind, source, tmp_path):
+    path, destination = source(kind), tmp_path / "new" / "directory" / "to"
+    flushed, seen = Flushed(), []
+
+    def begun(*_):
+        (unfinished,) = destination.glob("0.*")
+        above = [unfinished, *unfinished.parents]
+        seen.append(all(below.name in flushed[at] for below, at in pairwise(above[:5])))
+        seen.append({path.name for path in unfinished.iterdir()} <= flushed[unfinished])
+        seen.append(flushed[unfinished / "_in_progress.json.new"] == flushed.now(unfinished / "_in_progress.json"))
+
+    with watched(flushed, destination / "0"):
+        CALLS[kind](path, destination, progress=begun)
+    assert seen
+    assert all(seen)
+    check(kind, destination)
+    assert flushed.events[-2:] == [("rename", destination / "0"), ("fsync", destination)]
+    assert [event for event, _ in flushed.events].count("rename") == 1
+
+
+@pytest.mark.parametrize("kind", TO_ORBAX)
+def test_whatever_fails_the_next_one_to_orbax_goes_on(kind, source, tmp_path):
+    path = source(kind)
+    with watched(Flushed(), tmp_path / "whole" / "0") as counts:
+        CALLS[kind](path, tmp_path / "whole")
+    assert min(counts.values()) > 0
+    most = counts["fsync"] * 3 // 4  # Orbax's database is in more files, or fewer
+    for name, number in [("rename", 1), *(("fsync", number) for number in (*range(1, most, 1 + most // 12), "last"))]:
+        destination = tmp_path / f"{name} {number}"
+        descriptors = open_files()
+        with (
+            watched(Flushed(), destination / "0", (name, number)),
+            pytest.raises(ost.StorageError, match=os.strerror(errno.EIO)) as caught,
+        ):
+            CALLS[kind](path, destination)
+        assert open_files() == descriptors
+        if (destination / "0").exists():
+            assert (name, number) == ("fsync", "last")
+            assert "0: is complete, but may not outlive a crash: " in str(caught.value)
+        else:
+            assert number != "last"
+            CALLS[kind](path, destination, resume=True)
+        check(kind, destination)
+        assert sorted(os.listdir(destination / "0")) == sorted(os.listdir(tmp_path / "whole" / "0"))
