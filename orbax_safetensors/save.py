@@ -27,7 +27,7 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.io.store import NewFile, Pace, Store
+from orbax_safetensors.io.store import NewFile, Pace, Store, write_small
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
@@ -341,7 +341,7 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
 
     def facts() -> None:
         if jax.process_index() == 0:
-            _write_facts(save, directory, create, store)
+            _write_facts(save, directory, store)
 
     nbytes = together(f"{save.key}/data", data)
     together(f"{save.key}/facts", facts)
@@ -377,7 +377,7 @@ def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pa
     return counters.nbytes
 
 
-def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], store: Store) -> None:
+def _write_facts(save: Save, directory: str, store: Store) -> None:
     """Writes what makes the files a checkpoint, which it is with the last of it.
 
     That are config, index and headers; of files that are there and whole already, only the index.
@@ -385,12 +385,11 @@ def _write_facts(save: Save, directory: str, create: Callable[[int], NewFile], s
     if not store.whole:
         _write_config(save, directory, store)
     if save.layout.index is not None:
-        text = save.layout.index.encode()
-        _write_whole(store.create(posixpath.join(directory, INDEX_NAME), len(text)), text, save.options)
+        _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
     if store.whole:
         return
-    for number, (_, header) in enumerate(save.layout.files):
-        _write_whole(create(number), header.encode(), save.options)
+    for name, header in save.layout.files:
+        _write_small(save, directory, name, header.encode(), store)
     if save.options.fsync:
         store.sync(directory)
 
@@ -402,8 +401,7 @@ def write_beside(directory: str, files: Mapping[str, str], options: SafetensorsO
     def written() -> None:
         if jax.process_index() == 0:
             for name, text in files.items():
-                data = text.encode()
-                _write_whole(store.create(posixpath.join(path, name), len(data)), data, options)
+                write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
 
     together(f"{new_key(f'beside/{_hashed(directory)}')}/written", written)
 
@@ -415,14 +413,8 @@ def _hashed(directory: str) -> str:
 
 def _write_config(save: Save, directory: str, store: Store) -> None:
     if save.config is not None:
-        text = save.config.encode()
-        _write_whole(store.create(posixpath.join(directory, CONFIG_NAME), len(text)), text, save.options)
+        _write_small(save, directory, CONFIG_NAME, save.config.encode(), store)
 
 
-def _write_whole(file: NewFile, text: bytes, options: SafetensorsOptions) -> None:
-    try:
-        file.write(0, [memoryview(text)])
-        if options.fsync:
-            file.sync()
-    finally:
-        file.close()
+def _write_small(save: Save, directory: str, name: str, content: bytes, store: Store) -> None:
+    write_small(store, posixpath.join(directory, name), content, sync=save.options.fsync)

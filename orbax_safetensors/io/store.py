@@ -150,12 +150,13 @@ class Store(Protocol):
         """Waits until the names of new files in the directory `path` are on the disk."""
 
 
-def write_small(store: Store, path: str, content: bytes) -> None:
-    """Writes the beginning of a file, or all of it; returns when the file is on the disk."""
+def write_small(store: Store, path: str, content: bytes, *, sync: bool = True) -> None:
+    """Writes the beginning of a file, or all of it; with `sync`, returns when the file is on the disk."""
     file = store.create(path, len(content))
     try:
         file.write(0, [memoryview(content)])
-        file.sync()
+        if sync:
+            file.sync()
     finally:
         file.close()
 
