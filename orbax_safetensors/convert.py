@@ -25,7 +25,8 @@ class Conversion:
 
     Attributes:
       path: what was made: a directory of safetensors files, or of a step or an item of Orbax.
-      nbytes: bytes of arrays that were moved; less than all where others helped, or a conversion was resumed.
+      nbytes: bytes of arrays that were written, with the dtypes that the destination has, before compression; less than
+        all where others helped, or a conversion was resumed.
       seconds: how long it took.
       peak_bytes: the most memory that the process had since it began.
       requests: reads and writes of the storage.

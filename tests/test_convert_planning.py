@@ -153,6 +153,26 @@ def test_several_processes_share_the_work(kind, tmp_path):
     assert max(cost.nbytes for cost in several.processes) < 1.3 * one.total_bytes / 3
 
 
+@pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
+@pytest.mark.parametrize("dtype", [None, "float16", {"kernel|proj": "float64"}])
+def test_bytes_are_those_that_are_written(dtype, memory_bytes, tmp_path):
+    """With the dtypes of the destination, either way, and without the padding that a family adds."""
+
+    def both(call, *args, **asked):
+        plan = getattr(ost, f"plan_{call}")(*args, memory_bytes=memory_bytes, **asked)
+        done = getattr(ost, call)(*args, memory_bytes=memory_bytes, **asked)
+        assert plan.total_bytes == done.nbytes
+        return done
+
+    padded = {"family": "maxtext", "variant": {"vocab_size": 128}}
+    there = both("convert", HF, tmp_path / "orbax", to="orbax", dtype=dtype, **padded)
+    leaves = open_orbax(there.path).leaves.values()
+    assert there.nbytes == sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in leaves if leaf.shape)
+    source = ost.convert(HF, tmp_path / "from", to="orbax", memory_bytes=memory_bytes, **padded).path
+    back = both("convert", source, tmp_path / "hf", to="safetensors", dtype=dtype, config=HF, **padded)
+    assert back.nbytes == ost.open_checkpoint(back.path).nbytes
+
+
 def test_chunks_that_are_read_in_part_are_read_whole(tmp_path):
     write(tmp_path / "model.safetensors", {"w": np.zeros((60, 64), np.float32)})
     rows = ost.convert(tmp_path / "model.safetensors", tmp_path / "to", to="orbax", mesh={"x": 4}, spec={"w": ("x",)})

@@ -66,7 +66,7 @@ plan:
 
   With --json, one object:
     path          what would be made
-    total_bytes   bytes of all arrays that are moved
+    total_bytes   bytes of all arrays that are written, not compressed
     source_bytes  of all files of SOURCE, null on an object store of Orbax
     from_orbax, to_orbax  whether bytes read, or written, are decoded ones
     processes     a list of {nbytes, needed_bytes, read_bytes, over_read,
@@ -101,7 +101,7 @@ output:
   On a terminal stderr has a bar, elsewhere a line every five seconds. Then
   stdout has what was done, with --json as one object:
     path        what was made: the directory of the step, or of the files
-    nbytes      bytes of arrays that were moved by this run
+    nbytes      bytes of arrays that this run has written, not compressed
     seconds     how long it took
     peak_bytes  the most memory that the process had
     requests    reads and writes of storage

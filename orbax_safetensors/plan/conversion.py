@@ -86,8 +86,8 @@ class ConversionCost:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays that it moves, as they are in memory: `Conversion.nbytes`."""
-        return sum(batch.nbytes for batch in self.batches)
+        """Bytes of arrays that it writes, as the destination has them: `Conversion.nbytes`."""
+        return sum(batch.write.needed_bytes for batch in self.batches)
 
     @property
     def needed_bytes(self) -> int:
@@ -196,7 +196,7 @@ class ConversionPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of arrays that all processes move."""
+        """Bytes of arrays that all processes write, as the destination has them."""
         return sum(cost.nbytes for cost in self.processes)
 
     @property

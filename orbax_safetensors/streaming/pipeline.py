@@ -41,7 +41,7 @@ class Fact(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What this process has moved: where to, bytes of tiles, and requests to either side."""
+    """What this process has moved: where to, bytes of arrays that it has written, and requests to either side."""
 
     path: str
     nbytes: int

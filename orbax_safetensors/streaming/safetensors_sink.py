@@ -47,6 +47,11 @@ class SafetensorsSink:
         """Writes so far."""
         return self._writer.counters.num_requests
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that it has written."""
+        return self._writer.counters.nbytes
+
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`. The disk has the tiles before they are recorded, and the record never says too much.
 

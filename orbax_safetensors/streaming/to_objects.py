@@ -183,7 +183,7 @@ class ToObjects:
             moved += together(f"{key}/finish", finish)
         for name in ("begin", "done", "seen", "tiles"):
             forget(f"{key}/{name}")
-        return Moved(destination, moved, source.requests + sink.requests)
+        return Moved(destination, sink.nbytes, source.requests + sink.requests)
 
 
 class _Dealt(NamedTuple):
@@ -286,6 +286,11 @@ class _Sink:
     def requests(self) -> int:
         """See `TileSink`."""
         return self._writer.counters.num_requests
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that it has written."""
+        return self._writer.counters.nbytes
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`. The last batch is kept until `finish`, and with it the objects that it completes."""

@@ -115,24 +115,23 @@ class ToSafetensors:
             own = self._share(left, process, jax.process_count())
             sink = self._sink(draft)
 
-            def write() -> int:
+            def write() -> None:
                 try:
-                    moved = stream(source, sink, own, self._limit, progress)
+                    stream(source, sink, own, self._limit, progress)
                 finally:
                     sink.close()
                 source.check()
-                return moved
 
             def finish() -> None:
                 if primary:
                     draft.check_complete(len(numbers))
                     sink.finish(self._beside)
 
-            moved = together(f"{key}/tiles", write)
+            together(f"{key}/tiles", write)
             together(f"{key}/finish", finish)
         for part in ("run", "begin", "open", "done", "seen", "tiles"):
             forget(f"{key}/{part}")
-        return Moved(self._destination, moved, source.requests + sink.requests)
+        return Moved(self._destination, sink.nbytes, source.requests + sink.requests)
 
 
 def digest(source: TileSource, files: Files, beside: Beside, cuts: Sequence[Bundle]) -> str:
