@@ -195,7 +195,7 @@ def read_checkpoint(path: str | os.PathLike[str], storage_options: Mapping[str, 
     def fail(fault: SafetensorsError) -> None:
         raise fault
 
-    return _open(os.fsdecode(path), storage_options, fail)
+    return _open(path, storage_options, fail)
 
 
 def find_faults(
@@ -204,14 +204,16 @@ def find_faults(
     """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first."""
     faults: list[SafetensorsError] = []
     try:
-        _open(os.fsdecode(path), storage_options, faults.append)
+        _open(path, storage_options, faults.append)
     except SafetensorsError as fault:
         faults.append(fault)
     return faults
 
 
 def _open(
-    path: str, storage_options: Mapping[str, Any] | None, report: Callable[[SafetensorsError], None]
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    report: Callable[[SafetensorsError], None],
 ) -> Checkpoint:
     """`read_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
     store, path = store_of(path, storage_options)
