@@ -23,7 +23,7 @@ from obstore.exceptions import PreconditionError
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, reason, status_of
-from orbax_safetensors.io.store import Cost, Stamp
+from orbax_safetensors.io.store import UNKNOWN, Cost, Stamp
 from orbax_safetensors.io.upload import NewRemoteFile
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
@@ -145,7 +145,7 @@ def _stamp(meta: ObjectMeta) -> Stamp:
     tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
     if tag:
         return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
-    return Stamp(meta["size"], "unknown" if modified == _NO_DATE else f"modified {modified.isoformat()}")
+    return Stamp(meta["size"], UNKNOWN if modified == _NO_DATE else f"modified {modified.isoformat()}")
 
 
 def changed(path: str, stamp: Stamp, found: str) -> StorageError:

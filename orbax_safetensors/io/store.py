@@ -8,12 +8,15 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors.errors import StorageError
 
+# The version of every state of a file whose server tells none.
+UNKNOWN = "unknown"
+
 
 class Stamp(NamedTuple):
     """Identifies one state of a file, to notice that it changed while it was read.
 
     `version` is text that differs between states: what a file system says of a file's last change, or a server's name
-    for the content.
+    for the content; or `UNKNOWN`, with which only another size tells of a change.
     """
 
     nbytes: int
