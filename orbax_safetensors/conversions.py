@@ -312,10 +312,9 @@ def _to_files(
 ) -> Work:
     """Safetensors files; `groups` are leaves that interleave in them."""
     store, destination = store_of(asked.destination, None)
-    options = SafetensorsOptions()
     if store.whole:
-        return ToObjects(source, store, destination, files, around, options, asked.memory_bytes)
-    return ToSafetensors(source, destination, files, around, groups, options, asked.memory_bytes)
+        return ToObjects(source, store, destination, files, around, asked.memory_bytes)
+    return ToSafetensors(source, destination, files, around, groups, SafetensorsOptions(), asked.memory_bytes)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

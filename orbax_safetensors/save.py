@@ -329,9 +329,9 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     started = time.perf_counter()
     paths = [posixpath.join(directory, name) for name, _ in save.layout.files]
 
-    def create(number: int) -> NewFile:
+    def create(number: int, requests: int = 1) -> NewFile:
         header = save.layout.files[number][1]
-        file = store.create(paths[number], header.file_bytes)
+        file = store.create(paths[number], header.file_bytes, requests)
         if store.whole:
             file.write(0, [memoryview(header.encode())])
         return file
@@ -365,7 +365,7 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     )
 
 
-def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pace: Pace, *, whole: bool) -> int:
+def _write_data(save: Save, shards: Shards, create: Callable[..., NewFile], pace: Pace, *, whole: bool) -> int:
     num_writes = 0
     with (WholeFileWriter if whole else Writer)(create, pace.requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):

@@ -289,7 +289,7 @@ class RemoteStore:
         """Ends requests that list and open."""
         self._requests.cancel()
 
-    def create(self, path: str, nbytes: int | None = None) -> NewRemoteFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewRemoteFile:
         """Begins an object of `nbytes` bytes, of which nothing is seen before it is whole."""
         if self._writing is None:
             raise StorageError(f"{path}: {READ_ONLY}")
@@ -297,7 +297,7 @@ class RemoteStore:
             raise StorageError(f"{path}: an object of unknown size cannot be written")
         if self._objects_for_writing is None:
             self._objects_for_writing = self._writing()
-        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes)
+        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
 
     def delete(self, path: str) -> None:
         """Deletes the objects below `path`, each with a request of its own, of which many are in flight."""

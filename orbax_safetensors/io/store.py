@@ -137,10 +137,11 @@ class Store(Protocol):
     def cancel(self) -> None:
         """Makes files that other threads wait for fail to open soon, and all that are opened later."""
 
-    def create(self, path: str, nbytes: int | None = None) -> NewFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewFile:
         """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible.
 
-        `nbytes` is the size that it will have, which a store that is `whole` has to know.
+        `nbytes` is the size that it will have, which a store that is `whole` has to know. There, `requests` are those
+        that may hold bytes of it in memory.
         """
 
     def delete(self, path: str) -> None:

@@ -26,7 +26,6 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.io.remote import READ_ONLY
 from orbax_safetensors.io.store import NewFile, Store, read_small, write_small
-from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.plan.strided import extent
@@ -80,12 +79,11 @@ class ToObjects:
         destination: str,
         files: Files,
         beside: Beside,
-        options: SafetensorsOptions,
         memory_bytes: int,
     ) -> None:
         """Decides on tiles. Leaves are those of `files`."""
         self.source, self._store, self._destination = source, store, destination
-        self._files, self._beside, self._options = files, beside, options
+        self._files, self._beside = files, beside
         self._limit = max(batch_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._parts = list(_parts(files, source, self._limit))
 
@@ -100,7 +98,9 @@ class ToObjects:
 
     def _sink(self) -> _Sink:
         paths = [posixpath.join(self._destination, name) for name, _ in self._files.layout.files]
-        return _Sink(self._store, paths, self._files, self._options)
+        # Parts that are on their way may take as much as a batch, which is a quarter of this.
+        pace = self._store.cost.pace(None, None, 4 * self._limit)
+        return _Sink(self._store, paths, self._files, pace.requests)
 
     def _dealt(self, left: Sequence[_Part], last_file: int | None, process: int, count: int) -> _Dealt:
         # What stands in the place of the last object is replaced when all others are there, by the one that did that.
@@ -262,10 +262,9 @@ class _Draft:
 class _Sink:
     """Files that this process writes alone."""
 
-    def __init__(self, store: Store, paths: Sequence[str], files: Files, options: SafetensorsOptions) -> None:
+    def __init__(self, store: Store, paths: Sequence[str], files: Files, requests: int) -> None:
         self._store, self._paths, self._files = store, paths, files
-        pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-        self._writer = WholeFileWriter(self._create, pace.requests)
+        self._writer = WholeFileWriter(self._create, requests)
         self._coming: Iterator[_Part] = iter(())
         self._kept: list[tuple[_Part, Tile, np.ndarray]] = []
         self._kept_bytes = 0  # of a plan
@@ -276,9 +275,9 @@ class _Sink:
         self._coming = (part for part in parts for _ in part.tiles)
         return self
 
-    def _create(self, number: int) -> NewFile:
+    def _create(self, number: int, requests: int) -> NewFile:
         header = self._files.layout.files[number][1]
-        file = self._store.create(self._paths[number], header.file_bytes)
+        file = self._store.create(self._paths[number], header.file_bytes, requests)
         file.write(0, [memoryview(header.encode())])
         return file
 
