@@ -216,8 +216,15 @@ class _Draft:
         if not self._store.writes:
             raise StorageError(f"{self._destination}: {READ_ONLY}")
         names = self._store.list(self._destination) or []
-        begun = self._begun()
+        begun = self._begun(self._record)
         if other := sorted(set(names).difference(begun["names"] if begun else ())):
+            # Other layouts have their record in other places: the index, or the last file.
+            last = max((name for name in names if name.endswith(".safetensors")), default=INDEX_NAME)
+            if any(self._begun(posixpath.join(self._destination, name)) for name in {INDEX_NAME, last} & {*other}):
+                raise StorageError(
+                    f"{self._destination}: holds what another conversion has begun, of another layout or with other "
+                    "arguments; finish it with resume (--resume) and the arguments that it was begun with, or delete it"
+                )
             raise StorageError(f"{self._destination}: already exists, and holds {other[0]!r}; move it away")
         return begun
 
@@ -239,9 +246,9 @@ class _Draft:
         record = {"unfinished": self.digest, "names": self._all_names}
         write_small(self._store, self._record, json.dumps(record).encode())
 
-    def _begun(self) -> dict[str, Any] | None:
-        """The record of what was begun under the name of this one's."""
-        file = self._store.find(self._record)
+    def _begun(self, path: str) -> dict[str, Any] | None:
+        """The record of what was begun, if there is one."""
+        file = self._store.find(path)
         if file is None:
             return None
         if file.stamp.nbytes > _MAX_RECORD_BYTES:

@@ -160,6 +160,24 @@ def test_another_conversion_is_not_mixed_in(source, place, tmp_path):
     assert content(to) == content(tmp_path / "to")
 
 
+@pytest.mark.parametrize("begun", list(CALLS))
+def test_one_of_another_layout_is_told_apart_from_a_checkpoint(begun, source, place):
+    """Whatever is in the place of the last file of either."""
+    to = f"{place.url}/to"
+    with pytest.raises(ost.StorageError, match="enough"):
+        CALLS[begun](source, to, progress=stop_halfway)
+    before = content(to)
+    for other in {*CALLS} - {begun}:
+        for resume in (False, True):
+            with pytest.raises(ost.StorageError, match=r"another conversion has begun.*--resume.*or delete it"):
+                CALLS[other](source, to, resume=resume)
+    assert content(to) == before
+    CALLS[begun](source, to, resume=True)
+    for other in {*CALLS} - {begun}:
+        with pytest.raises(ost.StorageError, match="to: already exists"):
+            CALLS[other](source, to)
+
+
 def test_what_is_there_is_left_alone(source, place):
     store, path = store_of(f"{place.url}/to", None)
     file = store.create(f"{path}/mine", 4)
