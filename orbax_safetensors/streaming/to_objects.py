@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -50,6 +51,8 @@ from orbax_safetensors.streaming.pipeline import (
 )
 from orbax_safetensors.streaming.to_safetensors import digest
 from orbax_safetensors.transfer import WholeFileWriter
+
+logger = logging.getLogger(__name__)
 
 # A batch is half of what it may be, because what comes early waits besides.
 _PARTS_OF_BATCH = 2
@@ -156,7 +159,16 @@ class ToObjects:
         left = [part for part in self._parts if part.number not in done]
         own, last = self._dealt(left, draft.last_file, jax.process_index(), jax.process_count())
         sink = self._sink()
-        total = sum(nbytes(part.tiles, source.leaves) for part in (*own, *last))
+        tiles = [tile for part in (*own, *last) for tile in part.tiles]
+        total = nbytes(tiles, source.leaves)
+        if source.decoded and (read := source.traffic(tiles).moved_bytes) > total:
+            logger.warning(
+                "%s: %d bytes of chunks are read for %d bytes of arrays, because chunks that belong to several files "
+                "are read for each of them, and for several tiles of one; with more memory there are fewer of both",
+                source.path,
+                read,
+                total,
+            )
         moved = 0
 
         def move(some: Sequence[_Part]) -> int:

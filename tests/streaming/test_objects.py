@@ -113,6 +113,18 @@ def test_from_maxtext(model, memory_bytes, place, tmp_path):
     assert content(f"{place.url}/to")["config.json"] == content(tmp_path / "to")["config.json"]
 
 
+@pytest.mark.parametrize(("memory_bytes", "warned"), [(200_000, True), (1 << 30, False)])
+def test_chunks_that_are_read_more_than_once_are_told_of(memory_bytes, warned, place, caplog):
+    asked = {**MAXTEXT, "config": ROOT / "maxtext" / "deepseek3" / "hf", "memory_bytes": memory_bytes}
+    found, to = ROOT / "orbax" / "deepseek3_scanned", f"{place.url}/to"
+    (cost,) = ost.plan_convert(found, to, **asked).processes
+    assert (cost.read_bytes > cost.needed_bytes) == warned
+    done = ost.convert(found, to, **asked)
+    said = [record.getMessage() for record in caplog.records if "bytes of chunks are read" in record.getMessage()]
+    expected = f"{cost.read_bytes} bytes of chunks are read for {done.nbytes} bytes of arrays"
+    assert [expected in one for one in said] == [True] * warned
+
+
 def test_a_config_on_a_store(place, tmp_path):
     store, path = store_of(f"{place.url}/hf", None)
     for name, text in content(ROOT / "maxtext" / "qwen3" / "hf").items():
