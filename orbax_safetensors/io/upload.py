@@ -40,6 +40,15 @@ _ABORT_SECONDS = 30.0
 _NOTHING = np.empty(0, np.uint8)
 
 
+def num_parts(nbytes: int) -> int:
+    """Of an object of `nbytes` bytes; each is one request. Those that begin and end an upload of several are few."""
+    return max(1, -(-nbytes // _part_bytes(nbytes)))
+
+
+def _part_bytes(nbytes: int) -> int:
+    return max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
+
+
 class _GivenUpError(Exception):
     pass
 
@@ -59,7 +68,7 @@ class NewRemoteFile:
         self._key = key
         self._objects = objects
         self._nbytes = nbytes
-        self._part_bytes = max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
+        self._part_bytes = _part_bytes(nbytes)
         held = min(requests, PARTS) * PART_BYTES // self._part_bytes
         self._in_flight = max(1, held - _PARTS_WAITING)
         self._part = _NOTHING
