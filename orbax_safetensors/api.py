@@ -16,12 +16,13 @@ from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.io.paths import as_text, is_url
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import is_pinned, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
-from orbax_safetensors.planning import no_collection, planned
+from orbax_safetensors.planning import may_exchange, no_collection, planned
 from orbax_safetensors.processes import first, new_key
 
 PathLike = str | os.PathLike[str]
@@ -77,37 +78,45 @@ def restore(
       MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
-    checkpoint = mapped(
-        _read_by_all(path, options.storage_options),
-        family,
-        variant,
-        complete=not partial_restore,
-        dequantize=options.dequantize,
-    )
-    if item is None and restore_args is None:
-        if jax.process_count() > 1:
-            raise TensorMismatchError(
-                f"{checkpoint.path}: {jax.process_count()} processes restore with item or restore_args only, which say "
-                "where each array goes"
-            )
-        request = targets.everything(checkpoint)
-    else:
-        request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
-    request = targets.placed(request, checkpoint)
-    return request.tree(cooperative.restore(checkpoint, request.targets, options))
+    path = as_text(path)
+    everyone = jax.process_count() > 1 and targets.ask_everyone(item, restore_args)
+    # Before anything can fail, and not counted with what processes restore each on its own: else the next restore of
+    # this path would have another key in each of them.
+    key = new_key(f"{'restore' if everyone else 'alone'}/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+
+    def resolve() -> tuple[Checkpoint, targets.Request]:
+        checkpoint = mapped(
+            _read_by_all(path, options.storage_options, key),
+            family,
+            variant,
+            complete=not partial_restore,
+            dequantize=options.dequantize,
+        )
+        if item is None and restore_args is None:
+            if jax.process_count() > 1:
+                raise TensorMismatchError(
+                    f"{checkpoint.path}: {jax.process_count()} processes restore with item or restore_args only, which "
+                    "say where each array goes"
+                )
+            request = targets.everything(checkpoint)
+        else:
+            request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
+        return checkpoint, targets.placed(request, checkpoint)
+
+    exchanging = everyone and may_exchange(options, mounted=not is_url(path))
+    decided = cooperative.decide(resolve, options, key if exchanging else None)
+    return decided.request.tree(cooperative.restore(decided, options, key))
 
 
-def _read_by_all(path: PathLike, storage_options: Mapping[str, Any] | None) -> Checkpoint:
+def _read_by_all(path: str, storage_options: Mapping[str, Any] | None, key: str) -> Checkpoint:
     """`read_checkpoint` in every process: where a branch of a repository moves meanwhile, they read one commit of it.
 
-    It is that which the first process has found, and no process waits for another.
+    It is that which the first process has found that has come here with `key`, and no process waits for another.
     """
-    path = os.fsdecode(path)
-    if not is_pinned(path):
-        return read_checkpoint(path, storage_options)
-    key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
     checkpoint = read_checkpoint(path, storage_options)
-    pinned = first(key, checkpoint.path)
+    if not is_pinned(path):
+        return checkpoint
+    pinned = first(f"{key}/commit", checkpoint.path)
     return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)
 
 

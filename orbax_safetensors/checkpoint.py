@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Head
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.sharding_info import saved_offsets
-from orbax_safetensors.io.store import File, Stamp, Store
+from orbax_safetensors.io.store import UNKNOWN, File, Stamp, Store
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapping.quantization import Quantized
 from orbax_safetensors.plan.plan import Location
@@ -195,7 +196,7 @@ def read_checkpoint(path: str | os.PathLike[str], storage_options: Mapping[str, 
     def fail(fault: SafetensorsError) -> None:
         raise fault
 
-    return _open(os.fsdecode(path), storage_options, fail)
+    return _open(path, storage_options, fail)
 
 
 def find_faults(
@@ -204,14 +205,16 @@ def find_faults(
     """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first."""
     faults: list[SafetensorsError] = []
     try:
-        _open(os.fsdecode(path), storage_options, faults.append)
+        _open(path, storage_options, faults.append)
     except SafetensorsError as fault:
         faults.append(fault)
     return faults
 
 
 def _open(
-    path: str, storage_options: Mapping[str, Any] | None, report: Callable[[SafetensorsError], None]
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    report: Callable[[SafetensorsError], None],
 ) -> Checkpoint:
     """`read_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
     store, path = store_of(path, storage_options)
@@ -222,6 +225,12 @@ def _open(
             report(stored_or_fault)
         else:
             files.append(stored_or_fault)
+    if any(stored.stamp.version == UNKNOWN for stored in files):
+        warnings.warn(
+            f"{path}: the server gives neither an ETag nor a Last-Modified, so that a file that changes while it is "
+            "read goes unnoticed unless its size changes",
+            stacklevel=2,
+        )
     pieces: dict[str, list[Piece]] = {}
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)

@@ -16,6 +16,7 @@ from orbax_safetensors.errors import MappingError, SafetensorsError, StorageErro
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.io.paths import as_text, is_url
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
@@ -66,7 +67,7 @@ class Asked:
     def __init__(self, source: PathLike, destination: PathLike, memory_bytes: int) -> None:
         self._given = {"source": source, "destination": destination}
         self.source, self.destination = (
-            place(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else "" for path in self._given.values()
+            place(path) if isinstance(path, str | os.PathLike) else "" for path in self._given.values()
         )
         self.memory_bytes = memory_bytes
 
@@ -145,8 +146,8 @@ def _not_for(what: str, **given: Any) -> None:
 
 def place(path: PathLike) -> str:
     """An absolute path, or a URL as it is but for a slash at its end."""
-    path = os.fspath(path)
-    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+    path = as_text(path)
+    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
 
 
 def _safetensors_to_orbax(
@@ -314,10 +315,9 @@ def _to_files(
 ) -> Work:
     """Safetensors files; `groups` are leaves that interleave in them."""
     store, destination = store_of(asked.destination, None)
-    options = SafetensorsOptions()
     if store.whole:
-        return ToObjects(source, store, destination, files, around, options, asked.memory_bytes)
-    return ToSafetensors(source, destination, files, around, groups, options, asked.memory_bytes)
+        return ToObjects(source, store, destination, files, around, asked.memory_bytes)
+    return ToSafetensors(source, destination, files, around, groups, SafetensorsOptions(), asked.memory_bytes)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

@@ -1,18 +1,18 @@
 """Restoring together: what several processes need is read once, in parts, and sent from device to device.
 
-The leaves for which that pays, as `exchanges` finds, take this way, and all others the direct one. In batches: every
-process reads its parts, all processes agree that none has failed, then the devices exchange the parts.
+The leaves for which that pays, as `exchanges` finds, take this way, and all others the direct one. All processes agree
+on them once each has opened the checkpoint. Then in batches: every process reads its parts, all processes agree that
+none has failed, and the devices exchange the parts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,10 @@ from orbax_safetensors.exchanges import Way, reading, spec
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.exchange import Exchange, by_owner
-from orbax_safetensors.planning import dealt, may_exchange
-from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.planning import dealt
+from orbax_safetensors.processes import agree, forget, together
 from orbax_safetensors.restore import Filling, filling, in_file_order
+from orbax_safetensors.targets import Request
 from orbax_safetensors.transfer import batches
 
 _OTHERWISE = (
@@ -36,54 +37,88 @@ _OTHERWISE = (
 )
 
 
-def restore(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> list[Any]:
-    """Fills `targets` with what this process holds of them, together with all other processes where that pays.
+class Decided(NamedTuple):
+    """A restore of which no tensor has been read: what is asked for, and what of it devices exchange, in batches.
 
-    Every process passes the same targets.
+    `batches` have the leaves by their numbers, `ways` how each of them is exchanged.
+    """
+
+    checkpoint: Checkpoint
+    request: Request
+    ways: Mapping[int, Way]
+    batches: Sequence[Sequence[int]]
+
+
+def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: SafetensorsOptions, key: str | None) -> Decided:
+    """Opens a checkpoint, finds in it what is asked for, and decides how to restore that.
+
+    With a `key`, together with all other processes, which ask for the same: then all of them raise where one fails, and
+    what devices can exchange may be. Raises what `resolve` raises, and `TensorMismatchError` where the processes do not
+    restore the same.
+    """
+    if key is None:
+        return Decided(*resolve(), {}, ())
+    decided, facts, failure = None, "", None
+    try:
+        decided = _decided(*resolve(), options)
+        facts = _facts(decided)
+    except BaseException as error:  # an interrupt, too: the others would wait for this process
+        failure = error
+    agree(f"{key}/decided", failure, facts, otherwise=_OTHERWISE)
+    assert decided is not None
+    return decided
+
+
+def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions) -> Decided:
+    chosen = dealt(checkpoint, request.targets, None, options).chosen
+    ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
+    leaves = {at: request.targets[at] for at in ways}
+    numbers = list(leaves)
+    groups = in_file_order(checkpoint, list(leaves.values()))
+    # All processes have to make the same batches, so that they are of equal size in all of them.
+    sized = [
+        ([numbers[at] for at in group], sum(_nbytes(leaves[numbers[at]], ways[numbers[at]]) for at in group))
+        for group in groups
+    ]
+    batched = [[at for group in batch for at in group] for batch in batches(sized, options.in_flight_bytes // 2)]
+    return Decided(checkpoint, request, ways, batched)
+
+
+def restore(decided: Decided, options: SafetensorsOptions, key: str) -> list[Any]:
+    """Fills the targets of a request with what this process holds of them, with all other processes where that pays.
+
+    `key` is the same in all processes, and no other restore's.
 
     Raises:
-      TensorMismatchError: a cast that nobody asked for would change values, or the processes restore different things.
+      TensorMismatchError: a cast that nobody asked for would change values.
       StorageError: bytes cannot be read, or a file changed, here or in another process that this one restores with.
         Then nothing is returned, and no file or thread stays.
     """
-    ways: dict[int, Way] = {}
-    if jax.process_count() > 1 and may_exchange(checkpoint, options):
-        chosen = dealt(checkpoint, targets, None, options).chosen
-        ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
+    targets = decided.request.targets
     values: dict[int, Any] = {}
-    with filling(checkpoint, options) as fillings:
+    with filling(decided.checkpoint, options) as fillings:
         # First, so that whoever fails to read what it alone needs leaves nobody waiting.
-        if ways:
-            values |= _exchanged(fillings, {at: (targets[at], way) for at, way in ways.items()})
-        rest = [at for at in range(len(targets)) if at not in ways]
+        values |= _exchanged(fillings, decided, key)
+        rest = [at for at in range(len(targets)) if at not in values]
         values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
     return [values[at] for at in range(len(targets))]
 
 
-def _exchanged(fillings: Filling, leaves: Mapping[int, tuple[Target, Way]]) -> dict[int, jax.Array]:
+def _exchanged(fillings: Filling, decided: Decided, key: str) -> dict[int, jax.Array]:
     """Leaves of which every process reads parts."""
-    numbers = list(leaves)
-    groups = in_file_order(fillings.checkpoint, [target for target, _ in leaves.values()])
-    # All processes have to make the same batches, so that they are of equal size in all of them.
-    sized = [([numbers[at] for at in group], sum(_nbytes(*leaves[numbers[at]]) for at in group)) for group in groups]
-    batched = [
-        [at for group in batch for at in group] for batch in batches(sized, fillings.options.in_flight_bytes // 2)
-    ]
-    facts = _facts(fillings.checkpoint, [[leaves[at] for at in batch] for batch in batched])
-    key = new_key(f"restore/{hashlib.sha256(os.fsencode(fillings.checkpoint.path)).hexdigest()}")
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
-    for number, batch in enumerate(batched):
-        parts = together(
-            f"{key}/{number}", partial(_read, fillings, [leaves[at] for at in batch]), facts, otherwise=_OTHERWISE
-        )
-        if number:
-            forget(f"{key}/{number - 1}")
+    before = f"{key}/decided"
+    for number, batch in enumerate(decided.batches):
+        leaves = [(decided.request.targets[at], decided.ways[at]) for at in batch]
+        parts = together(f"{key}/{number}", partial(_read, fillings, leaves))
+        forget(before)
+        before = f"{key}/{number}"
         # Until then the parts of the batch before are in the devices' memory.
         jax.block_until_ready(sent)
         sent = []
-        for at, part in zip(batch, parts, strict=True):
-            values[at] = _shards(*leaves[at], part)
+        for at, leaf, part in zip(batch, leaves, parts, strict=True):
+            values[at] = _shards(*leaf, part)
             sent.append(values[at])
     return values
 
@@ -102,19 +137,20 @@ def _nbytes(target: Target, way: Way) -> int:
     return prod(way.exchange.padded) * target.dtype.itemsize * devices // way.exchange.devices
 
 
-def _facts(checkpoint: Checkpoint, batched: Sequence[Sequence[tuple[Target, Way]]]) -> str:
-    """Differs between processes that would not do the same, or not with the same files."""
+def _facts(decided: Decided) -> str:
+    """Differs between processes that would not exchange the same, or not of the same files."""
+    if not decided.ways:
+        return ""
+    store, files = decided.checkpoint.store, decided.checkpoint.files
     # What a file system says of a file's version may differ between the hosts that have mounted it.
-    stored = [
-        file.stamp.nbytes if checkpoint.store.maps else (file.stamp.nbytes, file.stamp.version)
-        for file in checkpoint.files
-    ]
+    stored = [file.stamp.nbytes if store.maps else (file.stamp.nbytes, file.stamp.version) for file in files]
+    leaves = [(decided.request.targets[at], decided.ways[at]) for batch in decided.batches for at in batch]
     told = [
         (target.name, target.dtype.str, way.exchange, [device.id for device in _mesh(target, way).devices.flat])
-        for batch in batched
-        for target, way in batch
+        for target, way in leaves
     ]
-    return hashlib.sha256(repr((stored, list(map(len, batched)), told)).encode("utf-8", "backslashreplace")).hexdigest()
+    facts = repr((stored, list(map(len, decided.batches)), told))
+    return hashlib.sha256(facts.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _part(target: Target, way: Way) -> Target:

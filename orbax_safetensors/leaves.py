@@ -89,6 +89,18 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
     )
 
 
+def asked_mesh(leaf: Any, args: Any) -> jax.sharding.Mesh | None:
+    """The mesh of the `NamedSharding` that a leaf is asked for with; None where it has none, or what is wrong."""
+    try:
+        sharding = _sharding(0, leaf, args, "")
+    except TensorMismatchError:
+        return None
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    mesh = jax.sharding.get_mesh() if arrays.is_abstract(sharding) else sharding.mesh
+    return None if mesh.empty else cast(jax.sharding.Mesh, mesh)
+
+
 def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
     """What the leaf is returned as."""
     asked: Any = args.restore_type

@@ -67,9 +67,13 @@ class Planned:
         return chooser.choose(self.leaves, self.shardings, self.owners)
 
     @property
+    def _may_exchange(self) -> bool:
+        return may_exchange(self.options, mounted=self.checkpoint.store.maps)
+
+    @property
     def chosen(self) -> list[Exchanged | None]:
         """Those of the possible exchanges that the restore makes."""
-        if not may_exchange(self.checkpoint, self.options):
+        if not self._may_exchange:
             return [None] * len(self.leaves)
         forced = self.options.cooperative is True
         return [found if found and (forced or found.worthwhile) else None for found in self.possible]
@@ -80,7 +84,7 @@ class Planned:
         With `compared` also what cooperation would save where the options or the store rule it out.
         """
         direct = self._plan([None] * len(self.leaves))
-        if self.process_count == 1 or not (compared or may_exchange(self.checkpoint, self.options)):
+        if self.process_count == 1 or not (compared or self._may_exchange):
             return direct
         possible, chosen = (sum(found is not None for found in own) for own in (self.possible, self.chosen))
         cooperative = self._plan(self.possible) if possible else direct
@@ -140,12 +144,12 @@ class Planned:
         return out
 
 
-def may_exchange(checkpoint: Checkpoint, options: SafetensorsOptions) -> bool:
+def may_exchange(options: SafetensorsOptions, *, mounted: bool) -> bool:
     """Whether a restore may exchange anything: of mounted files, whose disk nobody knows, only where it is told to.
 
     Memory that is shared with a file is not read.
     """
-    told = options.cooperative is True or (options.cooperative == "auto" and not checkpoint.store.maps)
+    told = options.cooperative is True or (options.cooperative == "auto" and not mounted)
     return told and not options.alias
 
 

@@ -49,7 +49,7 @@ EVENT_NUM_WRITES = "/jax/orbax/write/safetensors/num_writes"
 EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
 
 # Hugging Face's loaders refuse a file that does not say which framework it is from.
-_METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}
 
 
 Owned = tuple[Source, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
@@ -123,9 +123,10 @@ def plan_save(
                 own = own_files(
                     [one for group in groups for one in group],
                     tensors,
-                    _METADATA | dict(metadata),
+                    METADATA | dict(metadata),
                     max_file_bytes=max_file_bytes,
                     alignment=options.alignment,
+                    process=jax.process_index(),
                 )
             if jax.process_index() == 0:
                 make_room(store, path, existing)
@@ -147,7 +148,7 @@ def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int,
     """The files of tensors, which come in order with dtype and shape."""
     return lay_out(
         [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
-        _METADATA | dict(metadata),
+        METADATA | dict(metadata),
         max_file_bytes=max_file_bytes,
         alignment=options.alignment,
     )
@@ -325,9 +326,9 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     started = time.perf_counter()
     paths = [posixpath.join(directory, name) for name, _ in save.layout.files]
 
-    def create(number: int) -> NewFile:
+    def create(number: int, requests: int = 1) -> NewFile:
         header = save.layout.files[number][1]
-        file = store.create(paths[number], header.file_bytes)
+        file = store.create(paths[number], header.file_bytes, requests)
         if store.whole:
             file.write(0, [memoryview(header.encode())])
         return file
@@ -357,7 +358,7 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     )
 
 
-def _write_data(save: Save, shards: Shards, create: Callable[[int], NewFile], pace: Pace, *, whole: bool) -> int:
+def _write_data(save: Save, shards: Shards, create: Callable[..., NewFile], pace: Pace, *, whole: bool) -> int:
     num_writes = 0
     with (WholeFileWriter if whole else Writer)(create, pace.requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):

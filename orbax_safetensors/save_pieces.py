@@ -33,8 +33,9 @@ def own_files(
     *,
     max_file_bytes: int,
     alignment: int,
+    process: int,
 ) -> tuple[list[Header], list[dict[str, str]], Views]:
-    """The headers of the files that this process writes `owned` into, by tensor the pieces in each, and its views.
+    """The headers of the files that a process writes `owned` into, by tensor the pieces in each, and its views.
 
     Raises `MappingError` where what it holds of a tensor is no set of boxes.
     """
@@ -43,7 +44,7 @@ def own_files(
         [source.view.slice(*(slice(*sides) for sides in box)) for source, box in boxes],
         {name: shape for name, (_, shape) in tensors.items()},
     )
-    if jax.process_index() == 0:  # what has no elements has no shards either
+    if process == 0:  # what has no elements has no shards either
         for name, (_, shape) in tensors.items():
             if 0 in shape:
                 pieces[f"0/{name}"] = TensorPiece(name, tuple((0, size) for size in shape))

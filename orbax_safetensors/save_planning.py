@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import jax
 
 from orbax_safetensors import save as saving
-from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.mapped import AskedFamily, as_config, read_config, taken_apart
+from orbax_safetensors.format.header import Header
+from orbax_safetensors.format.layout import MAX_FILE_BYTES, file_names
+from orbax_safetensors.io.upload import num_parts
+from orbax_safetensors.mapped import AskedFamily, Tensors, as_config, read_config, taken_apart
 from orbax_safetensors.plan.plan import locations
 from orbax_safetensors.plan.report import Leaf, restore_plan
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.planning import Planned
+from orbax_safetensors.save_pieces import own_files
 from orbax_safetensors.sources import Source
 
 
@@ -47,7 +50,10 @@ class ProcessWrites:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a save will cost. Headers, config and index, which the first process adds at the end, are not counted."""
+    """What a save will cost. Headers, config and index, which the first process adds at the end, are not counted.
+
+    On an object store, headers are in the first of the parts that requests carry.
+    """
 
     files: tuple[SavedFile, ...]
     processes: tuple[ProcessWrites, ...]
@@ -62,7 +68,8 @@ def plan_save(
 ) -> SavePlan:
     """What saving the tree costs that `planned` restores, sharded alike, in all of its processes.
 
-    With a family, the config is that of the checkpoint. Figures are those of arrays on CPU devices; from accelerators
+    To the object store that it is on, or to files: also where it is on a server that nothing can be written to. With a
+    family, the config is that of the checkpoint. Figures are those of arrays on CPU devices; from accelerators
     leaves come in batches, between which requests are not joined. Raises what `SafetensorsSave` does of a tree that
     cannot be stored.
     """
@@ -79,15 +86,21 @@ def plan_save(
     sources, tensors = taken_apart(sources, family, variant, config)
     layout = saving.laid_out(tensors, {}, max_file_bytes, planned.options)
     holders = _Holders(planned)
+    dealt = saving.deal(saving.grouped(sources), holders.of)
+    store = planned.checkpoint.store
+    if store.whole and store.writes:
+        if planned.process_count == 1:
+            return _of_objects([layout.files])
+        return _of_objects(_own_files(planned, dealt, tensors, max_file_bytes))
     boxes: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves dealt alike share a list
     leaves = []
-    for group in saving.deal(saving.grouped(sources), holders.of):
+    for group in dealt:
         for source, writers in group:
             own: list[list[Box]] = [[] for _ in range(planned.process_count)]
             for box, writer in writers.items():
                 own[writer].append(box)
-            dealt = tuple(map(tuple, own))
-            shared = boxes.setdefault(dealt, list(dealt))
+            given = tuple(map(tuple, own))
+            shared = boxes.setdefault(given, list(given))
             leaves.append(Leaf(source.name, source.view, source.shape, source.value.dtype, shared))
     plan = restore_plan(
         leaves,
@@ -106,6 +119,50 @@ def plan_save(
                 tuple(FileWrites(file.file, file.read_bytes, file.num_requests) for file in cost.files),
             )
             for cost in plan.processes
+        ),
+    )
+
+
+def _own_files(
+    planned: Planned,
+    dealt: Iterable[Sequence[tuple[Source, Mapping[Box, int]]]],
+    tensors: Tensors,
+    max_file_bytes: int,
+) -> list[list[tuple[str, Header]]]:
+    """The files of each process, where each file has one writer."""
+    owned: list[list[tuple[Source, tuple[Box, ...]]]] = [[] for _ in range(planned.process_count)]
+    for source, writers in (one for group in dealt for one in group):
+        boxes: dict[int, list[Box]] = {}
+        for box, writer in writers.items():
+            boxes.setdefault(writer, []).append(box)
+        for writer, own in boxes.items():
+            owned[writer].append((source, tuple(own)))
+    headers = [
+        own_files(
+            own,
+            tensors,
+            saving.METADATA,
+            max_file_bytes=max_file_bytes,
+            alignment=planned.options.alignment,
+            process=process,
+        )[0]
+        for process, own in enumerate(owned)
+    ]
+    names = iter(file_names(sum(map(len, headers))))
+    return [[(next(names), header) for header in own] for own in headers]
+
+
+def _of_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
+    """What it costs each process to write whole files of its own, in parts."""
+    writes = [
+        tuple(FileWrites(name, header.data_bytes, num_parts(header.file_bytes)) for name, header in own)
+        for own in files
+    ]
+    return SavePlan(
+        tuple(SavedFile(name, header.file_bytes) for own in files for name, header in own),
+        tuple(
+            ProcessWrites(sum(file.written_bytes for file in own), sum(file.num_requests for file in own), own)
+            for own in writes
         ),
     )
 

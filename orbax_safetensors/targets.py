@@ -17,7 +17,7 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import nearest, some
-from orbax_safetensors.leaves import Target, target
+from orbax_safetensors.leaves import Target, asked_mesh, target
 from orbax_safetensors.trees import flatten
 
 
@@ -72,6 +72,15 @@ def placed(request: Request, checkpoint: Checkpoint) -> Request:
 
     leaves = tuple(place(leaf) if isinstance(leaf, Target) else leaf for leaf in request.leaves)
     return replace(request, leaves=leaves)
+
+
+def ask_everyone(item: Any, restore_args: Any) -> bool:
+    """Whether a request, as `resolve` has it, has an array over devices of all processes; all of them then make it."""
+    leaves = flatten(item)[1] if item is not None else {}
+    args = flatten(restore_args)[1] if restore_args is not None else {}
+    meshes = {asked_mesh(leaves.get(name), args.get(name)) for name in leaves | args}
+    owners = [{device.process_index for device in mesh.devices.flat} for mesh in meshes if mesh is not None]
+    return any(len(own) == jax.process_count() for own in owners)
 
 
 def everything(checkpoint: Checkpoint) -> Request:

@@ -19,7 +19,7 @@ from orbax_safetensors.decoding import decode
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import File, NewFile, Stamp
-from orbax_safetensors.io.upload import PARTS_IN_FLIGHT
+from orbax_safetensors.io.upload import PARTS
 from orbax_safetensors.plan.coalesce import Direct, Encoded, Staged
 from orbax_safetensors.plan.elementwise import apply
 from orbax_safetensors.plan.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
@@ -362,12 +362,17 @@ class Writer(_Transfer[NewFile]):
 class WholeFileWriter(Writer):
     """Writes every file from its first byte to its last, a few at a time: for stores that are `whole`."""
 
+    def __init__(self, open_file: Callable[[int, int], NewFile], requests: int) -> None:
+        """Besides its number, `open_file` is given the requests that may hold bytes of a file, of all `requests`."""
+        self._at_once = max(1, requests // PARTS)
+        super().__init__(lambda number: open_file(number, requests // self._at_once), requests)
+
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
         return (partial(_in_turn, own) for _, own in sorted(_by_file(tasks).items()))
 
     def useful_threads(self, files: int) -> int:
         """See `_Transfer`."""
-        return max(1, min(self._threads // PARTS_IN_FLIGHT, files))
+        return max(1, min(self._at_once, files))
 
     def finish(self, files: Iterable[int]) -> None:
         """Waits until all of `files` are there, those among them to which nothing was written."""

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.io import remote, retries
 from tests.files import random_bits, write, write_indexed
-from tests.servers.faults import Answer, Call, Cut
+from tests.servers.faults import Answer, Call, Cut, SetHeader
 from tests.servers.files import Files
 from tests.servers.server import Server
 
@@ -52,6 +52,17 @@ def test_everything_comes_back(server, path):
     assert ost.verify(f"{server.url}/{path}") == []
     restored = ost.SafetensorsHandler().restore(f"{server.url}/{path}")
     assert restored.keys() == TENSORS.keys()
+    assert all(same(restored[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_server_that_names_no_version_is_warned_of_once(server):
+    server.fail(SetHeader("ETag", None), times=None)
+    ost.open_checkpoint(f"{server.url}/many")  # pinned by its date
+    server.fail(SetHeader("Last-Modified", None), times=None)
+    url = f"{server.url}/many"
+    with pytest.warns(UserWarning, match=f"{url}: the server gives neither an ETag nor a Last-Modified") as warned:
+        restored = ost.SafetensorsHandler().restore(url)
+    assert len(warned) == 1
     assert all(same(restored[name], TENSORS[name]) for name in TENSORS)
 
 

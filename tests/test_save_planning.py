@@ -1,11 +1,13 @@
 """What a save is said to cost is what each of its processes finds that it has to write."""
 
 import json
+import shutil
 from math import prod
 from pathlib import Path
 
 import jax
 import numpy as np
+import obstore
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -13,9 +15,12 @@ import orbax_safetensors as ost
 from orbax_safetensors import arrays, mapped, sources
 from orbax_safetensors import save as saving
 from orbax_safetensors.api import open_checkpoint
+from orbax_safetensors.format.layout import file_names
+from orbax_safetensors.io import upload
 from orbax_safetensors.plan.plan import Block, transfer_plan
 from orbax_safetensors.planning import planned
 from orbax_safetensors.save_planning import plan_save
+from tests.servers import gcs
 
 QWEN3 = Path(__file__).parents[1] / "testdata" / "qwen3"
 SIZES, AXES = (2, 4), ("data", "model")
@@ -33,8 +38,8 @@ def both(shape):
     return ["data", "model"] if len(shape) > 1 and shape[0] % 2 == 0 and shape[1] % 4 == 0 else []
 
 
-def abstract(partition, process_count, **family):
-    checkpoint = open_checkpoint(QWEN3, **family)
+def abstract(partition, process_count, path=QWEN3, **family):
+    checkpoint = open_checkpoint(path, **family)
     mesh = AbstractMesh(SIZES, AXES)
     target = {
         name: jax.ShapeDtypeStruct(
@@ -104,6 +109,66 @@ def test_each_process_would_write_what_the_plan_says(monkeypatch, family, partit
     assert max(written) <= whole / process_count + max(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
     assert len(plan.files) > 1
     assert 0 < sum(file.nbytes for file in plan.files) - whole < 8192 * len(plan.files)
+
+
+@pytest.fixture
+def stored(request, monkeypatch):
+    """The checkpoint on an object store."""
+    place = request.getfixturevalue("gcs")
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    for path in QWEN3.iterdir():
+        obstore.put(place.store(), f"x/{path.name}", path.read_bytes())
+    return place
+
+
+def test_to_an_object_store_in_parts(stored, monkeypatch):
+    """What one process is said to ask the store for is what it asks it for."""
+    monkeypatch.setattr(upload, "PART_BYTES", 2**20)
+    monkeypatch.setattr(gcs, "MIN_PART_BYTES", 2**20)
+    url = f"{stored.url}/x"
+    tree = {"big": np.zeros(3 * 2**20, np.uint8), "small": np.ones(5, np.float32)}
+    ost.SafetensorsHandler().save(f"{stored.url}/y", ost.SafetensorsSave(tree))
+    for own, max_file_bytes in ((url, 40_000), (f"{stored.url}/y", 5 * 10**9)):
+        item = ost.SafetensorsHandler().restore(own)
+        mesh = AbstractMesh((1,), ("x",))
+        target = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+            for name, leaf in item.items()
+        }
+        found = planned(open_checkpoint(own), target, 1, ost.SafetensorsOptions())
+        plan = plan_save(found, None, None, max_file_bytes=max_file_bytes)
+        stored.server.clear()
+        ost.SafetensorsHandler().save(f"{own}/new", ost.SafetensorsSave(item, max_file_bytes=max_file_bytes))
+        put = [one for one in stored.server.log if one.method == "PUT" and one.path.endswith(".safetensors")]
+        (cost,) = plan.processes
+        assert cost.num_requests == len(put)
+        assert sum(file.nbytes for file in plan.files) == sum(one.received for one in put)
+        assert {file.file for file in plan.files} == {one.path.rpartition("/")[2] for one in put}
+        assert cost.written_bytes == sum(leaf.nbytes for leaf in item.values())
+    assert cost.num_requests == 4
+
+
+@pytest.mark.parametrize("family", [None, "maxtext"])
+@pytest.mark.parametrize("partition", [leading, both, lambda shape: []])
+def test_to_an_object_store_by_several_processes(stored, family, partition):
+    """In files of their own, each of which one process writes."""
+    count, variant = 4, None if family is None else {"scan_layers": True}
+    found = abstract(partition, count, f"{stored.url}/x", family=family, variant=variant)
+    local = plan_save(abstract(partition, count, family=family, variant=variant), family, variant)
+    plan = plan_save(found, family, variant, max_file_bytes=5_000)
+    assert [cost.written_bytes for cost in plan.processes] == [cost.written_bytes for cost in local.processes]
+    written = [file.file for cost in plan.processes for file in cost.files]
+    assert written == [file.file for file in plan.files] == file_names(len(written))
+    assert len(written) > count
+    for cost in plan.processes:
+        assert cost.num_requests == len(cost.files)  # they are short
+
+
+def test_to_files_where_a_server_takes_none(web):
+    shutil.copytree(QWEN3, web.root / "x")
+    plans = [plan_save(abstract(leading, 2, path), None, None) for path in (f"{web.url}/x", QWEN3)]
+    assert plans[0] == plans[1]
 
 
 def test_json():

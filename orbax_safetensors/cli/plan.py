@@ -111,7 +111,9 @@ saving:
   new files with at most 5 GB of tensors each. written is what a process
   writes; where several hold the same shard, one of them does.
   Headers and the index, which the first process adds at the end, are not
-  counted. --files has what each process writes into each file.
+  counted. --files has what each process writes into each file. Where PATH is
+  on an object store, so is the save: processes write files of their own, and
+  requests are the parts in which these go.
 
 time:
   A process has --streams requests in flight. Each waits for --latency, then

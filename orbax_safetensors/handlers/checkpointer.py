@@ -23,6 +23,7 @@ from orbax.checkpoint._src.metadata import step_metadata_serialization
 from orbax_safetensors import api
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
+from orbax_safetensors.io.paths import as_text, is_url
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.finding import STEP_FILE
@@ -127,8 +128,8 @@ def _given(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def _url(path: epath.PathLike) -> str | None:
     """A path that is an URL as text, in which `epath.Path` and `str` agree; None for any other."""
-    text = os.fspath(path)
-    return text if "://" in text else None
+    text = as_text(path)
+    return text if is_url(text) else None
 
 
 def _is_ours(path: epath.PathLike) -> bool:

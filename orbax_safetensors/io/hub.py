@@ -108,7 +108,7 @@ class HubStore:
         """Ends requests that open files."""
         self._requests.cancel()
 
-    def create(self, path: str, nbytes: int | None = None) -> NoReturn:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NoReturn:
         """Refused: the Hub takes commits, not files."""
         raise StorageError(f"{path}: {READ_ONLY}")
 

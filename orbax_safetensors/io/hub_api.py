@@ -50,7 +50,7 @@ class Place:
     Attributes:
       url: where ranges of it can be had; a secret, as it may be signed.
       headers: what goes with requests to `url`, secrets among them.
-      nbytes, etag: of the file, by which the Hub knows its content.
+      nbytes, etag: of the file, by which the Hub knows its content; where it tells none, the commit, which fixes it.
     """
 
     url: str = field(repr=False)
@@ -116,7 +116,7 @@ class HubApi:
         nbytes = answer.linked.get("x-linked-size", "" if elsewhere else answer.headers.get("Content-Length", ""))
         if not nbytes.isdecimal():
             raise WrongAnswerError("the Hub does not tell the size of the file")
-        etag = answer.linked.get("x-linked-etag", answer.headers.get("ETag", "unknown")).removeprefix("W/").strip('"')
+        etag = answer.linked.get("x-linked-etag", answer.headers.get("ETag", commit)).removeprefix("W/").strip('"')
         if elsewhere:
             return Place(urljoin(answer.url, answer.headers["Location"]), {}, int(nbytes), etag)
         return Place(answer.url, self._headers(), int(nbytes), etag)

@@ -188,7 +188,7 @@ class LocalStore:
     def cancel(self) -> None:
         """Nothing to do, see `LocalFile.cancel`."""
 
-    def create(self, path: str, nbytes: int | None = None) -> NewLocalFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewLocalFile:
         """Opens the file `path` for writing, and makes it where it is not there."""
         return NewLocalFile(path)
 

@@ -23,7 +23,7 @@ from obstore.exceptions import PreconditionError
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, reason, status_of
-from orbax_safetensors.io.store import Cost, Stamp
+from orbax_safetensors.io.store import UNKNOWN, Cost, Stamp
 from orbax_safetensors.io.upload import NewRemoteFile
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
@@ -145,7 +145,7 @@ def _stamp(meta: ObjectMeta) -> Stamp:
     tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
     if tag:
         return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
-    return Stamp(meta["size"], "unknown" if modified == _NO_DATE else f"modified {modified.isoformat()}")
+    return Stamp(meta["size"], UNKNOWN if modified == _NO_DATE else f"modified {modified.isoformat()}")
 
 
 def changed(path: str, stamp: Stamp, found: str) -> StorageError:
@@ -289,7 +289,7 @@ class RemoteStore:
         """Ends requests that list and open."""
         self._requests.cancel()
 
-    def create(self, path: str, nbytes: int | None = None) -> NewRemoteFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewRemoteFile:
         """Begins an object of `nbytes` bytes, of which nothing is seen before it is whole."""
         if self._writing is None:
             raise StorageError(f"{path}: {READ_ONLY}")
@@ -297,7 +297,7 @@ class RemoteStore:
             raise StorageError(f"{path}: an object of unknown size cannot be written")
         if self._objects_for_writing is None:
             self._objects_for_writing = self._writing()
-        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes)
+        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
 
     def delete(self, path: str) -> None:
         """Deletes the objects below `path`, each with a request of its own, of which many are in flight."""

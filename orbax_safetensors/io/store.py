@@ -8,12 +8,15 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors.errors import StorageError
 
+# The version of every state of a file whose server tells none.
+UNKNOWN = "unknown"
+
 
 class Stamp(NamedTuple):
     """Identifies one state of a file, to notice that it changed while it was read.
 
     `version` is text that differs between states: what a file system says of a file's last change, or a server's name
-    for the content.
+    for the content; or `UNKNOWN`, with which only another size tells of a change.
     """
 
     nbytes: int
@@ -134,10 +137,11 @@ class Store(Protocol):
     def cancel(self) -> None:
         """Makes files that other threads wait for fail to open soon, and all that are opened later."""
 
-    def create(self, path: str, nbytes: int | None = None) -> NewFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewFile:
         """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible.
 
-        `nbytes` is the size that it will have, which a store that is `whole` has to know.
+        `nbytes` is the size that it will have, which a store that is `whole` has to know. There, `requests` are those
+        that may hold bytes of it in memory.
         """
 
     def delete(self, path: str) -> None:

@@ -13,20 +13,15 @@ from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.io import hub, hub_api, hub_path
+from orbax_safetensors.io import hub, hub_api
 from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.paths import AZURE, GCS, HTTP, HUB, SCHEMES, as_text, is_url
 from orbax_safetensors.io.remote import RemoteStore
 from orbax_safetensors.io.retries import Retries, reason
 from orbax_safetensors.io.store import Store
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore, RetryConfig
-
-_S3 = ("s3", "s3a")
-_GCS = ("gs",)
-_AZURE = ("az", "azure", "abfs", "abfss", "adl")
-_HTTP = ("http", "https")
-_HUB = hub_path.SCHEME
 
 # What obstore takes as options of its HTTP client rather than of a store.
 _CLIENT_OPTIONS = frozenset(
@@ -81,23 +76,24 @@ _ENDPOINTS = (
 )
 
 
-def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str]:
+def store_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> tuple[Store, str]:
     """The store that a path belongs to, and the path as the store and its messages have it: without secrets.
 
     `storage_options` are for object stores and HTTP servers, see `SafetensorsOptions`; paths have no use for them.
     A repository of the Hub is asked for its commit, which is in the path that is returned. Raises `StorageError` where
     that fails or an URL is of no kind that is known, and `SafetensorsError` where an option is not.
     """
-    if "://" not in path:
+    path = as_text(path)
+    if not is_url(path):
         return LocalStore(), path
     scheme = path.partition("://")[0]
     options = dict(storage_options or {})
-    if scheme in _HTTP:
+    if scheme in HTTP:
         return _http(path, options)
-    if scheme == _HUB:
+    if scheme in HUB:
         return _hub(path, options)
-    if scheme not in (*_S3, *_GCS, *_AZURE):
-        known = ", ".join(f"{scheme}://" for scheme in (*_S3, *_GCS, *_AZURE, *_HTTP, _HUB))
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise StorageError(f"{path}: expected a path or one of {known}")
     bucket, _, key = path.partition("://")[2].partition("/")
     root = f"{scheme}://{bucket}"
@@ -124,43 +120,35 @@ def store_of(path: str, storage_options: Mapping[str, Any] | None) -> tuple[Stor
 
 def is_pinned(path: str) -> bool:
     """Whether `store_of` makes a path one of the state that it finds: processes may find different ones."""
-    return path.startswith(f"{_HUB}://")
+    return path.partition("://")[0] in HUB
 
 
-def http_store(url: str, headers: Mapping[str, str], storage_options: Mapping[str, Any]) -> RemoteStore:
-    """The files below an `http` or `https` URL, whose query, user and password go with every request.
+def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
+    """The files of a server, whose query, user and password go with every request.
 
-    Paths are URLs without these, and with characters as they are rather than escaped. `headers` go with every request
-    as well, and `Authorization` no further than to the host of `url` where that sends its clients elsewhere. The other
-    arguments and errors are those of `store_of`.
+    Paths are URLs without these, and with characters as they are rather than escaped. `Authorization` goes no further
+    than to the host of `url` where that sends its clients elsewhere.
     """
-    options = dict(storage_options)
     client, retries = _client(options, url.startswith("http://"))
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for HTTP servers")
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
-    root = urlunsplit((parts.scheme, host, unquote(parts.path).rstrip("/"), "", ""))
+    # Everything below the server's root, so that files beside this one are of the same store.
+    root = urlunsplit((parts.scheme, host, "", "", ""))
     if user:
-        headers = {"Authorization": f"Basic {b64encode(unquote(user).encode()).decode()}", **headers}
-    if headers:
-        client["default_headers"] = {**client.get("default_headers", {}), **headers}
+        basic = b64encode(unquote(user).encode()).decode()
+        client["default_headers"] = {**client.get("default_headers", {}), "Authorization": f"Basic {basic}"}
     try:
         objects: ObjectStore = HTTPStore(
-            urlunsplit(parts._replace(netloc=host, path=parts.path.rstrip("/"), fragment="")),
+            urlunsplit(parts._replace(netloc=host, path="", fragment="")),
             client_options=client,
             retry_config={"max_retries": 0},
         )
     except (BaseError, TypeError, ValueError) as error:
         raise SafetensorsError(f"{root}: cannot be used: {reason(error)}") from None
-    return RemoteStore(root, objects, lists=False, retries=retries)
-
-
-def _http(url: str, options: Mapping[str, Any]) -> tuple[Store, str]:
-    parts = urlsplit(url)
-    # Everything below the server's root, so that files beside this one are of the same store.
-    store = http_store(urlunsplit(parts._replace(path="")), {}, options)
-    return store, f"{store.root}/{unquote(parts.path).strip('/')}".rstrip("/")
+    store = RemoteStore(root, objects, lists=False, retries=retries)
+    return store, f"{root}/{unquote(parts.path).strip('/')}".rstrip("/")
 
 
 def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
@@ -192,11 +180,11 @@ def _client(options: dict[str, Any], plain: bool, default: Retries = _RETRIES) -
 
 def _from_environment(scheme: str) -> dict[str, Any]:
     """What other clients of a store take from the environment and obstore does not."""
-    if scheme in _GCS and (host := os.environ.get("STORAGE_EMULATOR_HOST")):
+    if scheme in GCS and (host := os.environ.get("STORAGE_EMULATOR_HOST")):
         url = host if "://" in host else f"http://{host}"
         # An emulator wants no token. Before it writes, obstore asks Google for one all the same, unless it has any.
         return {"base_url": url.rstrip("/"), "skip_signature": True, "bearer_token": "token"}
-    if scheme in _AZURE and (text := os.environ.get(_CONNECTION_STRING)):
+    if scheme in AZURE and (text := os.environ.get(_CONNECTION_STRING)):
         given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
         return {own: given[name] for name, own in _OF_CONNECTION.items() if name in given}
     return {}

@@ -17,21 +17,36 @@ import obstore
 from obstore.exceptions import BaseError
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.retries import reason
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-# A part takes most of its time for bytes rather than for the request; with as many at once, one object fills a link of
-# several Gbit/s.
+# A part takes most of its time for bytes rather than for the request.
 PART_BYTES = 8 * 2**20
-PARTS_IN_FLIGHT = 8
+# Parts of one object that are in memory besides those that are in flight: one is next, and one is being filled.
+_PARTS_WAITING = 2
+# As many as are of use: with eight in flight, one object fills a link of several Gbit/s.
+PARTS = 8 + _PARTS_WAITING
 # The most that stores take of one object.
 _MAX_PARTS = 10_000
 _MIB = 2**20
 # How long giving up may take. Parts that stay behind are no reason to wait.
 _ABORT_SECONDS = 30.0
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def num_parts(nbytes: int) -> int:
+    """Of an object of `nbytes` bytes; each is one request. Those that begin and end an upload of several are few."""
+    return max(1, -(-nbytes // _part_bytes(nbytes)))
+
+
+def _part_bytes(nbytes: int) -> int:
+    return max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
 
 
 class _GivenUpError(Exception):
@@ -44,14 +59,19 @@ class NewRemoteFile:
     What does not follow on the bytes before is kept until they come. The object appears with its last byte.
     """
 
-    def __init__(self, path: str, key: str, objects: ObjectStore, nbytes: int) -> None:
-        """`nbytes` is the size of the whole object. `objects` makes requests again that fail in passing."""
+    def __init__(self, path: str, key: str, objects: ObjectStore, nbytes: int, requests: int) -> None:
+        """`nbytes` is the size of the whole object. `objects` makes requests again that fail in passing.
+
+        At most `requests` parts of `PART_BYTES` are in memory, or three parts where these are more.
+        """
         self.path = path
         self._key = key
         self._objects = objects
         self._nbytes = nbytes
-        self._part_bytes = max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
-        self._part = np.empty(min(self._part_bytes, nbytes), np.uint8)
+        self._part_bytes = _part_bytes(nbytes)
+        held = min(requests, PARTS) * PART_BYTES // self._part_bytes
+        self._in_flight = max(1, held - _PARTS_WAITING)
+        self._part = _NOTHING
         self._filled = 0  # of the part
         self._given = 0  # of the object
         self._ahead: dict[int, np.ndarray] = {}
@@ -82,13 +102,14 @@ class NewRemoteFile:
         if self._given + data.size > self._nbytes:
             raise StorageError(f"{self.path}: expected {self._nbytes} bytes, was given {self._given + data.size}")
         while data.size:
+            if not self._part.size:
+                (self._part,) = allocate([min(self._part_bytes, self._nbytes - self._given)])
             count = min(data.size, self._part.size - self._filled)
             np.copyto(self._part[self._filled : self._filled + count], data[:count])
             self._filled, self._given, data = self._filled + count, self._given + count, data[count:]
             if self._filled == self._part.size:
-                part, last = self._part, self._given == self._nbytes
-                self._part, self._filled = np.empty(min(self._part_bytes, self._nbytes - self._given), np.uint8), 0
-                self._send(part, last=last)
+                part, self._part, self._filled = self._part, _NOTHING, 0
+                self._send(part, last=self._given == self._nbytes)
 
     def _send(self, part: np.ndarray, *, last: bool) -> None:
         try:
@@ -99,22 +120,26 @@ class NewRemoteFile:
             raise StorageError(f"{self.path}: writing failed: {reason(error)}") from None
 
     async def _give(self, part: np.ndarray, *, last: bool) -> None:
-        """Lets the upload have a part, unless it has failed; with the last one, waits for its end."""
+        """Waits until the upload has taken a part, unless it has failed; with the last one, waits for its end."""
         if self._upload is None:
             self._upload = asyncio.create_task(self._put(part if last else None))
             if last:
                 await self._upload
                 return
         for one in (part, None) if last else (part,):
-            putting = asyncio.ensure_future(self._parts.put(one))
+            taken = asyncio.ensure_future(self._hand_over(one))
             try:
-                await asyncio.wait((putting, self._upload), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((taken, self._upload), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                putting.cancel()
+                taken.cancel()
             if self._upload.done():
                 self._upload.result()
         if last:
             await self._upload
+
+    async def _hand_over(self, part: np.ndarray | None) -> None:
+        await self._parts.put(part)
+        await self._parts.join()
 
     async def _put(self, whole: np.ndarray | None) -> None:
         if whole is not None:  # as one request
@@ -126,11 +151,12 @@ class NewRemoteFile:
             self._taken(),
             use_multipart=True,
             chunk_size=self._part_bytes,
-            max_concurrency=PARTS_IN_FLIGHT,
+            max_concurrency=self._in_flight,
         )
 
     async def _taken(self) -> AsyncIterator[memoryview]:
         while (part := await self._parts.get()) is not None:
+            self._parts.task_done()
             if not part.size:
                 raise _GivenUpError  # which makes obstore abort the upload
             yield part.data
@@ -149,7 +175,7 @@ class NewRemoteFile:
         self._requests.cancel()
         with self._lock:
             upload, self._upload = self._upload, None
-            self._part = np.empty(0, np.uint8)
+            self._part = _NOTHING
             self._ahead.clear()
         if upload is not None and not upload.done():
             Requests().run(self._abort(upload))
@@ -157,7 +183,7 @@ class NewRemoteFile:
     async def _abort(self, upload: asyncio.Task[None]) -> None:
         while not self._parts.empty():
             self._parts.get_nowait()
-        self._parts.put_nowait(np.empty(0, np.uint8))
+        self._parts.put_nowait(_NOTHING)
         await asyncio.wait((upload,), timeout=_ABORT_SECONDS)
         upload.cancel()
         await asyncio.wait((upload,))

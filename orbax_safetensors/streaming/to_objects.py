@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -26,7 +27,6 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.io.remote import READ_ONLY
 from orbax_safetensors.io.store import NewFile, Store, read_small, write_small
-from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.plan.strided import extent
@@ -51,6 +51,8 @@ from orbax_safetensors.streaming.pipeline import (
 )
 from orbax_safetensors.streaming.to_safetensors import digest
 from orbax_safetensors.transfer import WholeFileWriter
+
+logger = logging.getLogger(__name__)
 
 # A batch is half of what it may be, because what comes early waits besides.
 _PARTS_OF_BATCH = 2
@@ -80,12 +82,11 @@ class ToObjects:
         destination: str,
         files: Files,
         beside: Beside,
-        options: SafetensorsOptions,
         memory_bytes: int,
     ) -> None:
         """Decides on tiles. Leaves are those of `files`."""
         self.source, self._store, self._destination = source, store, destination
-        self._files, self._beside, self._options = files, beside, options
+        self._files, self._beside = files, beside
         self._limit = max(batch_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._parts = list(_parts(files, source, self._limit))
 
@@ -100,7 +101,9 @@ class ToObjects:
 
     def _sink(self) -> _Sink:
         paths = [posixpath.join(self._destination, name) for name, _ in self._files.layout.files]
-        return _Sink(self._store, paths, self._files, self._options)
+        # Parts that are on their way may take as much as a batch, which is a quarter of this.
+        pace = self._store.cost.pace(None, None, 4 * self._limit)
+        return _Sink(self._store, paths, self._files, pace.requests)
 
     def _dealt(self, left: Sequence[_Part], last_file: int | None, process: int, count: int) -> _Dealt:
         # What stands in the place of the last object is replaced when all others are there, by the one that did that.
@@ -156,7 +159,16 @@ class ToObjects:
         left = [part for part in self._parts if part.number not in done]
         own, last = self._dealt(left, draft.last_file, jax.process_index(), jax.process_count())
         sink = self._sink()
-        total = sum(nbytes(part.tiles, source.leaves) for part in (*own, *last))
+        tiles = [tile for part in (*own, *last) for tile in part.tiles]
+        total = nbytes(tiles, source.leaves)
+        if source.decoded and (read := source.traffic(tiles).moved_bytes) > total:
+            logger.warning(
+                "%s: %d bytes of chunks are read for %d bytes of arrays, because chunks that belong to several files "
+                "are read for each of them, and for several tiles of one; with more memory there are fewer of both",
+                source.path,
+                read,
+                total,
+            )
         moved = 0
 
         def move(some: Sequence[_Part]) -> int:
@@ -216,8 +228,15 @@ class _Draft:
         if not self._store.writes:
             raise StorageError(f"{self._destination}: {READ_ONLY}")
         names = self._store.list(self._destination) or []
-        begun = self._begun()
+        begun = self._begun(self._record)
         if other := sorted(set(names).difference(begun["names"] if begun else ())):
+            # Other layouts have their record in other places: the index, or the last file.
+            last = max((name for name in names if name.endswith(".safetensors")), default=INDEX_NAME)
+            if any(self._begun(posixpath.join(self._destination, name)) for name in {INDEX_NAME, last} & {*other}):
+                raise StorageError(
+                    f"{self._destination}: holds what another conversion has begun, of another layout or with other "
+                    "arguments; finish it with resume (--resume) and the arguments that it was begun with, or delete it"
+                )
             raise StorageError(f"{self._destination}: already exists, and holds {other[0]!r}; move it away")
         return begun
 
@@ -239,9 +258,9 @@ class _Draft:
         record = {"unfinished": self.digest, "names": self._all_names}
         write_small(self._store, self._record, json.dumps(record).encode())
 
-    def _begun(self) -> dict[str, Any] | None:
-        """The record of what was begun under the name of this one's."""
-        file = self._store.find(self._record)
+    def _begun(self, path: str) -> dict[str, Any] | None:
+        """The record of what was begun, if there is one."""
+        file = self._store.find(path)
         if file is None:
             return None
         if file.stamp.nbytes > _MAX_RECORD_BYTES:
@@ -262,10 +281,9 @@ class _Draft:
 class _Sink:
     """Files that this process writes alone."""
 
-    def __init__(self, store: Store, paths: Sequence[str], files: Files, options: SafetensorsOptions) -> None:
+    def __init__(self, store: Store, paths: Sequence[str], files: Files, requests: int) -> None:
         self._store, self._paths, self._files = store, paths, files
-        pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-        self._writer = WholeFileWriter(self._create, pace.requests)
+        self._writer = WholeFileWriter(self._create, requests)
         self._coming: Iterator[_Part] = iter(())
         self._kept: list[tuple[_Part, Tile, np.ndarray]] = []
         self._kept_bytes = 0  # of a plan
@@ -276,9 +294,9 @@ class _Sink:
         self._coming = (part for part in parts for _ in part.tiles)
         return self
 
-    def _create(self, number: int) -> NewFile:
+    def _create(self, number: int, requests: int) -> NewFile:
         header = self._files.layout.files[number][1]
-        file = self._store.create(self._paths[number], header.file_bytes)
+        file = self._store.create(self._paths[number], header.file_bytes, requests)
         file.write(0, [memoryview(header.encode())])
         return file
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 
 import jax
 import numpy as np
@@ -274,6 +275,24 @@ def test_handlers_meet_no_checkpoint_and_mind_nothing_else(s3, tree):
     is_values(handler.restore(f"{s3.url}/saved"))
     with pytest.raises(ost.StorageError, match=r"saved: already exists, and holds model.safetensors;"):
         handler.save(f"{s3.url}/saved", ost.SafetensorsSave(tree))
+
+
+def test_a_url_that_pathlib_has_made_a_path(tmp_path, monkeypatch, tree):
+    monkeypatch.chdir(tmp_path)
+    path = pathlib.Path("gs://bucket/x")
+    with ost.SafetensorsCheckpointer() as checkpointer:
+        for call in (
+            lambda: checkpointer.save(path, tree),
+            lambda: checkpointer.restore(path),
+            lambda: checkpointer.metadata(path),
+            lambda: ost.SafetensorsHandler().save(path, ost.SafetensorsSave(tree)),
+            lambda: ost.open_checkpoint(path),
+            lambda: ost.convert(path, tmp_path / "to", to="orbax"),
+            lambda: ost.reshard(tmp_path, path),
+        ):
+            with pytest.raises(ost.StorageError, match="is what pathlib makes of gs://bucket/x; pass a URL as"):
+                call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_are_as_before(tmp_path, tree):

@@ -11,7 +11,7 @@ import pytest
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.io import remote, retries
-from orbax_safetensors.io.stores import http_store, store_of
+from orbax_safetensors.io.stores import store_of
 from tests.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
 from tests.servers.files import Files
 from tests.servers.server import Server
@@ -297,13 +297,17 @@ def test_secrets_are_sent_and_not_told(server):
         assert "PASSWORD" not in str(caught.value)
 
 
-def test_headers_and_names_of_files_below_a_url(server):
-    store = http_store(f"{server.url}/sub/?a=b", {"Authorization": "Bearer x"}, {})
-    assert store.open(f"{server.url}/sub/a b.bin").stamp.nbytes == len(DATA)
-    assert (server.log[0].path, server.log[0].query) == ("/sub/a b.bin", {"a": "b"})
-    assert server.log[0].headers["Authorization"] == "Bearer x"
+def test_headers_that_go_with_every_request(server):
+    headers = {"Authorization": "Bearer x", "X-Team": "models"}
+    store, path = store_of(f"{server.url}/sub/a%20b.bin?a=b", {"default_headers": headers})
+    file = store.open(path)
+    assert file.path == f"{server.url}/sub/a b.bin"
+    assert read(file, (600000, 10)) == [DATA[600000:600010]]
+    for one in server.log:
+        assert (one.path, one.query) == ("/sub/a b.bin", {"a": "b"})
+        assert {name: one.headers[name] for name in headers} == headers
     with pytest.raises(StorageError, match="is not below"):
-        store.open(f"{server.url}/short")
+        store.open("http://127.0.0.1:1/short")
 
 
 def test_options_that_no_store_has(server):

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import obstore
 import pytest
+from etils import epath
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.local import LocalStore
@@ -29,6 +31,22 @@ def test_paths_are_local():
 def test_other_urls_are_refused(path):
     with pytest.raises(StorageError, match="expected"):
         store_of(path, None)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "s3://bucket/x/", "https://host/a b", "hf://owner/name"])
+def test_what_pathlib_makes_of_a_url_is_no_path(url):
+    with pytest.raises(StorageError, match=f"is what pathlib makes of {url.rstrip('/')}; pass a URL as a str or an "):
+        store_of(pathlib.Path(url), None)
+
+
+@pytest.mark.parametrize("path", ["./gs:/bucket/x", "/gs:/x", "gs:x", "mine:/x"])
+def test_paths_with_a_colon_are_paths(path):
+    assert isinstance(store_of(path, None)[0], LocalStore)
+
+
+def test_the_paths_of_epath(gcs):
+    store, path = store_of(epath.Path("gs://bucket/x"), gcs.options)
+    assert (store.lists, path) == (True, "gs://bucket/x")
 
 
 def check(url):

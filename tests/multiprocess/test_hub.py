@@ -22,16 +22,21 @@ def files(value):
 
 
 @pytest.fixture
-def together(hub, monkeypatch, tmp_path):
+def moving(hub, monkeypatch, tmp_path):
+    """A branch that is something else each time that somebody asks what it is."""
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     hub.commit(files(0))
-    # Each time that somebody asks what the branch is, it is something else.
     for number in range(1, 10):
         move = Call(lambda value=number: hub.commit(files(value)))
         hub.server.fail(move, path="/api/models/*/revision/main", skip=number - 1)
-    job = {"url": hub.url, "shape": SHAPE, "names": NAMES, "times": TIMES}
+    return hub, {"url": hub.url, "shape": SHAPE, "names": NAMES, "times": TIMES}
+
+
+@pytest.fixture
+def together(moving):
+    hub, job = moving
     return hub, launch("tests.multiprocess.workers_hub:run", job, processes=PROCESSES, devices=2)
 
 
@@ -47,3 +52,16 @@ def test_all_processes_read_one_commit(together, tmp_path):
         assert sum(one.sent for one in tensors) == half
     assert all(one.range[0] or one.sent == HEAD_BYTES for one in hub.network_server.log)
     assert not Path(tmp_path, "home").exists()
+
+
+def test_what_the_hub_refuses_one_process_fails_in_all(moving):
+    """And afterwards they read one commit again, whatever one of them has restored alone."""
+    _, job = moving
+    found = launch("tests.multiprocess.workers_hub:refused", job, processes=PROCESSES, devices=2)
+    for process, of_process in enumerate(found):
+        assert len(of_process["errors"]) == 2
+        for error in of_process["errors"]:
+            assert "you may not" in error
+            assert ("process 1 failed: " in error) == (process != 1)
+    assert [of_process["values"] for of_process in found] == [found[0]["values"]] * PROCESSES
+    assert len(found[0]["values"]) == 1

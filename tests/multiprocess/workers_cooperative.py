@@ -5,6 +5,7 @@ First cases of the matrix, measured; then scenarios, as in `workers_restore`.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import cooperative, exchanges, processes
+from orbax_safetensors import api, cooperative, exchanges, processes
 from orbax_safetensors.io import local, remote
 from tests.files import DTYPES, random_bits
 from tests.multiprocess import cases
@@ -282,6 +283,7 @@ def cpu_devices_share_the_memory_of_equal_shards(site: Site) -> None:
 def of_stores_behind_a_network_where_it_pays(site: Site) -> None:
     def read(options: ost.SafetensorsOptions) -> int:
         with (
+            mock.patch.object(api, "is_url", return_value=True),
             mock.patch.object(local.LocalStore, "maps", False),
             mock.patch.object(local.LocalStore, "cost", remote.COST),
             mock.patch.object(exchanges, "COMPILE_SECONDS", 0.0),
@@ -326,6 +328,69 @@ def a_read_that_fails_in_one_process(site: Site) -> str:
             assert f"process {last} failed" in found["text"], found
     site.check(restore(site.root, site.target(None, "x")))
     return "done"
+
+
+@scenario
+def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
+    """Or map, or find in it what it is asked for: nobody waits for it, and the next restore finds all in step."""
+    last = site.count - 1
+    target = site.target(None, "x")
+
+    for where, error in (
+        ((api, "read_checkpoint"), ost.StorageError),
+        ((api, "read_checkpoint"), MemoryError),
+        ((api, "mapped"), ost.MappingError),
+        ((api.targets, "resolve"), ost.TensorMismatchError),
+        ((cooperative, "dealt"), ost.TensorMismatchError),
+    ):
+        broken = mock.patch.object(*where, side_effect=error("no such thing"))
+        with (
+            mock.patch.object(processes, "_TIMEOUT_SECONDS", 60),
+            broken if site.index == last else contextlib.nullcontext(),
+        ):
+            found = error_of(lambda: restore(site.root, target))
+        assert "no such thing" in found["text"], found
+        if site.index != last:
+            assert found["kind"] == "StorageError", found
+            assert f"process {last} failed" in found["text"], found
+    site.check(restore(site.root, target))
+    return "done"
+
+
+@scenario
+def a_process_that_sees_another_checkpoint(site: Site) -> str:
+    """In which there is nothing to exchange: it does not go on alone."""
+    target = site.target(None, "x", names=["U8"])
+    nothing = mock.patch.object(exchanges.Chooser, "choose", return_value=[None])
+    with (
+        mock.patch.object(processes, "_TIMEOUT_SECONDS", 60),
+        nothing if site.index == 0 else contextlib.nullcontext(),
+    ):
+        found = error_of(lambda: restore(site.root, target))
+    assert found["kind"] == "TensorMismatchError", found
+    assert "it does not see the same files" in found["text"], found
+    return "done"
+
+
+@scenario
+def nobody_waits_who_does_not_have_to(site: Site) -> None:
+    """For files, and for arrays of its own, which one process restores when it likes."""
+    met: list[str] = []
+
+    def exchange(key: str, own: str) -> list[str]:
+        met.append(key)
+        return real(key, own)
+
+    real = processes.exchange
+    own = Mesh(np.array(jax.local_devices()), ("d",))
+    alone = {"F32": jax.ShapeDtypeStruct((24, 2048), np.float32, sharding=NamedSharding(own, PartitionSpec()))}
+    with mock.patch.object(processes, "exchange", exchange):
+        site.check(restore(site.root, site.target(None, "x"), options=ost.SafetensorsOptions()))
+        for _ in range(site.index):
+            site.check(restore(site.root, alone), ["F32"])
+        assert met == [], met
+        site.check(restore(site.root, site.target(None, "x")))
+    assert met
 
 
 @scenario

@@ -568,10 +568,10 @@ def _between_headers() -> None:
 def _before_the_index() -> None:
     real = local.LocalStore.create
 
-    def create(store: local.LocalStore, path: str, nbytes: int | None = None) -> local.NewLocalFile:
+    def create(store: local.LocalStore, path: str, *args: Any) -> local.NewLocalFile:
         if path.endswith(".index.json"):
             _die()
-        return real(store, path, nbytes)
+        return real(store, path, *args)
 
     mock.patch.object(local.LocalStore, "create", create).start()
 

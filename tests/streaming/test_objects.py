@@ -113,6 +113,18 @@ def test_from_maxtext(model, memory_bytes, place, tmp_path):
     assert content(f"{place.url}/to")["config.json"] == content(tmp_path / "to")["config.json"]
 
 
+@pytest.mark.parametrize(("memory_bytes", "warned"), [(200_000, True), (1 << 30, False)])
+def test_chunks_that_are_read_more_than_once_are_told_of(memory_bytes, warned, place, caplog):
+    asked = {**MAXTEXT, "config": ROOT / "maxtext" / "deepseek3" / "hf", "memory_bytes": memory_bytes}
+    found, to = ROOT / "orbax" / "deepseek3_scanned", f"{place.url}/to"
+    (cost,) = ost.plan_convert(found, to, **asked).processes
+    assert (cost.read_bytes > cost.needed_bytes) == warned
+    done = ost.convert(found, to, **asked)
+    said = [record.getMessage() for record in caplog.records if "bytes of chunks are read" in record.getMessage()]
+    expected = f"{cost.read_bytes} bytes of chunks are read for {done.nbytes} bytes of arrays"
+    assert [expected in one for one in said] == [True] * warned
+
+
 def test_a_config_on_a_store(place, tmp_path):
     store, path = store_of(f"{place.url}/hf", None)
     for name, text in content(ROOT / "maxtext" / "qwen3" / "hf").items():
@@ -158,6 +170,24 @@ def test_another_conversion_is_not_mixed_in(source, place, tmp_path):
     ost.reshard(source, to, max_file_bytes=9000)
     ost.reshard(source, tmp_path / "to", max_file_bytes=9000)
     assert content(to) == content(tmp_path / "to")
+
+
+@pytest.mark.parametrize("begun", list(CALLS))
+def test_one_of_another_layout_is_told_apart_from_a_checkpoint(begun, source, place):
+    """Whatever is in the place of the last file of either."""
+    to = f"{place.url}/to"
+    with pytest.raises(ost.StorageError, match="enough"):
+        CALLS[begun](source, to, progress=stop_halfway)
+    before = content(to)
+    for other in {*CALLS} - {begun}:
+        for resume in (False, True):
+            with pytest.raises(ost.StorageError, match=r"another conversion has begun.*--resume.*or delete it"):
+                CALLS[other](source, to, resume=resume)
+    assert content(to) == before
+    CALLS[begun](source, to, resume=True)
+    for other in {*CALLS} - {begun}:
+        with pytest.raises(ost.StorageError, match="to: already exists"):
+            CALLS[other](source, to)
 
 
 def test_what_is_there_is_left_alone(source, place):

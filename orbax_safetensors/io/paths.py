@@ -1,0 +1,35 @@
+"""Paths and URLs as text; every path that a user gives comes by here."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io import hub_path
+
+S3 = ("s3", "s3a")
+GCS = ("gs",)
+AZURE = ("az", "azure", "abfs", "abfss", "adl")
+HTTP = ("http", "https")
+HUB = (hub_path.SCHEME,)
+SCHEMES = (*S3, *GCS, *AZURE, *HTTP, *HUB)
+
+_COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
+
+
+def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
+    """A path or URL; `StorageError` where it is what `pathlib` has made of a URL, a path with one slash less."""
+    text = os.fsdecode(path)
+    if found := _COLLAPSED.fullmatch(text):
+        scheme, rest = found.groups()
+        raise StorageError(
+            f"{text}: is what pathlib makes of {scheme}://{rest}; pass a URL as a str or an epath.Path, and a path "
+            f"that begins so as ./{text}"
+        )
+    return text
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, of whatever scheme."""
+    return "://" in path
