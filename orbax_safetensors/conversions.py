@@ -41,7 +41,7 @@ from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
 from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, partition
-from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, check_fits, is_below
+from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, bundle_bytes, check_fits, is_below
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.to_objects import ToObjects
 from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
@@ -192,7 +192,7 @@ def _safetensors_to_orbax(
 
 def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) -> Work:
     path = asked.source
-    step = open_step(path, memory_bytes=asked.memory_bytes // 4)
+    step = open_step(path, memory_bytes=batch_bytes(asked.memory_bytes))
     asked.check_outside(step.whole)
     items = {name: item for name, item in step.items.items() if item.leaves}
     if not items:
@@ -240,7 +240,7 @@ def _orbax_to_safetensors(
     if not is_orbax(path):
         read_checkpoint(path)  # which says what is wrong where it is neither
         raise SafetensorsError(f"{path}: is no checkpoint of Orbax; reshard lays out safetensors files anew")
-    checkpoint = open_orbax(path, memory_bytes=asked.memory_bytes // 4)
+    checkpoint = open_orbax(path, memory_bytes=batch_bytes(asked.memory_bytes))
     asked.check_outside(checkpoint.whole)
     around = beside(config)
     if isinstance(family, str) and around.config is None:
@@ -260,7 +260,7 @@ def _orbax_to_safetensors(
     max_file_bytes = MAX_FILE_BYTES
     if store_of(asked.destination, None)[0].whole:
         # There a file waits in memory until it is whole, as its tensors come in another order.
-        max_file_bytes = min(max_file_bytes, batch_bytes(asked.memory_bytes))
+        max_file_bytes = min(max_file_bytes, bundle_bytes(asked.memory_bytes))
         # A chunk is read for every file that it has a part in, so that a file has what is stored together.
         tensors = {name: tensors[name] for one in viewed for name in one.view.tensors} | tensors
     dtypes = casts.of({name: dtype for name, (dtype, _) in tensors.items()})

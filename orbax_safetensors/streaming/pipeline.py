@@ -133,17 +133,22 @@ class Work(Protocol):
         """
 
 
-def batch_bytes(memory_bytes: int) -> int:
-    """Of all memory, what one batch of tiles may have.
+def bundle_bytes(memory_bytes: int) -> int:
+    """Of all memory, what is moved at once may have at most.
 
-    One batch is read while another is written, and each needs as much again on its way.
+    One bundle is read while another is written, and each needs as much again on its way.
     """
     return max(memory_bytes // 4, 1)
 
 
+def batch_bytes(memory_bytes: int) -> int:
+    """Of all memory, what a batch of smaller bundles may have: libraries keep some of what they have freed."""
+    return max(memory_bytes // 6, 1)
+
+
 def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
-    """Raises `SafetensorsError` where what a leaf is moved in at least is more than a batch."""
-    if nbytes > batch_bytes(memory_bytes):
+    """Raises `SafetensorsError` where what a leaf is moved in at least is more than a bundle may have."""
+    if nbytes > bundle_bytes(memory_bytes):
         raise SafetensorsError(
             f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
             f"{4 * nbytes} are needed"
@@ -203,7 +208,7 @@ def stream(
     total = sum(size for _, size in sized)
     done = 0
     # Freed memory that libraries keep serves the next batch, until all there is would be more than may be used.
-    most = resident() + 3 * batch_bytes
+    most = resident() + 5 * batch_bytes
     if progress is not None:
         progress(0, total)
     with ThreadPoolExecutor(1, "writer") as writer:

@@ -42,7 +42,7 @@ from orbax_safetensors.streaming.pipeline import (
     Progress,
     Tile,
     TileSource,
-    batch_bytes,
+    bundle_bytes,
     is_below,
     nbytes,
     planned,
@@ -87,7 +87,7 @@ class ToObjects:
         """Decides on tiles. Leaves are those of `files`."""
         self.source, self._store, self._destination = source, store, destination
         self._files, self._beside = files, beside
-        self._limit = max(batch_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
+        self._limit = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._parts = list(_parts(files, source, self._limit))
 
     def _draft(self) -> _Draft:

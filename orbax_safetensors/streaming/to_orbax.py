@@ -59,7 +59,7 @@ class ToOrbax:
 
         Raises what `OrbaxSink` raises of what cannot be stored, and `SafetensorsError` where memory does not suffice.
         """
-        self.source, self._target, self._memory_bytes = source, target, memory_bytes
+        self.source, self._target = source, target
         groups = list(groups)
         self._limit = limit = batch_bytes(memory_bytes)
         of_group = {name: limit // len(names) for names in groups for name in names}
@@ -125,7 +125,7 @@ class ToOrbax:
             metadata=self._target.metadata,
             others=self._target.others,
             compression=self._target.compression,
-            memory_bytes=self._memory_bytes // 2,
+            memory_bytes=2 * self._limit,
             resume=resume,
             source=source.identity,
         ) as sink:

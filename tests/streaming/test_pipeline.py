@@ -127,8 +127,8 @@ def test_a_write_that_fails_ends_all():
 
 
 def test_freed_memory_is_given_back_when_there_is_too_much(monkeypatch):
-    # What the process holds at first, and then after each batch: 120 bytes more are allowed, three times a batch.
-    held = iter([1000, 1010, 1120, 1121, 1000, 1200])
+    # What the process holds at first, and then after each batch: 200 bytes more are allowed, five times a batch.
+    held = iter([1000, 1010, 1200, 1201, 1000, 1300])
     trims = []
     monkeypatch.setattr(pipeline, "resident", lambda: next(held))
     monkeypatch.setattr(pipeline, "trim", lambda: trims.append(memory.writes))
