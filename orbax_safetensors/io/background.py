@@ -6,7 +6,9 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
@@ -14,6 +16,9 @@ from typing import Any, TypeVar, cast
 from orbax_safetensors.errors import StorageError
 
 _T = TypeVar("_T")
+
+# How long a program that ends waits for threads that have answers: they take microseconds, if the system lets them run.
+_LEAVE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process, or of the one that it was forked from
@@ -119,4 +124,9 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
     asyncio.run_coroutine_threadsafe(end(), loop)
     thread.join()
+    # A thread of obstore may still be on its way back from the call that told the loop its answer. If the interpreter
+    # is gone before it has come back, that ends the program with SIGABRT.
+    until = time.monotonic() + _LEAVE_SECONDS
+    while sys._current_frames().keys() - {own.ident for own in threading.enumerate()} and time.monotonic() < until:
+        time.sleep(0.001)
     loop.close()

@@ -108,7 +108,19 @@ def test_an_object_that_is_replaced(place):
 
 
 PROGRAM = """
-import os, signal, sys, threading
+import asyncio.selector_events, os, signal, sys, threading, time
+if sys.argv[2] == "answer":  # the thread that brings it is slow to come back from telling it
+    loops = asyncio.selector_events.BaseSelectorEventLoop
+    wake = loops._write_to_self
+    def slow(loop):
+        wake(loop)
+        if threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
+            time.sleep(0.3)
+    loops._write_to_self = slow
+    class Last:
+        def __del__(self, sleep=time.sleep):
+            sleep(1)  # while the interpreter is being taken down
+    last = Last()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.stores import store_of
@@ -131,7 +143,7 @@ elif sys.argv[2] == "leave":
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("wait", 1), ("leave", 0), ("nothing", 0), ("fork", 7)])
+@pytest.mark.parametrize(("how", "status"), [("wait", 1), ("leave", 0), ("nothing", 0), ("answer", 0), ("fork", 7)])
 def test_programs_end_while_a_server_stalls(web, how, status):
     (web.root / "x").write_bytes(DATA * 40)
     web.server.fail(Cut(10, "stall"), skip=1, times=None)
