@@ -57,6 +57,7 @@ _LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
 # has a chunk in buffers of its own as it is read and written, and glibc maps anew, page by page, what takes 32 MiB or
 # more: with 64 MiB, reading back took the system 1.7 times the time.
 _CHUNK_BYTES = 16 * 2**20
+_ALIGNMENT = SafetensorsOptions().alignment
 _MAXTEXT = "maxtext."
 _METADATA = {"format": "pt"}
 
@@ -172,7 +173,7 @@ def _safetensors_to_orbax(
     above = "params." if maxtext else ""  # a training state has the model's tree there
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
-    source = SafetensorsSource(checkpoint, views, casted, SafetensorsOptions())
+    source = SafetensorsSource(checkpoint, views, casted, asked.memory_bytes)
 
     def leaf(name: str, view: View) -> OrbaxLeaf:
         return _leaf(sharding, name, view.shape, dtypes[name])
@@ -268,7 +269,7 @@ def _orbax_to_safetensors(
         [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],
         _METADATA,
         max_file_bytes=max_file_bytes,
-        alignment=SafetensorsOptions().alignment,
+        alignment=_ALIGNMENT,
     )
     if casts.everywhere is not None:
         around = around.stored_as(casts.everywhere)
@@ -283,8 +284,7 @@ def _orbax_to_safetensors(
 def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_bytes: int) -> Work:
     path = asked.source
     checkpoint = read_checkpoint(path)
-    options = SafetensorsOptions()
-    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, options)
+    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, asked.memory_bytes)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
     metadata = _METADATA | without_sharding_info(checkpoint.metadata)
     if sharding is None:
@@ -294,7 +294,7 @@ def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_byte
             [(name, *facts) for name, facts in stored.items()],
             metadata,
             max_file_bytes=max_file_bytes,
-            alignment=options.alignment,
+            alignment=_ALIGNMENT,
         )
         files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:
@@ -303,7 +303,7 @@ def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_byte
         for name, (dtype, shape) in stored.items():
             if dtype.bits < 8 and sharding.shard(name, shape) != shape:
                 raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
-        files = layouts.in_pieces(stored, boxes, metadata, options.alignment)
+        files = layouts.in_pieces(stored, boxes, metadata, _ALIGNMENT)
     of_one_file = checkpoint.files[0].path == checkpoint.path
     around = Beside() if of_one_file else Beside(copies=copied(path))
     alone = [(name,) for name in source.leaves]
@@ -317,7 +317,7 @@ def _to_files(
     store, destination = store_of(asked.destination, None)
     if store.whole:
         return ToObjects(source, store, destination, files, around, asked.memory_bytes)
-    return ToSafetensors(source, destination, files, around, groups, SafetensorsOptions(), asked.memory_bytes)
+    return ToSafetensors(source, destination, files, around, groups, asked.memory_bytes)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

@@ -407,7 +407,7 @@ def test_a_source_that_is_another_file(call, content, tmp_path):
 def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
     checkpoint(tmp_path / "from")
     monkeypatch.setattr(cutting, "_MAX_BUNDLES", 10)
-    with pytest.raises(ost.SafetensorsError, match="memory_bytes is too little"):
+    with pytest.raises(ost.SafetensorsError, match="memory_bytes is 100, too little"):
         ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=100)
 
 

@@ -1,12 +1,15 @@
 """Plans of conversions and reshards, with what the conversions themselves then do as the oracle."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.plan.conversion import Batch, ConversionCost, ConversionPlan, Traffic
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource, OrbaxTiles
@@ -53,6 +56,30 @@ CALLS = {
     "safetensors anew": ("reshard", HF, {"max_file_bytes": 50_000}),
     "safetensors for each device": ("reshard", HF, {"mesh": {"x": 4}, "spec": {"embed_tokens|proj": (None, "x")}}),
 }
+
+
+@pytest.mark.parametrize("kind", ["files", "a server"])
+@pytest.mark.parametrize(
+    ("call", "asked"),
+    [
+        ("plan_convert", {"to": "orbax"}),
+        ("plan_convert", {"to": "orbax", "dtype": "bfloat16"}),
+        ("plan_convert", {"to": "orbax", "dtype": "float8_e4m3fn"}),
+        ("plan_reshard", {"max_file_bytes": 10**7}),
+    ],
+)
+def test_all_that_is_held_is_within_memory(tmp_path, web, monkeypatch, kind, call, asked):
+    # As on a machine with many processors.
+    monkeypatch.setattr(LocalStore, "cost", replace(LocalStore.cost, requests=16))
+    root = web.root if kind == "a server" else tmp_path / "from"
+    root.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    tensors = {f"w{i}": rng.standard_normal((2048, 1024), np.float32) for i in range(4)}
+    save_file(tensors, root / "model.safetensors")
+    source = f"{web.url}/model.safetensors" if kind == "a server" else root
+    for memory_bytes in (24 * 10**6, 100 * 10**6):
+        plan = getattr(ost, call)(source, tmp_path / "to", memory_bytes=memory_bytes, **asked)
+        assert 0 < plan.processes[0].staging_bytes <= memory_bytes
 
 
 def count_transferred(monkeypatch):

@@ -232,16 +232,17 @@ def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -
     found = _found(path)
     if len(found.items) > 1:
         raise StorageError(f"{found.directory}: holds several items, give the directory of one: {list(found.items)}")
-    return _open_item(found, found.items[0], memory_bytes)
+    return _open_item(found, found.items[0], Budget(memory_bytes))
 
 
 def open_step(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxStep:
-    """Opens what `open_orbax` does with all of its items; each of them reads with as much memory.
+    """Opens what `open_orbax` does with all of its items, which read with `memory_bytes` together.
 
     Raises as `open_orbax`, but for a step of several items.
     """
     found = _found(path)
-    items = {name: _open_item(found, name, memory_bytes) for name in found.items}
+    budget = Budget(memory_bytes)
+    items = {name: _open_item(found, name, budget) for name in found.items}
     with stored(os.fspath(found.directory)):
         return OrbaxStep(
             path=os.fspath(found.directory),
@@ -259,8 +260,7 @@ def _found(path: str | os.PathLike[str]) -> Found:
         return find(epath.Path(path))
 
 
-def _open_item(found: Found, name: str, memory_bytes: int) -> OrbaxCheckpoint:
-    budget = Budget(memory_bytes)
+def _open_item(found: Found, name: str, budget: Budget) -> OrbaxCheckpoint:
     directory = found.item(name)
     item = os.fspath(directory)
     metadata = _tree_metadata(directory)
@@ -311,7 +311,7 @@ def _open_item(found: Found, name: str, memory_bytes: int) -> OrbaxCheckpoint:
         _structure=structure,
         _stores=stores,
         _budget=budget,
-        _read_bytes=min(_READ_BYTES, memory_bytes // (2 * _COPIES)),
+        _read_bytes=min(_READ_BYTES, budget.nbytes // (2 * _COPIES)),
     )
 
 

@@ -51,13 +51,17 @@ class Traffic:
     files: tuple[FileCost, ...] = ()
 
 
-def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int) -> Traffic:
-    """What a plan comes to that `streams` threads execute; `files` are the names of the files, by number."""
+def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_bytes: int = 0) -> Traffic:
+    """What a plan comes to that `streams` threads execute, whose requests hold at most `held_bytes` each.
+
+    `files` are the names of the files, by number.
+    """
+    at_once = min(streams, plan.num_requests)
     return Traffic(
         plan.needed_bytes,
         plan.moved_bytes,
         plan.num_requests,
-        staging_bytes=streams * plan.window_bytes,
+        staging_bytes=at_once * plan.window_bytes + min(at_once * held_bytes, plan.moved_bytes),
         streams=streams,
         files=tuple(FileCost(files[number], *figures) for number, *figures in plan.files),
     )

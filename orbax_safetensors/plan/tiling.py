@@ -29,6 +29,10 @@ def row_major_order(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(len(shape)))[::-1]
 
 
+# Chunks of less than this part of what they may have are avoided: each costs a request, whatever its size.
+_CRUMBS = 8
+
+
 @lru_cache
 def chunk_shape(
     shape: tuple[int, ...],
@@ -58,7 +62,26 @@ def _cut(
     order: tuple[int, ...],
     limit: int,
 ) -> tuple[int, ...]:
-    """`chunk`, cut until a tile of it and of whole grains has at most `limit` elements."""
+    """`chunk`, cut until a tile of it and of whole grains has at most `limit` elements.
+
+    Along an axis whose length has no divisor that leaves more than crumbs, it is cut less than that would need, and
+    along the next ones more.
+    """
+    cut = _cut_down(chunk, sharded, shape, grain, order, limit, limit // _CRUMBS)
+    fits = prod(common(cut, grain, shape)) <= limit
+    return cut if fits else _cut_down(chunk, sharded, shape, grain, order, limit, 0)
+
+
+def _cut_down(
+    chunk: tuple[int, ...],
+    sharded: tuple[bool, ...],
+    shape: tuple[int, ...],
+    grain: tuple[int, ...],
+    order: tuple[int, ...],
+    limit: int,
+    least: int,
+) -> tuple[int, ...]:
+    """As `_cut`; where a cut leaves fewer than `least` elements, the shortest that leaves too many is made instead."""
 
     def elements(axis: int, size: int) -> int:
         return prod(common((*chunk[:axis], size, *chunk[axis + 1 :]), grain, shape))
@@ -69,6 +92,8 @@ def _cut(
         sizes = _factors(chunk[axis]) if sharded[axis] else _even_cuts(chunk[axis])
         fitting = [size for size in sizes if elements(axis, size) <= limit]
         best = max(fitting) if fitting else min(sizes, key=lambda size: (elements(axis, size), -size))
+        if fitting and elements(axis, best) < least:
+            best = min(size for size in sizes if size not in fitting)
         chunk = (*chunk[:axis], best, *chunk[axis + 1 :])
     return chunk
 

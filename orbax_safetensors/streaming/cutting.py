@@ -9,7 +9,7 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.tiling import common, tile_shape, tiles
 from orbax_safetensors.plan.view import Box, View
-from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource
+from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource, tile_bytes
 
 # Each takes some hundred bytes of memory.
 _MAX_BUNDLES = 1_000_000
@@ -20,19 +20,19 @@ def bundles(
     grains: Mapping[str, tuple[int, ...]],
     orders: Mapping[str, tuple[int, ...]],
     together: Iterable[tuple[str, ...]],
-    limit: int,
+    memory_bytes: int,
 ) -> list[Bundle]:
     """All tiles of a source's leaves: boxes of whole `grains` of the sink, and of the source's where they fit.
 
     Tiles are longest along the axes that come first in `orders`, or in the source's order. Those of leaves that are
-    `together` make one bundle, box by box, if the leaves are cut alike. A bundle has at most `limit` bytes, if one
-    grain has not more. Raises `SafetensorsError` where that makes more tiles than a process can keep.
+    `together` make one bundle, box by box, if the leaves are cut alike. Tiles have at most `tile_bytes`, if one grain
+    has not more. Raises `SafetensorsError` where that makes more tiles than a process can keep.
     """
     out: list[Bundle] = []
     for names in together:
+        limit = tile_bytes(source, names, memory_bytes)
         own = [
-            [Tile(name, box) for box in _boxes(source, name, grains[name], orders.get(name), limit // len(names))]
-            for name in names
+            [Tile(name, box) for box in _boxes(source, name, grains[name], orders.get(name), limit)] for name in names
         ]
         if len({tuple(tile.box for tile in of_leaf) for of_leaf in own}) == 1:
             out += list(zip(*own, strict=True))
@@ -40,7 +40,7 @@ def bundles(
             out += [(tile,) for of_leaf in own for tile in of_leaf]
         if len(out) > _MAX_BUNDLES:
             raise SafetensorsError(
-                f"memory_bytes is too little: in batches of {limit} bytes, there are more than {_MAX_BUNDLES} of them"
+                f"memory_bytes is {memory_bytes}, too little: in tiles that fit, there are more than {_MAX_BUNDLES}"
             )
     return out
 

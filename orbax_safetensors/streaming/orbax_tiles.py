@@ -89,7 +89,7 @@ class OrbaxSource:
         )
 
     def _in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
-        items = {item.path: item for item, _ in self._stored.values()}.values()  # each reads with as much memory
+        items = {item.path: item for item, _ in self._stored.values()}.values()  # which share their memory
         return max((item.in_flight_bytes(nbytes, chunk_nbytes) for item in items), default=0)
 
     def check(self) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.io.arena import resident, trim
+from orbax_safetensors.io.store import Cost, Pace
+from orbax_safetensors.plan.coalesce import MAX_STAGED_BYTES
 from orbax_safetensors.plan.conversion import Batch, ConversionPlan, Traffic
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.transfer import batches
@@ -19,6 +21,8 @@ from orbax_safetensors.transfer import batches
 _T = TypeVar("_T")
 
 Progress = Callable[[int, int], None]
+
+_BUNDLES = 4  # for which there has to be memory
 
 
 class Tile(NamedTuple):
@@ -134,24 +138,40 @@ class Work(Protocol):
 
 
 def bundle_bytes(memory_bytes: int) -> int:
-    """Of all memory, what is moved at once may have at most.
+    """Of all memory, what may have to be moved at once.
 
-    One bundle is read while another is written, and each needs as much again on its way.
+    It is read while something else is written, and each needs as much again on its way.
     """
-    return max(memory_bytes // 4, 1)
+    return max(memory_bytes // _BUNDLES, 1)
 
 
 def batch_bytes(memory_bytes: int) -> int:
-    """Of all memory, what a batch of smaller bundles may have: libraries keep some of what they have freed."""
+    """Of all memory, what is moved at once where nothing needs more: libraries keep some of what they have freed."""
     return max(memory_bytes // 6, 1)
 
 
+def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> int:
+    """What a tile may have of each of `names`, which are moved together.
+
+    That is their part of a batch; or, where what is decoded as one has more, what may have to be moved at once.
+    """
+    grain = max(prod(source.grain(name)) * source.leaves[name].dtype.itemsize for name in names)
+    own = batch_bytes(memory_bytes) // len(names)
+    return max(own if grain <= own or not source.decoded else bundle_bytes(memory_bytes) // len(names), 1)
+
+
+def pace(cost: Cost, memory_bytes: int) -> Pace:
+    """How to ask a store, so that what requests hold, and what is staged for them, is no more than a batch."""
+    held = MAX_STAGED_BYTES + (cost.max_request_bytes if cost.held_in_flight else 0)
+    return cost.pace(max(1, min(cost.requests, batch_bytes(memory_bytes) // held)), None, memory_bytes)
+
+
 def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
-    """Raises `SafetensorsError` where what a leaf is moved in at least is more than a bundle may have."""
+    """Raises `SafetensorsError` where what a leaf is moved in at least is more than may be moved at once."""
     if nbytes > bundle_bytes(memory_bytes):
         raise SafetensorsError(
             f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
-            f"{4 * nbytes} are needed"
+            f"{_BUNDLES * nbytes} are needed"
         )
 
 

@@ -10,13 +10,12 @@ import numpy as np
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.io.store import NewFile, Store, write_small
-from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import Traffic, traffic_of
 from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.layouts import Files
-from orbax_safetensors.streaming.pipeline import Tile
+from orbax_safetensors.streaming.pipeline import Tile, pace
 from orbax_safetensors.transfer import Writer
 
 
@@ -29,13 +28,12 @@ class SafetensorsSink:
         files: Files,
         numbers: Mapping[Tile, int],
         store: Store,
-        options: SafetensorsOptions,
+        memory_bytes: int,
     ) -> None:
-        """`draft` is open; `numbers` are those by which it records tiles."""
+        """`draft` is open; `numbers` are those by which it records tiles. Requests take a share of `memory_bytes`."""
         self._draft, self._files, self._numbers, self._store = draft, files, numbers, store
         self._paths = [os.path.join(draft.directory, name) for name, _ in files.layout.files]
-        pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-        self._writer = Writer(self._create, pace.requests)
+        self._writer = Writer(self._create, pace(store.cost, memory_bytes).requests)
         self._created = False  # a file whose name may not be on the disk
 
     def _create(self, number: int) -> NewFile:

@@ -9,12 +9,11 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import Traffic, traffic_of
 from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.plan.tiling import storage_order
 from orbax_safetensors.plan.view import View
-from orbax_safetensors.streaming.pipeline import Fact, Tile
+from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer import Reader
 
 # What is read in shorter runs than this is read at a fraction of the speed.
@@ -31,9 +30,9 @@ class SafetensorsSource:
         checkpoint: Checkpoint,
         views: Mapping[str, View],
         dtypes: Mapping[str, np.dtype],
-        options: SafetensorsOptions,
+        memory_bytes: int,
     ) -> None:
-        """`views` are leaves of the checkpoint, by any name."""
+        """`views` are leaves of the checkpoint, by any name. Requests take a share of `memory_bytes`."""
         self.path = checkpoint.path
         self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
@@ -41,7 +40,7 @@ class SafetensorsSource:
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
         self._checkpoint, self._views = checkpoint, views
-        self._pace = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+        self._pace = pace(checkpoint.store.cost, memory_bytes)
         self._reader = Reader(checkpoint.open_file, self._pace.requests)
 
     @property
@@ -75,12 +74,14 @@ class SafetensorsSource:
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:
         """See `TileSource`."""
         _, plan = self._planned(tiles)
-        return traffic_of(plan, [file.path for file in self._checkpoint.files], self._pace.requests)
+        cost = self._checkpoint.store.cost
+        held = cost.max_request_bytes if cost.held_in_flight else 0
+        return traffic_of(plan, [file.path for file in self._checkpoint.files], self._pace.requests, held)
 
     def _planned(self, tiles: Sequence[Tile]) -> tuple[list[Block], TransferPlan]:
         blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
-        pace = self._pace
-        return blocks, transfer_plan(blocks, self._checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
+        own = self._pace
+        return blocks, transfer_plan(blocks, self._checkpoint.location, own.max_gap_bytes, own.max_request_bytes)
 
     def check(self) -> None:
         """See `TileSource`."""

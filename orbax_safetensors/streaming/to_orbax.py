@@ -26,6 +26,7 @@ from orbax_safetensors.streaming.pipeline import (
     planned,
     share,
     stream,
+    tile_bytes,
 )
 
 
@@ -61,8 +62,8 @@ class ToOrbax:
         """
         self.source, self._target = source, target
         groups = list(groups)
-        self._limit = limit = batch_bytes(memory_bytes)
-        of_group = {name: limit // len(names) for names in groups for name in names}
+        self._limit = batch_bytes(memory_bytes)
+        of_group = {name: tile_bytes(source, names, memory_bytes) for names in groups for name in names}
 
         def cut(item: str, path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, OrbaxLeaf):
@@ -92,7 +93,9 @@ class ToOrbax:
         leaves = self._layout.leaves
         for name, leaf in leaves.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
-        self._cuts = bundles(source, {name: leaf.chunk_shape for name, leaf in leaves.items()}, {}, groups, limit)
+        self._cuts = bundles(
+            source, {name: leaf.chunk_shape for name, leaf in leaves.items()}, {}, groups, memory_bytes
+        )
 
     def _share(self, cuts: Sequence[Bundle], process: int, count: int) -> list[Bundle]:
         return share(cuts, lambda bundle: nbytes(bundle, self.source.leaves), process, count)

@@ -11,7 +11,6 @@ import jax
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.local import LocalStore
-from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan
 from orbax_safetensors.plan.tiling import storage_order
 from orbax_safetensors.processes import agree, exchange, forget, new_key, together
@@ -44,7 +43,6 @@ class ToSafetensors:
         files: Files,
         beside: Beside,
         groups: Iterable[tuple[str, ...]],
-        options: SafetensorsOptions,
         memory_bytes: int,
     ) -> None:
         """Decides on tiles. Leaves are those of `files`; `groups` are leaves that interleave in these.
@@ -52,11 +50,11 @@ class ToSafetensors:
         Raises `SafetensorsError` where memory does not suffice.
         """
         self.source, self._destination, self._files, self._beside = source, destination, files, beside
-        self._options = options
+        self._memory_bytes = memory_bytes
         self._limit = batch_bytes(memory_bytes)
         grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
-        self._cuts = bundles(source, grains, orders, groups, self._limit)
+        self._cuts = bundles(source, grains, orders, groups, memory_bytes)
         tiles = (tile for bundle in self._cuts for tile in bundle)
         self._numbers = {tile: number for number, tile in enumerate(tiles)}
 
@@ -70,7 +68,7 @@ class ToSafetensors:
             )
 
     def _sink(self, draft: Draft) -> SafetensorsSink:
-        return SafetensorsSink(draft, self._files, self._numbers, LocalStore(), self._options)
+        return SafetensorsSink(draft, self._files, self._numbers, LocalStore(), self._memory_bytes)
 
     def plan(self, process_count: int) -> ConversionPlan:
         """See `Work`."""

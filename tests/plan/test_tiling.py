@@ -87,6 +87,14 @@ def test_a_prime_is_cut_where_it_is_not_sharded():
     assert chunk_shape((151_643, 64), (151_643, 64), (1, 64), (1, 0), 1_000_000, 10**7) == (15_165, 64)
 
 
+def test_chunks_are_no_crumbs_where_a_shard_has_no_small_divisor():
+    # Shards of 3 x 5087 rows: of whole rows, three at a time would be left.
+    shape, shard = (30_522, 384), (15_261, 384)
+    assert chunk_shape(shape, shard, (1, 384), (1, 0), 1_700_000, 10**7) == (5087, 192)
+    # Neither axis can be cut otherwise.
+    assert chunk_shape((2 * 10_007, 4), (10_007, 2), (1, 1), (1, 0), 10_000, 10**7) == (1, 2)
+
+
 def test_neighbours_follow_one_another():
     boxes = list(tiles((4, 4), (2, 2), (0, 1)))
     assert [box[0] for box in boxes[:2]] == [(0, 2), (2, 4)]

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from orbax_safetensors.plan.tiling import row_major_order
 from orbax_safetensors.streaming import pipeline
 from orbax_safetensors.streaming.cutting import bundles
-from orbax_safetensors.streaming.pipeline import Fact, batch_bytes, check_fits, nbytes, share, stream
+from orbax_safetensors.streaming.pipeline import Fact, batch_bytes, bundle_bytes, check_fits, nbytes, share, stream
 
 I4 = np.dtype(np.int32)
 
 
 class Memory:
     """A source and a sink of arrays in memory, which counts what passes through it."""
+
+    decoded = True
 
     def __init__(self, arrays, grains=None, fail_at=None):
         self.arrays, self.grains, self.fail_at = arrays, grains or {}, fail_at
@@ -71,7 +73,7 @@ def memories(draw):
 @given(memories())
 def test_every_element_passes_once(drawn):
     memory, sinks, limit, processes = drawn
-    cuts = bundles(memory, sinks, {}, [(name,) for name in memory.arrays], limit)
+    cuts = bundles(memory, sinks, {}, [(name,) for name in memory.arrays], 6 * limit)
     for bundle in cuts:
         for tile in bundle:
             for (start, stop), grain, size in zip(
@@ -93,12 +95,12 @@ def test_every_element_passes_once(drawn):
         np.testing.assert_array_equal(memory.out[name], array)
         assert (memory.times[name] == 1).all()
     largest = max([prod(grain) * 4 for grain in sinks.values()], default=0)
-    assert memory.most <= 2 * max(limit, largest)
+    assert memory.most <= 2 * max(bundle_bytes(6 * limit), largest)
 
 
 def test_shares_are_even():
     memory = Memory({f"a{number}": np.zeros((10, 10), I4) for number in range(10)})
-    cuts = bundles(memory, dict.fromkeys(memory.arrays, (1, 10)), {}, [(name,) for name in memory.arrays], 40)
+    cuts = bundles(memory, dict.fromkeys(memory.arrays, (1, 10)), {}, [(name,) for name in memory.arrays], 240)
 
     def size(bundle):
         return nbytes(bundle, memory.leaves)
@@ -110,17 +112,25 @@ def test_shares_are_even():
 
 def test_tiles_of_leaves_that_interleave_stay_together():
     memory = Memory({"a": np.zeros((8, 4), I4), "b": np.zeros((8, 4), I4), "c": np.zeros((3,), I4)})
-    cuts = bundles(memory, dict.fromkeys("ab", (1, 1)) | {"c": (1,)}, {}, [("a", "b"), ("c",)], 128)
+    cuts = bundles(memory, dict.fromkeys("ab", (1, 1)) | {"c": (1,)}, {}, [("a", "b"), ("c",)], 6 * 128)
     assert [[tile.name for tile in bundle] for bundle in cuts] == [["a", "b"], ["a", "b"], ["c"]]
     assert all(len({tile.box for tile in bundle}) == 1 for bundle in cuts)
     # Cut for sinks in which they differ, they are moved alone.
-    cuts = bundles(memory, {"a": (1, 1), "b": (8, 1)}, {}, [("a", "b")], 64)
+    cuts = bundles(memory, {"a": (1, 1), "b": (8, 1)}, {}, [("a", "b")], 6 * 64)
     assert {len(bundle) for bundle in cuts} == {1}
+
+
+def test_what_is_stored_together_is_read_at_once_where_memory_suffices():
+    memory = Memory({"a": np.zeros((50,), I4)}, grains={"a": (5,)})
+    # A batch has 16 bytes and a grain 20, which are less than a quarter.
+    assert {tile.box for (tile,) in bundles(memory, {"a": (1,)}, {}, [("a",)], 100)} == {
+        ((start, start + 5),) for start in range(0, 50, 5)
+    }
 
 
 def test_a_write_that_fails_ends_all():
     memory = Memory({"a": np.zeros((100,), I4)}, fail_at=3)
-    cuts = bundles(memory, {"a": (1,)}, {}, [("a",)], 40)
+    cuts = bundles(memory, {"a": (1,)}, {}, [("a",)], 240)
     with pytest.raises(OSError, match="full"):
         stream(memory, memory, cuts, 40, None)
     assert memory.writes == 3
@@ -133,7 +143,7 @@ def test_freed_memory_is_given_back_when_there_is_too_much(monkeypatch):
     monkeypatch.setattr(pipeline, "resident", lambda: next(held))
     monkeypatch.setattr(pipeline, "trim", lambda: trims.append(memory.writes))
     memory = Memory({"a": np.zeros((50,), I4)})
-    stream(memory, memory, bundles(memory, {"a": (1,)}, {}, [("a",)], 40), 40, None)
+    stream(memory, memory, bundles(memory, {"a": (1,)}, {}, [("a",)], 240), 40, None)
     assert trims == [2, 4]
     assert next(held, None) is None
 
