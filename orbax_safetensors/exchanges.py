@@ -178,10 +178,10 @@ class Chooser:
         return [boxes[process] for process in self._some]
 
     def _seconds(self, costs: Sequence[ProcessCost]) -> float:
-        """How long the slowest process reads, with all its requests at once taking turns."""
+        """How long the slowest process reads, with as many requests at once, taking turns, as on most hosts."""
         return max(
             (cost.num_requests * self._cost.request_seconds + cost.read_bytes / self._cost.bytes_per_second)
-            / self._pace.requests
+            / self._cost.usual_requests
             for cost in costs
         )
 

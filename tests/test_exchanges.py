@@ -123,6 +123,19 @@ def test_a_faster_store_needs_no_help(path):
     assert chosen(path, {"big": ()}, store=fast, cooperative=True) == 1
 
 
+@pytest.mark.parametrize(("shape", "spec"), [((17, 1000, 17), ()), ((17, 5, 3), (None, "local"))])
+def test_hosts_with_other_cpus_choose_alike(tmp_path, shape, spec):
+    checkpoint = open_checkpoint(write(tmp_path, {"a": shape}))
+    sharding = NamedSharding(MESH, PartitionSpec(*spec))
+    target = {"a": jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding)}
+    found = []
+    for requests in (2, 4, 16):
+        store = SimpleNamespace(cost=replace(local.COST, requests=requests), maps=True)
+        own = planned(replace(checkpoint, store=store), target, 4, ost.SafetensorsOptions(cooperative=True))
+        found.append(own.chosen[0].way.exchange)
+    assert found == [found[0]] * 3
+
+
 def test_many_leaves_are_worth_a_program_that_one_is_not(tmp_path):
     tensors = {f"{number:03}": (512, 4096) for number in range(400)}
     many = write(tmp_path, tensors)
