@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import api, cooperative, exchanges, processes
+from orbax_safetensors import api, cooperative, exchanges, planning, processes
 from orbax_safetensors.io import local, remote
 from tests.files import DTYPES, random_bits
 from tests.multiprocess import cases
@@ -283,8 +283,7 @@ def cpu_devices_share_the_memory_of_equal_shards(site: Site) -> None:
 def of_stores_behind_a_network_where_it_pays(site: Site) -> None:
     def read(options: ost.SafetensorsOptions) -> int:
         with (
-            mock.patch.object(api, "is_url", return_value=True),
-            mock.patch.object(local.LocalStore, "maps", False),
+            mock.patch.object(planning, "is_url", return_value=True),
             mock.patch.object(local.LocalStore, "cost", remote.COST),
             mock.patch.object(exchanges, "COMPILE_SECONDS", 0.0),
             mock.patch.object(exchanges, "LAUNCH_SECONDS", 0.0),
