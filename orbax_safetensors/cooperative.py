@@ -37,6 +37,10 @@ _OTHERWISE = (
     "see the same files"
 )
 
+# Keys of restores that this process was in with all others. Once all have come to a later one, which they make in the
+# same order, nobody needs what was agreed on in these.
+_left: set[str] = set()
+
 
 class Decided(NamedTuple):
     """A restore of which no tensor has been read: what is asked for, and what of it devices exchange, in batches.
@@ -61,7 +65,15 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
     """
     if key is None:
         return Decided(*resolve())
-    return together(f"{key}/decided", lambda: _decided(*resolve(), options, key), _facts, otherwise=_OTHERWISE)
+    earlier = _left.copy()
+    try:
+        decided = together(f"{key}/decided", lambda: _decided(*resolve(), options, key), _facts, otherwise=_OTHERWISE)
+    finally:
+        _left.add(key)
+    for one in earlier:
+        forget(one)
+    _left.difference_update(earlier)
+    return decided
 
 
 def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions, key: str) -> Decided:

@@ -190,6 +190,16 @@ def batches_that_fit_in_flight(site: Site) -> None:
 
 
 @scenario
+def what_was_agreed_on_is_forgotten(site: Site) -> None:
+    """Where there is nothing to exchange, too: what earlier restores have left, of whatever."""
+    for _ in range(3):
+        site.check(restore(site.root, site.target(("x", "y"), names=["U8"])), ["U8"])
+    multihost_utils.sync_global_devices("all have forgotten")
+    kept = multihost.get_jax_distributed_client().key_value_dir_get("orbax_safetensors/restore")
+    assert len(kept) == site.count, kept
+
+
+@scenario
 def leaves_that_are_alike_are_compiled_once(site: Site) -> None:
     compiled: list[str] = []
 
