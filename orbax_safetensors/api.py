@@ -16,9 +16,10 @@ from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.io.paths import as_text, is_url
+from orbax_safetensors.exchanges import exchangeable
+from orbax_safetensors.io.paths import as_text
 from orbax_safetensors.io.store import read_small
-from orbax_safetensors.io.stores import is_pinned, store_of
+from orbax_safetensors.io.stores import moves, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
@@ -79,14 +80,14 @@ def restore(
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
     path = as_text(path)
-    everyone = jax.process_count() > 1 and targets.ask_everyone(item, restore_args)
-    # Before anything can fail, and not counted with what processes restore each on its own: else the next restore of
-    # this path would have another key in each of them.
-    key = new_key(f"{'restore' if everyone else 'alone'}/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+    key = None
+    if _all_together(path, item, restore_args, options):
+        # Before anything can fail, and of nothing else: these are counted alike in all processes.
+        key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
 
     def resolve() -> tuple[Checkpoint, targets.Request]:
         checkpoint = mapped(
-            _read_by_all(path, options.storage_options, key),
+            _read_for(path, options.storage_options, key),
             family,
             variant,
             complete=not partial_restore,
@@ -103,18 +104,38 @@ def restore(
             request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
         return checkpoint, targets.placed(request, checkpoint)
 
-    exchanging = everyone and may_exchange(options, mounted=not is_url(path))
-    decided = cooperative.decide(resolve, options, key if exchanging else None)
-    return decided.request.tree(cooperative.restore(decided, options, key))
+    decided = cooperative.decide(resolve, options, key)
+    return decided.request.tree(cooperative.restore(decided, options))
 
 
-def _read_by_all(path: str, storage_options: Mapping[str, Any] | None, key: str) -> Checkpoint:
-    """`read_checkpoint` in every process: where a branch of a repository moves meanwhile, they read one commit of it.
+def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsOptions) -> bool:
+    """Whether all processes make this restore, and wait for one another; any other is a matter of each of them.
 
-    It is that which the first process has found that has come here with `key`, and no process waits for another.
+    It has arrays over devices of all of them, which they may exchange or which have to be of one commit. Raises
+    `TensorMismatchError` where arrays over devices of some would have to be.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return False
+    spread = [one for one in targets.all_asked(item, restore_args) if len(one.processes) > 1]
+    everywhere = [one for one in spread if len(one.processes) == count]
+    if spread and moves(path):
+        if not everywhere:
+            raise TensorMismatchError(
+                f"{path}: arrays over devices of some of {count} processes could be of different commits; name its "
+                "commit, which is in the path of open_checkpoint"
+            )
+        return True
+    return may_exchange(options, path) and any(map(exchangeable, everywhere))
+
+
+def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:
+    """`read_checkpoint`; with the `key` of a restore that all processes make, they read one commit of a repository.
+
+    It is that which the first of them has found that has come here, and no process waits for another.
     """
     checkpoint = read_checkpoint(path, storage_options)
-    if not is_pinned(path):
+    if key is None or not moves(path):
         return checkpoint
     pinned = first(f"{key}/commit", checkpoint.path)
     return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,7 +27,7 @@ from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.exchange import Exchange, by_owner
 from orbax_safetensors.planning import dealt
-from orbax_safetensors.processes import agree, forget, together
+from orbax_safetensors.processes import forget, together
 from orbax_safetensors.restore import Filling, filling, in_file_order
 from orbax_safetensors.targets import Request
 from orbax_safetensors.transfer import batches
@@ -36,40 +37,46 @@ _OTHERWISE = (
     "see the same files"
 )
 
+# Keys of restores that this process was in with all others. Once all have come to a later one, which they make in the
+# same order, nobody needs what was agreed on in these.
+_left: set[str] = set()
+
 
 class Decided(NamedTuple):
     """A restore of which no tensor has been read: what is asked for, and what of it devices exchange, in batches.
 
-    `batches` have the leaves by their numbers, `ways` how each of them is exchanged.
+    `batches` have the leaves by their numbers, `ways` how each of them is exchanged. `key` is that of agreements, where
+    all processes make the restore.
     """
 
     checkpoint: Checkpoint
     request: Request
-    ways: Mapping[int, Way]
-    batches: Sequence[Sequence[int]]
+    ways: Mapping[int, Way] = MappingProxyType({})
+    batches: Sequence[Sequence[int]] = ()
+    key: str = ""
 
 
 def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: SafetensorsOptions, key: str | None) -> Decided:
     """Opens a checkpoint, finds in it what is asked for, and decides how to restore that.
 
-    With a `key`, together with all other processes, which ask for the same: then all of them raise where one fails, and
-    what devices can exchange may be. Raises what `resolve` raises, and `TensorMismatchError` where the processes do not
-    restore the same.
+    With a `key`, which is no other restore's, together with all other processes, which ask for the same: then all of
+    them raise where one fails, and what devices can exchange may be. Raises what `resolve` raises, and
+    `TensorMismatchError` where the processes do not restore the same.
     """
     if key is None:
-        return Decided(*resolve(), {}, ())
-    decided, facts, failure = None, "", None
+        return Decided(*resolve())
+    earlier = _left.copy()
     try:
-        decided = _decided(*resolve(), options)
-        facts = _facts(decided)
-    except BaseException as error:  # an interrupt, too: the others would wait for this process
-        failure = error
-    agree(f"{key}/decided", failure, facts, otherwise=_OTHERWISE)
-    assert decided is not None
+        decided = together(f"{key}/decided", lambda: _decided(*resolve(), options, key), _facts, otherwise=_OTHERWISE)
+    finally:
+        _left.add(key)
+    for one in earlier:
+        forget(one)
+    _left.difference_update(earlier)
     return decided
 
 
-def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions) -> Decided:
+def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions, key: str) -> Decided:
     chosen = dealt(checkpoint, request.targets, None, options).chosen
     ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
     leaves = {at: request.targets[at] for at in ways}
@@ -81,13 +88,11 @@ def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptio
         for group in groups
     ]
     batched = [[at for group in batch for at in group] for batch in batches(sized, options.in_flight_bytes // 2)]
-    return Decided(checkpoint, request, ways, batched)
+    return Decided(checkpoint, request, ways, batched, key)
 
 
-def restore(decided: Decided, options: SafetensorsOptions, key: str) -> list[Any]:
+def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
     """Fills the targets of a request with what this process holds of them, with all other processes where that pays.
-
-    `key` is the same in all processes, and no other restore's.
 
     Raises:
       TensorMismatchError: a cast that nobody asked for would change values.
@@ -98,22 +103,22 @@ def restore(decided: Decided, options: SafetensorsOptions, key: str) -> list[Any
     values: dict[int, Any] = {}
     with filling(decided.checkpoint, options) as fillings:
         # First, so that whoever fails to read what it alone needs leaves nobody waiting.
-        values |= _exchanged(fillings, decided, key)
+        values |= _exchanged(fillings, decided)
         rest = [at for at in range(len(targets)) if at not in values]
         values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
     return [values[at] for at in range(len(targets))]
 
 
-def _exchanged(fillings: Filling, decided: Decided, key: str) -> dict[int, jax.Array]:
+def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
     """Leaves of which every process reads parts."""
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
-    before = f"{key}/decided"
+    before = f"{decided.key}/decided"
     for number, batch in enumerate(decided.batches):
         leaves = [(decided.request.targets[at], decided.ways[at]) for at in batch]
-        parts = together(f"{key}/{number}", partial(_read, fillings, leaves))
+        parts = together(f"{decided.key}/{number}", partial(_read, fillings, leaves))
         forget(before)
-        before = f"{key}/{number}"
+        before = f"{decided.key}/{number}"
         # Until then the parts of the batch before are in the devices' memory.
         jax.block_until_ready(sent)
         sent = []

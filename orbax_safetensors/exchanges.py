@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from orbax_safetensors import arrays
 from orbax_safetensors.advice import axes_of, deal, form
 from orbax_safetensors.io.store import Cost, Pace
-from orbax_safetensors.leaves import Target
+from orbax_safetensors.leaves import Asked, Target
 from orbax_safetensors.plan.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Location
@@ -71,12 +71,12 @@ class Exchanged:
     worthwhile: bool
 
 
-def exchangeable(target: Target) -> bool:
+def exchangeable(leaf: Asked | Target) -> bool:
     """Whether the devices of a leaf can exchange parts of it at all."""
-    sharding = target.sharding
+    sharding = leaf.sharding
     return (
-        target.kind is jax.Array
-        and not target.broadcast
+        leaf.kind is jax.Array
+        and not leaf.broadcast
         and isinstance(sharding, NamedSharding)
         and sharding.memory_kind in (None, "device")
     )
@@ -178,10 +178,10 @@ class Chooser:
         return [boxes[process] for process in self._some]
 
     def _seconds(self, costs: Sequence[ProcessCost]) -> float:
-        """How long the slowest process reads, with all its requests at once taking turns."""
+        """How long the slowest process reads, with as many requests at once, taking turns, as on most hosts."""
         return max(
             (cost.num_requests * self._cost.request_seconds + cost.read_bytes / self._cost.bytes_per_second)
-            / self._pace.requests
+            / self._cost.usual_requests
             for cost in costs
         )
 

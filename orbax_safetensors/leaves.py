@@ -5,9 +5,9 @@ Everything that can be wrong with a leaf is found here, before memory is allocat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -85,20 +85,43 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
         kind=kind,
         sharding=_sharding(len(shape), leaf, args, where) if kind is jax.Array else None,
         lossless=lossless,
-        broadcast=isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs),
+        broadcast=_is_broadcast(args),
     )
 
 
-def asked_mesh(leaf: Any, args: Any) -> jax.sharding.Mesh | None:
-    """The mesh of the `NamedSharding` that a leaf is asked for with; None where it has none, or what is wrong."""
+class Asked(NamedTuple):
+    """What a leaf is asked for as, of whatever checkpoint; as the fields of `Target`."""
+
+    kind: type
+    sharding: jax.sharding.Sharding | Format | None
+    broadcast: bool
+
+    @property
+    def processes(self) -> frozenset[int]:
+        """Those that the devices of an array are of."""
+        if self.sharding is None:
+            return frozenset()
+        sharding = arrays.plain(self.sharding)
+        devices: Iterable[Any] = ()
+        if not arrays.is_abstract(sharding):
+            devices = sharding.device_set
+        elif not (mesh := jax.sharding.get_mesh()).empty:
+            devices = mesh.devices.flat
+        return frozenset(device.process_index for device in devices)
+
+
+def asked(leaf: Any, args: Any) -> Asked | None:
+    """What can be told of a `target` before there is a checkpoint; None where what is asked for is wrong."""
+    args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
     try:
-        sharding = _sharding(0, leaf, args, "")
+        kind = _kind(leaf, args, "")
+        return Asked(kind, _sharding(None, leaf, args, "") if kind is jax.Array else None, _is_broadcast(args))
     except TensorMismatchError:
         return None
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    mesh = jax.sharding.get_mesh() if arrays.is_abstract(sharding) else sharding.mesh
-    return None if mesh.empty else cast(jax.sharding.Mesh, mesh)
+
+
+def _is_broadcast(args: ocp.RestoreArgs) -> bool:
+    return isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs)
 
 
 def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
@@ -183,8 +206,11 @@ def _checked_dtype(asked: Any, where: str) -> np.dtype:
     return dtype
 
 
-def _sharding(rank: int, leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
-    """The sharding that the caller gave the leaf, if any, with its layout where it has one."""
+def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
+    """The sharding that the caller gave the leaf, if any, with its layout where it has one.
+
+    That has to be of `rank` dimensions, where these are known.
+    """
     for give in (
         lambda: getattr(args, "sharding", None),
         lambda: _sharding_of_mesh(args, where),
@@ -196,7 +222,7 @@ def _sharding(rank: int, leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sh
         if isinstance(sharding, Format):
             layout = sharding.layout
             order = layout.major_to_minor if isinstance(layout, Layout) else None
-            if sharding.sharding is None or (layout is not None and (order is None or len(order) != rank)):
+            if sharding.sharding is None or (layout is not None and (order is None or rank not in (None, len(order)))):
                 raise TensorMismatchError(
                     f"{where}: expected a sharding and a layout of {rank} dimensions, found {sharding}"
                 )

@@ -40,8 +40,9 @@ class SafetensorsOptions:
       cooperative: of leaves that several processes need the same bytes of, because they are replicated or sharded in
         inner dimensions, each process reads a part, and the devices exchange the parts. With "auto" where that saves
         time by the costs that `plan_restore` counts with, but not where files are mounted; with True wherever it saves
-        bytes; with False nowhere. It needs all processes, and twice the memory of what is exchanged at a time, which
-        is at most half of `in_flight_bytes` for each process, or one leaf where that is more.
+        bytes; with False nowhere. Where it might exchange anything, all processes have to make the restore. It needs
+        twice the memory of what is exchanged at a time, which is at most half of `in_flight_bytes` for each process, or
+        one leaf where that is more.
       storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
         `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
         `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.

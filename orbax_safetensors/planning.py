@@ -17,6 +17,7 @@ from orbax_safetensors.advice import Advisor, Instead, deal
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.exchanges import Chooser, Exchanged, Way, exchangeable
+from orbax_safetensors.io.paths import is_url
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
@@ -68,7 +69,7 @@ class Planned:
 
     @property
     def _may_exchange(self) -> bool:
-        return may_exchange(self.options, mounted=self.checkpoint.store.maps)
+        return may_exchange(self.options, self.checkpoint.path)
 
     @property
     def chosen(self) -> list[Exchanged | None]:
@@ -144,12 +145,12 @@ class Planned:
         return out
 
 
-def may_exchange(options: SafetensorsOptions, *, mounted: bool) -> bool:
+def may_exchange(options: SafetensorsOptions, path: str) -> bool:
     """Whether a restore may exchange anything: of mounted files, whose disk nobody knows, only where it is told to.
 
     Memory that is shared with a file is not read.
     """
-    told = options.cooperative is True or (options.cooperative == "auto" and not mounted)
+    told = options.cooperative is True or (options.cooperative == "auto" and is_url(path))
     return told and not options.alias
 
 

@@ -5,7 +5,7 @@ Everything that can be wrong with a request is found here, before memory is allo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import nearest, some
-from orbax_safetensors.leaves import Target, asked_mesh, target
+from orbax_safetensors.leaves import Asked, Target, asked, target
 from orbax_safetensors.trees import flatten
 
 
@@ -74,13 +74,13 @@ def placed(request: Request, checkpoint: Checkpoint) -> Request:
     return replace(request, leaves=leaves)
 
 
-def ask_everyone(item: Any, restore_args: Any) -> bool:
-    """Whether a request, as `resolve` has it, has an array over devices of all processes; all of them then make it."""
-    leaves = flatten(item)[1] if item is not None else {}
-    args = flatten(restore_args)[1] if restore_args is not None else {}
-    meshes = {asked_mesh(leaves.get(name), args.get(name)) for name in leaves | args}
-    owners = [{device.process_index for device in mesh.devices.flat} for mesh in meshes if mesh is not None]
-    return any(len(own) == jax.process_count() for own in owners)
+def all_asked(item: Any, restore_args: Any) -> set[Asked]:
+    """The different things that a request, as `resolve` has it, asks for, but for what is wrong with it."""
+    _, leaves, args = _flattened(item, restore_args)
+    found = {
+        asked(leaf if item is not None else None, args.get(name)) for name, leaf in _without_placeholders(leaves, args)
+    }
+    return {one for one in found if one is not None}
 
 
 def everything(checkpoint: Checkpoint) -> Request:
@@ -100,13 +100,8 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     Raises:
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
     """
-    structure, leaves = flatten(item if item is not None else restore_args)
-    args = flatten(restore_args)[1] if restore_args is not None else {}
-    wanted = {
-        name: leaf
-        for name, leaf in leaves.items()
-        if leaf is not ocp.PLACEHOLDER and args.get(name) is not ocp.PLACEHOLDER
-    }
+    structure, leaves, args = _flattened(item, restore_args)
+    wanted = dict(_without_placeholders(leaves, args))
     if restore_args is not None:
         for one, names in (("item", set(args) - set(leaves)), ("restore_args", set(wanted) - set(args))):
             if names:
@@ -124,6 +119,19 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
             raise TensorMismatchError(f"{name!r}: expected ocp.RestoreArgs in restore_args, found {args_of_leaf!r}")
         out.append(target(checkpoint, name, leaf if item is not None else None, args_of_leaf))
     return Request(tuple(out), structure)
+
+
+def _flattened(item: Any, restore_args: Any) -> tuple[jax.tree_util.PyTreeDef, dict[str, Any], dict[str, Any]]:
+    """The structure to return, its leaves, and what `restore_args` has for them, both by name."""
+    structure, leaves = flatten(item if item is not None else restore_args)
+    return structure, leaves, flatten(restore_args)[1] if restore_args is not None else {}
+
+
+def _without_placeholders(leaves: Mapping[str, Any], args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The leaves that are to be filled, with their names."""
+    for name, leaf in leaves.items():
+        if leaf is not ocp.PLACEHOLDER and args.get(name) is not ocp.PLACEHOLDER:
+            yield name, leaf
 
 
 def are_restore_args(tree: Any) -> bool:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors as ost
 from orbax_safetensors.api import open_checkpoint
 from orbax_safetensors.io import local, remote
+from orbax_safetensors.leaves import asked
 from orbax_safetensors.planning import planned
 
 SHAPES = {"big": (2**17, 8192), "bias": (8192,), "scalar": (), "stack.0": (4096, 4096), "stack.1": (4096, 4096)}
@@ -40,8 +41,14 @@ def path(tmp_path):
     return write(tmp_path, SHAPES)
 
 
+def at(store, checkpoint, **more):
+    """The checkpoint as if it were in a store."""
+    path = checkpoint.path if store.maps else f"gs://bucket{checkpoint.path}"
+    return replace(checkpoint, store=store, path=path, **more)
+
+
 def plan(path, specs, *, store=REMOTE, processes=4, mesh=MESH, **options):
-    checkpoint = replace(open_checkpoint(path), store=store)
+    checkpoint = at(store, open_checkpoint(path))
     target = {
         name: jax.ShapeDtypeStruct(SHAPES[name], "bfloat16", sharding=NamedSharding(mesh, PartitionSpec(*spec)))
         for name, spec in specs.items()
@@ -123,10 +130,23 @@ def test_a_faster_store_needs_no_help(path):
     assert chosen(path, {"big": ()}, store=fast, cooperative=True) == 1
 
 
+@pytest.mark.parametrize(("shape", "spec"), [((17, 1000, 17), ()), ((17, 5, 3), (None, "local"))])
+def test_hosts_with_other_cpus_choose_alike(tmp_path, shape, spec):
+    checkpoint = open_checkpoint(write(tmp_path, {"a": shape}))
+    sharding = NamedSharding(MESH, PartitionSpec(*spec))
+    target = {"a": jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding)}
+    found = []
+    for requests in (2, 4, 16):
+        store = SimpleNamespace(cost=replace(local.COST, requests=requests), maps=True)
+        own = planned(at(store, checkpoint), target, 4, ost.SafetensorsOptions(cooperative=True))
+        found.append(own.chosen[0].way.exchange)
+    assert found == [found[0]] * 3
+
+
 def test_many_leaves_are_worth_a_program_that_one_is_not(tmp_path):
     tensors = {f"{number:03}": (512, 4096) for number in range(400)}
     many = write(tmp_path, tensors)
-    checkpoint = replace(open_checkpoint(many), store=REMOTE)
+    checkpoint = at(REMOTE, open_checkpoint(many))
     sharding = NamedSharding(AbstractMesh((64,), ("d",)), PartitionSpec(None, "d"))
     target = {name: jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding) for name, shape in tensors.items()}
     for names, expected in ((list(tensors)[:1], 0), (list(tensors), 400)):
@@ -135,7 +155,7 @@ def test_many_leaves_are_worth_a_program_that_one_is_not(tmp_path):
 
 
 def test_leaves_of_which_only_some_processes_have_devices(path):
-    checkpoint = replace(open_checkpoint(path), store=REMOTE)
+    checkpoint = at(REMOTE, open_checkpoint(path))
     # A device for two processes: they are dealt evenly, so a mesh of few devices is one of few processes.
     target = {"big": ocp.ArrayRestoreArgs(sharding=NamedSharding(MESH, PartitionSpec()))}
     found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
@@ -150,7 +170,7 @@ def test_arrays_that_are_no_named_shardings_of_jax(path, mesh):
         "bias": ocp.RestoreArgs(restore_type=np.ndarray),
         "stack.0": ocp.type_handlers.SingleReplicaArrayRestoreArgs(sharding=named),
     }
-    checkpoint = replace(open_checkpoint(path), store=REMOTE)
+    checkpoint = at(REMOTE, open_checkpoint(path))
     found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
     assert found.owners == (None, None, None)
     assert found.possible == [None] * 3
@@ -160,7 +180,7 @@ def test_leaves_of_one_tensor_are_exchanged_together_or_not_at_all(path):
     checkpoint = open_checkpoint(path)
     view = checkpoint.view("big")
     halves = {"upper": view.slice(slice(0, 2**16)), "lower": view.slice(slice(2**16, None))}
-    checkpoint = replace(checkpoint, store=REMOTE, mapped=halves)
+    checkpoint = at(REMOTE, checkpoint, mapped=halves)
     inner = NamedSharding(MESH, PartitionSpec(None, ("process", "local")))
     target = {name: jax.ShapeDtypeStruct((2**16, 8192), "bfloat16", sharding=inner) for name in halves}
     found = planned(checkpoint, target, 4, ost.SafetensorsOptions()).plan()
@@ -174,7 +194,7 @@ def test_stacks_and_transposes_are_cut_where_storage_is(path):
     checkpoint = open_checkpoint(path)
     views = [checkpoint.view(f"stack.{number}").T for number in range(2)]
     stacked = views[0].stack(views, axis=1)  # (4096, 2, 4096): the first dimension is innermost in storage
-    checkpoint = replace(checkpoint, store=REMOTE, mapped={"stack": stacked})
+    checkpoint = at(REMOTE, checkpoint, mapped={"stack": stacked})
     sharding = NamedSharding(MESH, PartitionSpec(("process", "local")))
     target = {"stack": jax.ShapeDtypeStruct((4096, 2, 4096), "bfloat16", sharding=sharding)}
     found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
@@ -188,3 +208,18 @@ def test_stacks_and_transposes_are_cut_where_storage_is(path):
 def test_options_are_checked(value):
     with pytest.raises(ost.SafetensorsError, match="cooperative is"):
         ost.SafetensorsOptions(cooperative=value)
+
+
+def test_whose_devices_an_array_is_asked_for_on(mesh):
+    """Before there is a checkpoint, of which ranks are not known; an abstract mesh stands for the one that is set."""
+    abstract = NamedSharding(mesh.abstract_mesh, PartitionSpec())
+    for args, found in (
+        (ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec())), {0}),
+        (ocp.ArrayRestoreArgs(sharding=Format(Layout((1, 0)), NamedSharding(mesh, PartitionSpec()))), {0}),
+        (ocp.ArrayRestoreArgs(sharding=abstract), set()),
+        (ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec()), restore_type=np.ndarray), set()),
+    ):
+        assert asked(None, args).processes == found, args
+    with jax.set_mesh(mesh):
+        assert asked(None, ocp.ArrayRestoreArgs(sharding=abstract)).processes == {0}
+    assert asked(None, ocp.ArrayRestoreArgs(sharding="x")) is None

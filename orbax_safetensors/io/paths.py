@@ -24,8 +24,8 @@ def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     if found := _COLLAPSED.fullmatch(text):
         scheme, rest = found.groups()
         raise StorageError(
-            f"{text}: is what pathlib makes of {scheme}://{rest}; pass a URL as a str or an epath.Path, and a path "
-            f"that begins so as ./{text}"
+            f"{text}: is what pathlib makes of {scheme}://{rest}; pass a URL as a str, and a path that begins so "
+            f"as ./{text}"
         )
     return text
 

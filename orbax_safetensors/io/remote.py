@@ -42,7 +42,12 @@ _more = asyncio.Semaphore(64)
 # A request takes about 30 ms until its first byte comes, and then about 33 MB/s come: gaps of 1 MiB are read along. A
 # request of 8 MiB spends most of its time on bytes; as many as 64 of them fill a link of 20 Gbit/s.
 COST = Cost(
-    request_seconds=2**-5, bytes_per_second=2**25, requests=64, max_request_bytes=8 * 2**20, held_in_flight=True
+    request_seconds=2**-5,
+    bytes_per_second=2**25,
+    requests=64,
+    usual_requests=64,
+    max_request_bytes=8 * 2**20,
+    held_in_flight=True,
 )
 
 # Deletions that are in flight at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from base64 import b64encode
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,7 +14,7 @@ from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.io import hub, hub_api
+from orbax_safetensors.io import hub, hub_api, hub_path
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.io.paths import AZURE, GCS, HTTP, HUB, SCHEMES, as_text, is_url
 from orbax_safetensors.io.remote import RemoteStore
@@ -57,6 +58,9 @@ _TIMEOUTS = {
 _RETRIES = Retries(attempts=10, seconds=120.0)
 # Who has asked the Hub for too much in five minutes is told to wait for the rest of them.
 _HUB_RETRIES = Retries(attempts=10, seconds=600.0)
+
+# What a commit of a repository is called, and no branch.
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Where Azure's own tools are told everything in one variable, which object stores do not read.
 _CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
@@ -118,9 +122,12 @@ def store_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     return store, f"{root}/{key.strip('/')}".rstrip("/")
 
 
-def is_pinned(path: str) -> bool:
-    """Whether `store_of` makes a path one of the state that it finds: processes may find different ones."""
-    return path.partition("://")[0] in HUB
+def moves(path: str) -> bool:
+    """Whether a path is of a state that `store_of` finds and pins, so that processes may find different ones.
+
+    Raises `StorageError` where it is an URL of no repository.
+    """
+    return path.partition("://")[0] in HUB and not _COMMIT.fullmatch(hub_path.parse(path).revision)
 
 
 def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -87,9 +88,7 @@ def test_short_ranges_are_asked_for_at_once(server):
 
 def test_what_is_in_flight_is_bounded(server, monkeypatch):
     store, path = store_of(f"{server.url}/sub/a%20b.bin", {})
-    store.cost = remote.Cost(
-        request_seconds=1, bytes_per_second=1, requests=4, max_request_bytes=1000, held_in_flight=True
-    )
+    store.cost = replace(remote.COST, requests=4, max_request_bytes=1000)
     file = store.open(path)
     waiting, most = set(), []
 

@@ -35,7 +35,7 @@ def test_other_urls_are_refused(path):
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3://bucket/x/", "https://host/a b", "hf://owner/name"])
 def test_what_pathlib_makes_of_a_url_is_no_path(url):
-    with pytest.raises(StorageError, match=f"is what pathlib makes of {url.rstrip('/')}; pass a URL as a str or an "):
+    with pytest.raises(StorageError, match=f"is what pathlib makes of {url.rstrip('/')}; pass a URL as a str, and"):
         store_of(pathlib.Path(url), None)
 
 

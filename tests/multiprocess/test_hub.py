@@ -65,3 +65,23 @@ def test_what_the_hub_refuses_one_process_fails_in_all(moving):
             assert ("process 1 failed: " in error) == (process != 1)
     assert [of_process["values"] for of_process in found] == [found[0]["values"]] * PROCESSES
     assert len(found[0]["values"]) == 1
+
+
+def test_what_a_process_restores_alone_is_of_the_commit_that_it_finds(moving):
+    """However the branch has moved since another did; and what all restore is of one commit, exchanged or not."""
+    _, job = moving
+    found = launch("tests.multiprocess.workers_hub:alone", job, processes=PROCESSES, devices=2)
+    own = [of_process["own"] for of_process in found]
+    assert own[0] < own[1], own
+    assert [of_process["values"] for of_process in found] == [found[0]["values"]] * PROCESSES
+    assert len(found[0]["values"]) == 1
+    assert found[0]["of_commit"] > found[0]["values"]
+
+
+def test_arrays_of_some_processes_are_restored_of_a_commit_only(hub, moving):
+    _, job = moving
+    commit = hub.commit(files(100))
+    refused = launch("tests.multiprocess.workers_hub:some", job, processes=PROCESSES, devices=2)
+    assert all("name its commit" in text for text in refused), refused
+    job["url"] += f"@{commit}"
+    assert launch("tests.multiprocess.workers_hub:some", job, processes=PROCESSES, devices=2) == [""] * PROCESSES

@@ -1,9 +1,11 @@
 """Several processes restore from a store: each the right bits, and of the server no byte more than it has planned."""
 
+import numpy as np
 import obstore
 import pytest
 
 from orbax_safetensors.io.remote import HEAD_BYTES
+from tests.files import write
 from tests.multiprocess.checkpoints import write_matrix
 from tests.multiprocess.launch import launch
 
@@ -22,3 +24,10 @@ def test_every_layout_of_a_tree(name, request, tmp_path):
     for result in results:
         sent = sum(one.sent for one in log if one.process == result["process"])
         assert sent == result["read_bytes"] + result["opened"] * heads
+
+
+def test_restores_of_one_process_wait_for_nobody(web):
+    """As devices exchange nothing of them; and the next one that all make finds them in step."""
+    write(web.root / "model.safetensors", {"a": np.arange(2**16, dtype=np.float32).reshape(64, 1024)})
+    found = launch("tests.multiprocess.workers_remote:alone", web.url, processes=2, devices=1)
+    assert found == [{"errors": {}, "wrong": []}] * 2

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import api, cooperative, exchanges, processes
+from orbax_safetensors import api, cooperative, exchanges, planning, processes
 from orbax_safetensors.io import local, remote
 from tests.files import DTYPES, random_bits
 from tests.multiprocess import cases
@@ -190,6 +190,16 @@ def batches_that_fit_in_flight(site: Site) -> None:
 
 
 @scenario
+def what_was_agreed_on_is_forgotten(site: Site) -> None:
+    """Where there is nothing to exchange, too: what earlier restores have left, of whatever."""
+    for _ in range(3):
+        site.check(restore(site.root, site.target(("x", "y"), names=["U8"])), ["U8"])
+    multihost_utils.sync_global_devices("all have forgotten")
+    kept = multihost.get_jax_distributed_client().key_value_dir_get("orbax_safetensors/restore")
+    assert len(kept) == site.count, kept
+
+
+@scenario
 def leaves_that_are_alike_are_compiled_once(site: Site) -> None:
     compiled: list[str] = []
 
@@ -283,8 +293,7 @@ def cpu_devices_share_the_memory_of_equal_shards(site: Site) -> None:
 def of_stores_behind_a_network_where_it_pays(site: Site) -> None:
     def read(options: ost.SafetensorsOptions) -> int:
         with (
-            mock.patch.object(api, "is_url", return_value=True),
-            mock.patch.object(local.LocalStore, "maps", False),
+            mock.patch.object(planning, "is_url", return_value=True),
             mock.patch.object(local.LocalStore, "cost", remote.COST),
             mock.patch.object(exchanges, "COMPILE_SECONDS", 0.0),
             mock.patch.object(exchanges, "LAUNCH_SECONDS", 0.0),

@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,12 +27,6 @@ def refused(job: dict[str, Any]) -> dict[str, Any]:
     async def refuse(*_: Any) -> None:
         raise RefusedError("you may not", 403)
 
-    def restored(devices: list[jax.Device]) -> list[float]:
-        sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
-        item = dict.fromkeys(job["names"], jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=sharding))
-        found = ost.SafetensorsHandler().restore(job["url"], ost.SafetensorsRestore(item))
-        return sorted({float(np.unique(shard.data)[0]) for leaf in found.values() for shard in leaf.addressable_shards})
-
     errors = []
     for _ in range(2):
         with (
@@ -39,22 +34,56 @@ def refused(job: dict[str, Any]) -> dict[str, Any]:
             mock.patch.object(hub_api.HubApi, "contents", refuse) if mine else contextlib.nullcontext(),
         ):
             try:
-                restored(jax.devices())
+                _restored(job, jax.devices())
             except ost.StorageError as error:
                 errors.append(str(error))
     if mine:
-        restored(jax.local_devices())
-    return {"errors": errors, "values": restored(jax.devices())}
+        _restored(job, jax.local_devices())
+    return {"errors": errors, "values": _restored(job, jax.devices())}
+
+
+def alone(job: dict[str, Any]) -> dict[str, Any]:
+    """Restores of one process after the other, then of all without cooperation, then of the first of a commit."""
+    own = []
+    for process in range(jax.process_count()):
+        if process == jax.process_index():
+            own = _restored(job, jax.local_devices())
+        multihost_utils.sync_global_devices(f"alone {process}")
+    options = ost.SafetensorsOptions(cooperative=False)
+    if jax.process_index() == 0:  # of which the restore of all knows nothing
+        _restored(job, jax.local_devices(), options)
+    values = _restored(job, jax.devices(), options)
+    of_commit = []
+    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 5):
+        if jax.process_index() == 0:
+            job = job | {"url": ost.open_checkpoint(job["url"]).path}
+            of_commit = _restored(job, jax.devices(), options)
+    return {"own": own, "values": values, "of_commit": of_commit}
+
+
+def some(job: dict[str, Any]) -> str:
+    """What is said of arrays over devices of these processes, where there is one more."""
+    with mock.patch.object(jax, "process_count", return_value=jax.process_count() + 1):
+        try:
+            _restored(job, jax.devices())
+        except ost.SafetensorsError as error:
+            return str(error)
+    return ""
+
+
+def _restored(
+    job: dict[str, Any], devices: list[jax.Device], options: ost.SafetensorsOptions | None = None
+) -> list[float]:
+    """The values of rows over `devices` that there are in this process."""
+    sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
+    item = dict.fromkeys(job["names"], jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=sharding))
+    handler = ost.SafetensorsHandler(options=options or ost.SafetensorsOptions())
+    found = handler.restore(job["url"], ost.SafetensorsRestore(item))
+    return sorted(
+        {float(value) for leaf in found.values() for one in leaf.addressable_shards for value in np.unique(one.data)}
+    )
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Restores rows, several times; tells the values that each time there are in this process."""
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    shape = jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=NamedSharding(mesh, P("x")))
-    item = dict.fromkeys(job["names"], shape)
-    found = []
-    for _ in range(job["times"]):
-        restored = ost.SafetensorsHandler().restore(job["url"], ost.SafetensorsRestore(item))
-        shards = [np.asarray(shard.data) for array in restored.values() for shard in array.addressable_shards]
-        found.append(sorted({float(value) for shard in shards for value in np.unique(shard)}))
-    return {"values": found, "process": os.getpid()}
+    return {"values": [_restored(job, jax.devices()) for _ in range(job["times"])], "process": os.getpid()}

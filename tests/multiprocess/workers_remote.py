@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors import processes
 from tests.multiprocess import cases
 from tests.multiprocess.checkpoints import Reference
 from tests.multiprocess.measure import different_shards
@@ -40,3 +45,30 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 for shard in different_shards(array, reference.tensors[name])
             ]
     return found
+
+
+def alone(url: str) -> dict[str, Any]:
+    """What the first process restores alone, then a restore of all: errors, and shards that are wrong."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
+    expected = np.arange(2**16, dtype=np.float32).reshape(64, 1024)
+
+    def restore(args: Any, own: Any = sharding, cooperative: Any = "auto") -> Any:
+        item = {"a": jax.ShapeDtypeStruct((64, 1024), np.float32, sharding=own)}
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(cooperative=cooperative))
+        return handler.restore(url, ost.SafetensorsRestore(item, {"a": args}))["a"]
+
+    ways = {
+        "NumPy arrays": lambda: restore(ocp.RestoreArgs(restore_type=np.ndarray)),
+        "host memory": lambda: restore(ocp.RestoreArgs(), sharding.with_memory_kind("pinned_host")),
+        "placeholders": lambda: restore(ocp.PLACEHOLDER),
+        "told so": lambda: restore(ocp.RestoreArgs(), cooperative=False),
+    }
+    errors = {}
+    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 5):
+        for name, way in ways.items() if jax.process_index() == 0 else ():
+            try:
+                way()
+            except ost.SafetensorsError as error:
+                errors[name] = str(error)
+    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 40):
+        return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs(), cooperative=True), expected)}
