@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from orbax_safetensors.errors import MappingError, SafetensorsError, StorageErro
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
-from orbax_safetensors.io.paths import as_text, is_url
+from orbax_safetensors.io.paths import SCHEMES, as_text, is_url
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
@@ -62,20 +62,29 @@ _METADATA = {"format": "pt"}
 
 
 class Asked:
-    """What every conversion is asked for: absolute paths or URLs, and memory in bytes."""
+    """What every conversion is asked for: absolute paths or URLs, and memory in bytes; all of it is to be checked."""
 
     def __init__(self, source: PathLike, destination: PathLike, memory_bytes: int) -> None:
+        """Raises nothing: processes agree on what is wrong."""
         self._given = {"source": source, "destination": destination}
-        self.source, self.destination = (
-            place(path) if isinstance(path, str | os.PathLike) else "" for path in self._given.values()
-        )
         self.memory_bytes = memory_bytes
+
+    @cached_property
+    def source(self) -> str:
+        """What is read."""
+        return place(self._given["source"])
+
+    @cached_property
+    def destination(self) -> str:
+        """What is made, or the directory of steps that it is made in."""
+        return place(self._given["destination"])
 
     def check(self) -> None:
         """Raises `SafetensorsError` where one of them is nothing that could be meant."""
         for argument, path in self._given.items():
             if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
                 raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
+            place(path)
         if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
             raise SafetensorsError(
                 f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
@@ -145,9 +154,17 @@ def _not_for(what: str, **given: Any) -> None:
 
 
 def place(path: PathLike) -> str:
-    """An absolute path, or a URL as it is but for a slash at its end."""
+    """An absolute path, or a URL as it is but for a slash at its end; `StorageError` where there is none."""
     path = as_text(path)
-    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
+    if is_url(path):
+        scheme, _, rest = path.partition("://")
+        if scheme in SCHEMES and not rest.partition("/")[0]:
+            raise StorageError(f"{path}: expected a name after {scheme}://")
+        return path.rstrip("/")
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise StorageError(f"{path}: is in the working directory, which was deleted") from error
 
 
 def _safetensors_to_orbax(

@@ -176,11 +176,12 @@ def _run(
         nonlocal work
         work = decide()
 
+    def facts(_: None) -> str:
+        told = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
+        return repr(told).replace("\n", " ")
+
     try:
-        facts = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
-        together(
-            key, decided, repr(facts).replace("\n", " "), otherwise="was called with other arguments than process 0"
-        )
+        together(key, decided, facts, otherwise="was called with other arguments than process 0")
         assert work is not None
         moved = work.run(resume=resume, progress=progress)
     finally:

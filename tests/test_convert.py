@@ -383,6 +383,26 @@ def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
         ost.reshard(*arguments)
 
 
+@pytest.mark.parametrize("url", ["gs://", "gs:///", "s3:///key", "hf://", "https://"])
+def test_urls_of_nothing(url, tmp_path):
+    checkpoint(tmp_path / "from")
+    for call in (ost.convert, ost.plan_convert):
+        for to in ("orbax", "safetensors"):
+            for arguments in ((url, tmp_path / "to"), (tmp_path / "from", url)):
+                with pytest.raises(ost.StorageError, match=f"^{url}: expected a name after {url.partition('/')[0]}//$"):
+                    call(*arguments, to=to)
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (ost.reshard, ost.plan_reshard):
+        with pytest.raises(ost.StorageError, match="^to: is in the working directory, which was deleted$"):
+            call(tmp_path / "from", "to")
+
+
 CALLS = {
     "to orbax": partial(ost.convert, to="orbax"),
     "to safetensors": partial(ost.convert, to="safetensors"),
