@@ -365,7 +365,7 @@ def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtyp
 
 def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
     """The most that a chunk has where nobody says how arrays will be sharded; else it is what a device will have."""
-    return memory_bytes if sharding.patterns else _CHUNK_BYTES
+    return memory_bytes if sharding.patterns or sharding.names else _CHUNK_BYTES
 
 
 def _is_maxtext(family: Family | None) -> bool:
