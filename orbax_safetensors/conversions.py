@@ -199,6 +199,7 @@ def _safetensors_to_orbax(
     target = OrbaxTarget(
         path=asked.of_step(str(step)),
         items={"items": OrbaxItem({"step": 0, "params": tree, "opt_state": {}} if maxtext else tree)},
+        names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
         metadata={"custom_metadata": {"scan_layers": scanned} if maxtext else None},
         others={},
         compression=compression,
@@ -214,15 +215,16 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
     items = {name: item for name, item in step.items.items() if item.leaves}
     if not items:
         raise SafetensorsError(f"{path}: has no leaf")
-    stored = {
-        array_name(items, name, own): (item, own)
+    names = {
+        array_name(items, name, own): (name, own)
         for name, item in items.items()
         for own, leaf in item.leaves.items()
         if leaf.kind in ARRAYS
     }
+    stored = {array: (items[name], own) for array, (name, own) in names.items()}
     source = OrbaxSource(step, stored, asked.memory_bytes)
     cut = sharding or partition(None, None)
-    cut.check_used(own for _, own in stored.values())
+    cut.check_used(own for _, own in names.values())
 
     def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
         if facts.kind not in ARRAYS:
@@ -237,6 +239,7 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
             name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
             for name, item in items.items()
         },
+        names=names,
         metadata=step.metadata,
         others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
         compression=compression,

@@ -117,10 +117,12 @@ def _files(plan: ConversionPlan, output: Output) -> None:
             ),
         )
     if plan.to_orbax:
+        items = any(array.item is not None for array in plan.arrays)
         output.table(
-            ("array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
+            (*(["item"] if items else []), "array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
             (
                 (
+                    *([array.item] if items else []),
                     array.name,
                     array.dtype,
                     shape_text(array.shape),

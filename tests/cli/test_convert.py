@@ -541,6 +541,8 @@ def test_a_plan_of_a_conversion(cli, tmp_path):
     assert sum(int(row[3]) for row in reads[1:]) == sum(int(row[1]) for row in processes[1:])
     assert arrays[0] == ["array", "dtype", "shape", "chunk", "chunks", "chunk bytes"]
     assert sum(int(row[4]) for row in arrays[1:]) == int(facts["chunks"])
+    specs = [word for row in arrays[1:] for word in ("--spec", f"^{row[0]}$=-")]
+    assert cli("convert", *asked, "--plan", "--mesh", "x=2", *specs).status == 0
 
     planned = cli("convert", *asked, "--plan", "--json", "--bandwidth", "1MB/s", "--write-latency", "1ms")
     (cost,) = json.loads(planned.out)["processes"]
