@@ -1,6 +1,7 @@
 """Plans of conversions and reshards, with what the conversions themselves then do as the oracle."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -240,18 +241,26 @@ def test_json(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["convert", "reshard"])
-@pytest.mark.parametrize("there", ["destination", "unfinished", "foreign"])
+@pytest.mark.parametrize("there", ["destination", "unfinished", "foreign", "file", "read only"])
 def test_what_is_in_the_way_is_said_by_the_plan_as_by_the_call(call, there, tmp_path):
     source = make_source("to_orbax", tmp_path / "from")
     asked = {"to": "orbax"} if call == "convert" else {}
     to = tmp_path / "to"
+    if there == "file":
+        (tmp_path / "file").touch()
+        to = tmp_path / "file" / "below" / "to"
+    elif there == "read only":
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere")
+        (tmp_path / "read only").mkdir(mode=0o500)
+        to = tmp_path / "read only" / "below" / "to"
     own, unfinished = (to / "0", to / "0.orbax-checkpoint-tmp") if call == "convert" else (to, tmp_path / "to.partial")
     if there == "destination":
         own.mkdir(parents=True)
     elif there == "foreign":
         unfinished.mkdir(parents=True)
         (unfinished / "notes.txt").write_text("mine")
-    else:
+    elif there == "unfinished":
 
         def stop(done, total):
             if done:

@@ -29,6 +29,7 @@ from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.path import atomicity_defaults
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.io.local import check_makeable
 from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, RECORD_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.flow import stored
@@ -82,6 +83,7 @@ class Draft:
         """
         if not self._in_place:
             destination, name = os.path.split(self.path)
+            check_makeable(os.fspath(self._step_path.get()))
             with stored(f"{self._step_path.get()}: cannot be made"):
                 make(destination)
                 self._lock = Lock(os.path.join(destination, f".{name}.lock"), self.path)
@@ -94,6 +96,8 @@ class Draft:
     def check_place(self) -> None:
         """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
         with stored(self.path):
+            if not self._in_place:
+                check_makeable(os.fspath(self._step_path.get()))
             self._check_free()
             self._check_place()
             if self._step_path.get().exists():
