@@ -568,6 +568,17 @@ def test_a_family_needs_a_config(tmp_path):
         ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")
 
 
+def test_configs_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    for name, error, message in (
+        ("none.json", ost.StorageError, "none.json: No such file or directory"),
+        ("nowhere", ost.StorageError, "nowhere/config.json: No such file or directory"),
+        ("broken.json", ost.MappingError, "broken.json: is not JSON: "),
+    ):
+        with pytest.raises(error, match=f"^{tmp_path}/{message}"):
+            ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", config=tmp_path / name)
+
+
 def test_orbax_to_orbax_is_a_reshard(tmp_path):
     with pytest.raises(ost.SafetensorsError, match="reshard makes another checkpoint"):
         ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path, to="orbax")

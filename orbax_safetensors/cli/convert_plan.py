@@ -18,7 +18,8 @@ def check(args: argparse.Namespace) -> None:
     """Raises `UsageError` where options do not go together."""
     if not args.plan:
         for name in _FOR_A_PLAN:
-            if getattr(args, name):
+            value = getattr(args, name)
+            if value is not None and value is not False:
                 raise UsageError(f"--{name.replace('_', '-')} is for --plan")
         return
     for name in ("resume", "distributed"):

@@ -592,6 +592,7 @@ def test_a_plan_of_a_reshard(cli, tmp_path):
         (["--processes", "2"], "--processes is for --plan"),
         (["--bandwidth", "2GB/s"], "--bandwidth is for --plan"),
         (["--files"], "--files is for --plan"),
+        (["--latency", "0s"], "--latency is for --plan"),
         (["--plan", "--resume"], "--resume is not for --plan"),
         (["--plan", "--distributed"], "--distributed is not for --plan"),
         (["--plan", "--latency", "1ms"], "--latency is for an estimate of the time, which also needs --bandwidth"),
