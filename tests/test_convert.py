@@ -571,8 +571,8 @@ def test_a_family_needs_a_config(tmp_path):
 def test_configs_that_cannot_be_read(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     for name, error, message in (
-        ("none.json", ost.StorageError, "none.json: No such file or directory"),
-        ("nowhere", ost.StorageError, "nowhere/config.json: No such file or directory"),
+        ("none.json", ost.StorageError, "none.json: cannot be opened: No such file or directory"),
+        ("nowhere", ost.StorageError, "nowhere/config.json: cannot be opened: No such file or directory"),
         ("broken.json", ost.MappingError, "broken.json: is not JSON: "),
     ):
         with pytest.raises(error, match=f"^{tmp_path}/{message}"):

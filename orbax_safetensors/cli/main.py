@@ -12,6 +12,7 @@ from orbax_safetensors.cli import convert, demo, inspect, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.streaming.patterns import RuleError
 
 _COMMANDS = {
     "inspect": inspect,
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UsageError as error:
         commands[args.command].error(clean(str(error)))
+    except RuleError as error:  # which begins with the name of the option
+        commands[args.command].error(clean(f"--{error}"))
     except BrokenPipeError:
         # The reader has all it wanted. What is still buffered must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
