@@ -109,6 +109,7 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
     else:
         files = {file.name: file.stat().st_size for file in Path(done.path).glob("*.safetensors")}
         assert {planned.file: planned.nbytes for planned in plan.files} == files
+        assert {file.file for file in cost.writes} == {os.path.join(done.path, name) for name in files}
     stored = Path(open_orbax(source).path).rglob("*") if plan.from_orbax else Path(source).glob("*.safetensors")
     assert plan.source_bytes == sum(file.stat().st_size for file in stored if file.is_file())
 
