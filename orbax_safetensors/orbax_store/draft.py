@@ -121,9 +121,11 @@ class Draft:
             # Compared as JSON has it: without tuples, and with the keys in any order.
             for key, value in json.loads(json.dumps(record)).items():
                 if begun.get(key) != value:
+                    why = f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now"
+                    if key == "source":  # a digest, which tells nobody anything
+                        why = "it was begun of another source, or with other arguments"
                     raise TensorMismatchError(
-                        f"{self._step_path.get()}: cannot be taken up again, {key} was {begun.get(key)!r:.300} when it "
-                        f"was begun and is {value!r:.300} now"
+                        f"{self._step_path.get()}: cannot be taken up again: {why}; begin anew without resume"
                     )
             with stored(f"{self._step_path.get()}: cannot be taken up again"):
                 self._write_record({"run": self._run, **record})
@@ -135,6 +137,8 @@ class Draft:
         with stored(f"{self._step_path.get()}: cannot be made"):
             if self._step_path.get().exists():
                 self._check_unfinished()
+                if resume:
+                    logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
                 self._empty()
             asyncio_utils.run_sync(self._step_path.create())
             for item in self.items.values():
@@ -206,8 +210,6 @@ class Draft:
                 raise ValueError(f"expected a dict, found {begun!r:.80}")
             return begun or None
         except FileNotFoundError:
-            if self._step_path.get().exists():
-                logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
             return None
         except Exception as error:
             raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error
