@@ -123,7 +123,7 @@ def _files(plan: ConversionPlan, output: Output) -> None:
             (*(["item"] if items else []), "array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
             (
                 (
-                    *([array.item] if items else []),
+                    *([array.item or ""] if items else []),
                     array.name,
                     array.dtype,
                     shape_text(array.shape),

@@ -10,6 +10,7 @@ from functools import partial
 
 from orbax_safetensors.cli import convert, demo, inspect, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.progress import Warnings
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.streaming.patterns import RuleError
@@ -58,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        status: int = _COMMANDS[args.command].run(args, Output(sys.stdout))
+        with Warnings(partial(print, file=sys.stderr)):
+            status: int = _COMMANDS[args.command].run(args, Output(sys.stdout))
         sys.stdout.flush()
         return status
     except UsageError as error:

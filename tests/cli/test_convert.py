@@ -485,6 +485,8 @@ def test_a_warning_is_a_line_like_an_error(cli, tmp_path):
     assert json.loads(result.out)["nbytes"] == 64
     warning, *progress = result.err.splitlines()
     assert warning.startswith(f"warning: {tmp_path / 'from'}: safetensors files hold arrays only, so strings are left ")
+    planned = cli("convert", tmp_path / "from", tmp_path / "planned", "--to", "safetensors", "--plan")
+    assert planned.err == f"{warning}\n"
     assert [line.split(" of ")[0] for line in progress] == ["convert: 0 B", "convert: 64 B"]
     assert list(stored(tmp_path / "to")) == ["w"]
 
@@ -500,7 +502,7 @@ def test_a_warning_is_above_the_bar(monkeypatch):
     assert f"\x1b[2Kwarning: a [red]long\\x1b {'text ' * 10}\n" in stream.getvalue()
     assert "cares" not in stream.getvalue()
     assert logger.propagate
-    assert not any(isinstance(handler, progress._Warnings) for handler in logger.handlers)
+    assert not any(isinstance(handler, progress.Warnings) for handler in logger.handlers)
 
 
 def test_what_progress_says(monkeypatch):
