@@ -1,6 +1,6 @@
 """Meshes and partitions as they are written on a command line, and a partition for those who wrote none.
 
-Plain data without JAX, so that `--help` and mistakes are answered at once.
+Plain data, for which no device is started, so that mistakes are answered before there is one.
 """
 
 from __future__ import annotations
