@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from orbax_safetensors.errors import MappingError, SafetensorsError, StorageErro
 from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
-from orbax_safetensors.io.paths import as_text, is_url
+from orbax_safetensors.io.paths import SCHEMES, as_text, is_url
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
@@ -63,20 +63,29 @@ _METADATA = {"format": "pt"}
 
 
 class Asked:
-    """What every conversion is asked for: absolute paths or URLs, and memory in bytes."""
+    """What every conversion is asked for: absolute paths or URLs, and memory in bytes; all of it is to be checked."""
 
     def __init__(self, source: PathLike, destination: PathLike, memory_bytes: int) -> None:
+        """Raises nothing: processes agree on what is wrong."""
         self._given = {"source": source, "destination": destination}
-        self.source, self.destination = (
-            place(path) if isinstance(path, str | os.PathLike) else "" for path in self._given.values()
-        )
         self.memory_bytes = memory_bytes
+
+    @cached_property
+    def source(self) -> str:
+        """What is read."""
+        return place(self._given["source"])
+
+    @cached_property
+    def destination(self) -> str:
+        """What is made, or the directory of steps that it is made in."""
+        return place(self._given["destination"])
 
     def check(self) -> None:
         """Raises `SafetensorsError` where one of them is nothing that could be meant."""
         for argument, path in self._given.items():
             if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
                 raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
+            place(path)
         if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
             raise SafetensorsError(
                 f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
@@ -146,9 +155,17 @@ def _not_for(what: str, **given: Any) -> None:
 
 
 def place(path: PathLike) -> str:
-    """An absolute path, or a URL as it is but for a slash at its end."""
+    """An absolute path, or a URL as it is but for a slash at its end; `StorageError` where there is none."""
     path = as_text(path)
-    return path.rstrip("/") if is_url(path) else os.path.abspath(path)
+    if is_url(path):
+        scheme, _, rest = path.partition("://")
+        if scheme in SCHEMES and not rest.partition("/")[0]:
+            raise StorageError(f"{path}: expected a name after {scheme}://")
+        return path.rstrip("/")
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise StorageError(f"{path}: is in the working directory, which was deleted") from error
 
 
 def _safetensors_to_orbax(
@@ -183,6 +200,7 @@ def _safetensors_to_orbax(
     target = OrbaxTarget(
         path=asked.of_step(str(step)),
         items={"items": OrbaxItem({"step": 0, "params": tree, "opt_state": {}} if maxtext else tree)},
+        names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
         metadata={"custom_metadata": {"scan_layers": scanned} if maxtext else None},
         others={},
         compression=compression,
@@ -198,15 +216,16 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
     items = {name: item for name, item in step.items.items() if item.leaves}
     if not items:
         raise SafetensorsError(f"{path}: has no leaf")
-    stored = {
-        array_name(items, name, own): (item, own)
+    names = {
+        array_name(items, name, own): (name, own)
         for name, item in items.items()
         for own, leaf in item.leaves.items()
         if leaf.kind in ARRAYS
     }
+    stored = {array: (items[name], own) for array, (name, own) in names.items()}
     source = OrbaxSource(step, stored, asked.memory_bytes)
     cut = sharding or partition(None, None)
-    cut.check_used(own for _, own in stored.values())
+    cut.check_used(own for _, own in names.values())
 
     def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
         if facts.kind not in ARRAYS:
@@ -221,6 +240,7 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
             name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
             for name, item in items.items()
         },
+        names=names,
         metadata=step.metadata,
         others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
         compression=compression,
@@ -348,7 +368,7 @@ def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtyp
 
 def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
     """The most that a chunk has where nobody says how arrays will be sharded; else it is what a device will have."""
-    return memory_bytes if sharding.patterns else _CHUNK_BYTES
+    return memory_bytes if sharding.patterns or sharding.names else _CHUNK_BYTES
 
 
 def _is_maxtext(family: Family | None) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.conversions import MEMORY_BYTES, Asked, PathLike, conversion, resharding
+from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.processes import forget, new_key, together
@@ -88,7 +89,8 @@ def convert(
       compression: to Orbax, whether chunks are compressed.
       memory_bytes: for tiles on their way, and all that is made of them.
       resume: go on with what a call with the same arguments has left unfinished.
-      progress: called now and then with the bytes that this process has moved, and those that it will.
+      progress: called now and then with the bytes that this process has moved, and those that it will. What it raises
+        ends the conversion, and comes out as it is; other processes have a `StorageError` of it.
 
     Raises:
       StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
@@ -176,13 +178,28 @@ def _run(
         nonlocal work
         work = decide()
 
+    raised: list[BaseException] = []
+
+    def told(done: int, total: int) -> None:
+        try:
+            if progress is not None:
+                progress(done, total)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    def facts(_: None) -> str:
+        arguments = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
+        return repr(arguments).replace("\n", " ")
+
     try:
-        facts = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
-        together(
-            key, decided, repr(facts).replace("\n", " "), otherwise="was called with other arguments than process 0"
-        )
+        together(key, decided, facts, otherwise="was called with other arguments than process 0")
         assert work is not None
-        moved = work.run(resume=resume, progress=progress)
+        moved = work.run(resume=resume, progress=told)
+    except StorageError:
+        if raised:
+            raise raised[0] from raised[0].__cause__
+        raise
     finally:
         if work is not None:
             work.source.close()

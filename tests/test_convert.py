@@ -21,6 +21,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.orbax_store import open_orbax
+from orbax_safetensors.orbax_store.leaves import ARRAYS
 from orbax_safetensors.streaming import cutting
 from tests.files import random_bits, write, write_indexed
 
@@ -357,15 +358,38 @@ def test_a_target_says_the_chunks(tmp_path):
 def test_targets_that_do_not_fit(tmp_path):
     checkpoint(tmp_path / "from")
     one, other = (NamedSharding(AbstractMesh((size,), ("x",)), P("x")) for size in (2, 4))
+    third = NamedSharding(AbstractMesh((3,), ("x",)), P(None, "x"))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaf = jax.ShapeDtypeStruct((24, 40), np.float32, sharding=one)
     for like, message in (
         ({"v": leaf, "w": leaf.update(sharding=other)}, "like: 'w': is over the mesh {'x': 4}, others are over"),
         ({"w": leaf.update(sharding=device)}, "like: 'w': expected a sharding over a mesh"),
-        ({"other": leaf}, "is found in none of the"),
+        ({"other": leaf}, r"^like: 'other' is none of the 4 names of arrays, such as 'layers.0.b'$"),
+        ({"layers.0.w": leaf.update(sharding=third)}, r"^like: 'layers.0.w' of shape .*: 16 does not divide by 3$"),
     ):
         with pytest.raises(ost.TensorMismatchError, match=message):
             ost.reshard(tmp_path / "from", tmp_path / "to", like=like)
+
+
+def test_the_target_of_a_whole_training_state(tmp_path):
+    """Of which some leaves are no arrays, and stay what they are."""
+    source = ROOT / "orbax" / "qwen3_unscanned"
+    mesh = AbstractMesh((2,), ("x",))
+
+    def target(leaf):
+        leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*["x"] * (leaf.ndim > 1))))
+
+    like = jax.tree.map(target, restored(open_orbax(source).path)[0])
+    assert "step" in like
+    assert ost.plan_reshard(source, tmp_path / "to", like=like).total_bytes > 0
+    ost.reshard(source, tmp_path / "to", like=like)
+    for leaf in open_orbax(tmp_path / "to").leaves.values():
+        if leaf.kind in ARRAYS:
+            assert leaf.sharding.partition_spec == (("x",) if len(leaf.shape) > 1 else ())
+    like["step"] = target(np.zeros((2, 2)))
+    with pytest.raises(ost.TensorMismatchError, match="^like: 'step' is none of the 35 names of arrays"):
+        ost.plan_reshard(source, tmp_path / "to", like=like)
 
 
 def test_what_safetensors_have_no_dtype_for(tmp_path):
@@ -381,6 +405,26 @@ def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
     checkpoint(tmp_path / "from")
     with pytest.raises(ost.SafetensorsError, match="must be a path or a URL"):
         ost.reshard(*arguments)
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs:///", "s3:///key", "hf://", "https://"])
+def test_urls_of_nothing(url, tmp_path):
+    checkpoint(tmp_path / "from")
+    for call in (ost.convert, ost.plan_convert):
+        for to in ("orbax", "safetensors"):
+            for arguments in ((url, tmp_path / "to"), (tmp_path / "from", url)):
+                with pytest.raises(ost.StorageError, match=f"^{url}: expected a name after {url.partition('/')[0]}//$"):
+                    call(*arguments, to=to)
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (ost.reshard, ost.plan_reshard):
+        with pytest.raises(ost.StorageError, match="^to: is in the working directory, which was deleted$"):
+            call(tmp_path / "from", "to")
 
 
 CALLS = {
@@ -522,6 +566,17 @@ def test_a_config_says_what_all_is_cast_to(tmp_path):
 def test_a_family_needs_a_config(tmp_path):
     with pytest.raises(ost.MappingError, match="pass config"):
         ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")
+
+
+def test_configs_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    for name, error, message in (
+        ("none.json", ost.StorageError, "none.json: cannot be opened: No such file or directory"),
+        ("nowhere", ost.StorageError, "nowhere/config.json: cannot be opened: No such file or directory"),
+        ("broken.json", ost.MappingError, "broken.json: is not JSON: "),
+    ):
+        with pytest.raises(error, match=f"^{tmp_path}/{message}"):
+            ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", config=tmp_path / name)
 
 
 def test_orbax_to_orbax_is_a_reshard(tmp_path):

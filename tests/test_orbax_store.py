@@ -658,14 +658,14 @@ def test_what_was_left_behind_is_deleted_unless_it_is_wanted(tmp_path):
         ({"ocdbt": False}, "ocdbt was True when it was begun and is False now"),
         ({"zarr3": False}, "zarr3 was True"),
         ({"compression": False}, "compression was True"),
-        ({"source": "another"}, "source was ''"),
+        ({"source": "another"}, "it was begun of another source, or with other arguments; begin anew"),
     ],
 )
 def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
     with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         fill(sink, values())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(TensorMismatchError, match=f"cannot be taken up again, {why}"):
+    with pytest.raises(TensorMismatchError, match=f"cannot be taken up again: {why}"):
         step_sink(tmp_path, change.pop("tree", tree_of(leaf_of)), resume=True, **change)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -684,7 +684,7 @@ def contents(root):
 
 @with_and_without_resume
 @pytest.mark.parametrize("kind", ["empty", "step", "items"])
-def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, monkeypatch):
+def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, monkeypatch, caplog):
     if kind == "empty":
         (tmp_path / UNFINISHED).mkdir()
     else:
@@ -700,13 +700,14 @@ def test_what_orbax_itself_has_not_finished_is_deleted(tmp_path, kind, resume, m
             ocp.Checkpointer(handler).save(tmp_path / "0", args=args)
     assert os.listdir(tmp_path) == [UNFINISHED]
     write(tmp_path, resume=resume)
+    assert ("has no record of what it was begun for and is deleted" in caplog.text) == resume
     assert os.listdir(tmp_path) == ["0"]
     is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
 
 
 @with_and_without_resume
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, resume):
+def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, resume, caplog):
     if finished:
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "mine", {"a": np.ones(3)})
         (tmp_path / "mine").rename(tmp_path / UNFINISHED)
@@ -719,6 +720,7 @@ def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, r
     with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
         step_sink(tmp_path, tree_of(leaf_of), resume=resume)
     assert contents(tmp_path) == before
+    assert "deleted" not in caplog.text
 
 
 @with_and_without_resume

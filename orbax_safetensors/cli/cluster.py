@@ -12,7 +12,7 @@ import jax
 
 from orbax_safetensors.conversions import place
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.processes import agree, new_key
+from orbax_safetensors.processes import new_key, together
 
 # The longest that a process which has failed waits for the others, in seconds, where they do not know of it. Then JAX
 # ends all of them. What ends well ends at about the same time in all.
@@ -41,14 +41,20 @@ def begin(args: argparse.Namespace) -> None:
         if pythons:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     # Agreements have the names of paths, so that processes with others would wait for each other in vain.
-    source, destination = (place(path) for path in (args.source, args.destination))
-    asked = vars(args) | {"source": source, "destination": destination}
+    paths: dict[str, str] = {}
+
+    def placed() -> None:
+        paths.update(source=place(args.source), destination=place(args.destination))
+
+    def asked(_: None) -> str:
+        return repr(sorted((vars(args) | paths).items()))
+
     try:
-        agree(new_key("command"), None, repr(sorted(asked.items())))
+        together(new_key("command"), placed, asked)
     except TensorMismatchError as error:
         raise SafetensorsError(
-            "the processes were started with different paths or options; "
-            f"process {jax.process_index()} has the source {source} and the destination {destination}"
+            "the processes were started with different paths or options; process "
+            f"{jax.process_index()} has the source {paths['source']} and the destination {paths['destination']}"
         ) from error
 
 

@@ -75,8 +75,9 @@ plan:
                   {file, needed_bytes, read_bytes, num_requests} for each
                   file, writes {file, written_bytes, num_requests}
     files         a list of {file, nbytes} that would be made
-    arrays        a list of {name, dtype, shape, chunk_shape, num_chunks,
-                  chunk_bytes} that would be made
+    arrays        a list of {name, item, dtype, shape, chunk_shape,
+                  num_chunks, chunk_bytes} that would be made; name is that
+                  for --spec, item null where there are not several
     estimate      with --bandwidth only: {bandwidth, latency, write_bandwidth,
                   write_latency, seconds, slowest, processes}
 

@@ -18,7 +18,8 @@ def check(args: argparse.Namespace) -> None:
     """Raises `UsageError` where options do not go together."""
     if not args.plan:
         for name in _FOR_A_PLAN:
-            if getattr(args, name):
+            value = getattr(args, name)
+            if value is not None and value is not False:
                 raise UsageError(f"--{name.replace('_', '-')} is for --plan")
         return
     for name in ("resume", "distributed"):
@@ -117,10 +118,12 @@ def _files(plan: ConversionPlan, output: Output) -> None:
             ),
         )
     if plan.to_orbax:
+        items = any(array.item is not None for array in plan.arrays)
         output.table(
-            ("array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
+            (*(["item"] if items else []), "array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
             (
                 (
+                    *([array.item or ""] if items else []),
                     array.name,
                     array.dtype,
                     shape_text(array.shape),

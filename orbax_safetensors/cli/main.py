@@ -10,8 +10,10 @@ from functools import partial
 
 from orbax_safetensors.cli import convert, demo, inspect, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.progress import Warnings
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.streaming.patterns import RuleError
 
 _COMMANDS = {
     "inspect": inspect,
@@ -57,11 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        status: int = _COMMANDS[args.command].run(args, Output(sys.stdout))
+        with Warnings(partial(print, file=sys.stderr)):
+            status: int = _COMMANDS[args.command].run(args, Output(sys.stdout))
         sys.stdout.flush()
         return status
     except UsageError as error:
         commands[args.command].error(clean(str(error)))
+    except RuleError as error:  # which begins with the name of the option
+        commands[args.command].error(clean(f"--{error}"))
     except BrokenPipeError:
         # The reader has all it wanted. What is still buffered must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
 """Meshes and partitions as they are written on a command line, and a partition for those who wrote none.
 
-Plain data without JAX, so that `--help` and mistakes are answered at once.
+Plain data, for which no device is started, so that mistakes are answered before there is one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.streaming.patterns import check_used, first_found
 
 Axes = tuple[tuple[str, ...], ...]
@@ -68,18 +67,15 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
 
     A scalar has none in any case.
 
-    Raises `UsageError` where a rule names an axis that the mesh does not have, has more dimensions than an array that
-    it is for, or counts for none.
+    Raises `UsageError` where a rule names an axis that the mesh does not have, or has more dimensions than an array
+    that it is for, and `RuleError` where it counts for none.
     """
     for rule in rules:
         for axis in (axis for entry in rule.axes for axis in entry):
             if axis not in mesh:
                 raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
     patterns = [rule.pattern for rule in rules]
-    try:
-        check_used("spec", patterns, shapes)
-    except TensorMismatchError as error:
-        raise UsageError(f"--{error}") from error
+    check_used("spec", patterns, shapes)
     out: dict[str, Axes] = {}
     for name, shape in shapes.items():
         number = first_found(patterns, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -16,11 +17,30 @@ _LOGGER = logging.getLogger(__package__.partition(".")[0])
 _LINE_SECONDS = 5.0
 
 
+class Warnings(logging.Handler):
+    """While it is entered, what the package warns of is lines like errors, said by `say` and nobody else."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        self._say(f"{record.levelname.lower()}: {clean(record.getMessage())}")
+
+    def __enter__(self) -> Self:
+        self._before = _LOGGER.handlers, _LOGGER.propagate
+        _LOGGER.handlers, _LOGGER.propagate = [self], False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOGGER.handlers, _LOGGER.propagate = self._before
+
+
 class Reporter:
     """Says how many bytes of how many there are, at what rate, and for how long this will take at that rate.
 
-    Used as a context manager and called with both numbers, from one thread. Meanwhile warnings of the package are lines
-    like errors, above the bar.
+    Used as a context manager and called with both numbers, from one thread. Meanwhile warnings are above the bar.
     """
 
     def __init__(self, label: str, stream: TextIO | None) -> None:
@@ -30,7 +50,7 @@ class Reporter:
         self._told = 0.0
         self._bar: Any = None
         self._task: Any = None
-        self._warnings = _Warnings(self)
+        self._warnings = Warnings(self.say)
 
     @property
     def begun(self) -> bool:
@@ -38,8 +58,7 @@ class Reporter:
         return self._started is not None
 
     def __enter__(self) -> Self:
-        _LOGGER.addHandler(self._warnings)
-        self._propagated, _LOGGER.propagate = _LOGGER.propagate, False
+        self._warnings.__enter__()
         if self._stream is not None and self._stream.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -58,8 +77,7 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _LOGGER.removeHandler(self._warnings)
-        _LOGGER.propagate = self._propagated
+        self._warnings.__exit__()
         if self._bar is not None:
             # A bar of what never began would stand above the error that says why.
             self._bar.live.transient = not self.begun
@@ -87,17 +105,6 @@ class Reporter:
                 print(line, file=self._stream, flush=True)
             except OSError:
                 self._stream = None  # nobody reads it any more, which is no reason to stop
-
-
-class _Warnings(logging.Handler):
-    """Has warnings said by a `Reporter`."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        super().__init__(logging.WARNING)
-        self._reporter = reporter
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._reporter.say(f"{record.levelname.lower()}: {clean(record.getMessage())}")
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:

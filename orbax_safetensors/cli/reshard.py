@@ -62,9 +62,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
     convert_plan.check(args)
     cluster.begin(args)
-    source = place(args.source)
     # In all processes or in none, as each may find something else.
-    if together(new_key("reshard"), lambda: is_orbax(source)):
+    if together(new_key("reshard"), lambda: is_orbax(place(args.source))):
         if args.max_file_bytes is not None:
             raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
     elif args.no_compression:

@@ -1,11 +1,10 @@
-"""`verify`: every check of the format. No JAX and no devices."""
+"""`verify`: every check of the format. No device is started."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
-# What `api.verify` returns; the module of the public functions brings JAX with it, which takes longer than the check.
 from orbax_safetensors.checkpoint import find_faults, read_checkpoint
 from orbax_safetensors.cli.tables import Output
 

@@ -221,3 +221,17 @@ class LocalStore:
                 raise
         finally:
             os.close(descriptor)
+
+
+def check_makeable(path: str) -> None:
+    """Raises `StorageError` where nothing can be made at an absolute path, as where it is below a file."""
+    above = os.path.dirname(path)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        why = errno.ENOTDIR
+    elif not os.access(above, os.W_OK | os.X_OK):
+        why = errno.EACCES
+    else:
+        return
+    raise StorageError(f"{path}: cannot be made: {above}: {os.strerror(why)}")

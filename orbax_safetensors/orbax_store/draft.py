@@ -29,6 +29,7 @@ from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.path import atomicity_defaults
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.io.local import check_makeable
 from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, RECORD_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.flow import stored
@@ -82,6 +83,7 @@ class Draft:
         """
         if not self._in_place:
             destination, name = os.path.split(self.path)
+            check_makeable(os.fspath(self._step_path.get()))
             with stored(f"{self._step_path.get()}: cannot be made"):
                 make(destination)
                 self._lock = Lock(os.path.join(destination, f".{name}.lock"), self.path)
@@ -94,6 +96,8 @@ class Draft:
     def check_place(self) -> None:
         """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
         with stored(self.path):
+            if not self._in_place:
+                check_makeable(os.fspath(self._step_path.get()))
             self._check_free()
             self._check_place()
             if self._step_path.get().exists():
@@ -117,9 +121,11 @@ class Draft:
             # Compared as JSON has it: without tuples, and with the keys in any order.
             for key, value in json.loads(json.dumps(record)).items():
                 if begun.get(key) != value:
+                    why = f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now"
+                    if key == "source":  # a digest, which tells nobody anything
+                        why = "it was begun of another source, or with other arguments"
                     raise TensorMismatchError(
-                        f"{self._step_path.get()}: cannot be taken up again, {key} was {begun.get(key)!r:.300} when it "
-                        f"was begun and is {value!r:.300} now"
+                        f"{self._step_path.get()}: cannot be taken up again: {why}; begin anew without resume"
                     )
             with stored(f"{self._step_path.get()}: cannot be taken up again"):
                 self._write_record({"run": self._run, **record})
@@ -131,6 +137,8 @@ class Draft:
         with stored(f"{self._step_path.get()}: cannot be made"):
             if self._step_path.get().exists():
                 self._check_unfinished()
+                if resume:
+                    logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
                 self._empty()
             asyncio_utils.run_sync(self._step_path.create())
             for item in self.items.values():
@@ -202,8 +210,6 @@ class Draft:
                 raise ValueError(f"expected a dict, found {begun!r:.80}")
             return begun or None
         except FileNotFoundError:
-            if self._step_path.get().exists():
-                logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
             return None
         except Exception as error:
             raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error

@@ -163,9 +163,16 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedArray:
-    """An array of an Orbax checkpoint that will be made; `chunk_bytes` is what a whole chunk has, decoded."""
+    """An array of an Orbax checkpoint that will be made.
+
+    Attributes:
+      name: that by which the rules of a call find it, as `spec`: a family's own, or that in its item.
+      item: that it is in, where there are several.
+      chunk_bytes: what a whole chunk has, decoded.
+    """
 
     name: str
+    item: str | None
     dtype: str
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]

@@ -121,7 +121,8 @@ def _read(path: str) -> bytes:
 
 
 def _json(path: str) -> Any:
+    content = _read(path)
     try:
-        return json.loads(_read(path))
+        return json.loads(content)
     except ValueError as error:
         raise MappingError(f"{path}: is not JSON: {error}") from error

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Self, TextIO
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.io.local import LocalStore, check_makeable
 from orbax_safetensors.io.lock import Lock
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Draft:
         of the draft, and `TensorMismatchError` where another was begun.
         """
         try:
+            check_makeable(self.path)
             made = [os.path.dirname(self.path)]
             while not os.path.lexists(made[-1]):
                 made.append(os.path.dirname(made[-1]))
@@ -84,6 +85,7 @@ class Draft:
     def check_place(self) -> None:
         """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
         try:
+            check_makeable(self.path)
             self._check_free()
             self._check_place()
         except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from orbax_safetensors import arrays
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.streaming.patterns import check_pattern, check_used, first_found
+from orbax_safetensors.streaming.patterns import RuleError, check_pattern, check_used, first_found, none_of
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None
@@ -27,43 +27,58 @@ _UNSHARDED = {"checkpoint_sharding_axis": 1}
 
 @dataclass(frozen=True)
 class Partition:
-    """A mesh, and for patterns of names the axes that shard an array's dimensions.
+    """A mesh, and for patterns of names, or whole names, the axes that shard an array's dimensions.
 
     The first pattern that is found in a name (`re.search`) decides; an array that none is found in is not sharded.
+    `names` are those of a target, which has no patterns.
     """
 
     mesh: Mapping[str, int]
-    patterns: Mapping[str, Spec]
+    patterns: Mapping[str, Spec] = field(default_factory=dict)
+    names: Mapping[str, Spec] = field(default_factory=dict)
 
     @cached_property
     def _compiled(self) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in self.patterns]
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raises `TensorMismatchError` where one of the patterns counts for none of the arrays with these names."""
-        check_used("spec", self._compiled, names)
+        """Raises `RuleError` where one of the patterns or names counts for none of the arrays with these names."""
+        stored = list(names)
+        check_used("spec", self._compiled, stored)
+        if unknown := self.names.keys() - set(stored):
+            raise RuleError(f"like: {min(unknown)!r} is {none_of(stored)}")
+
+    def _rule(self, name: str) -> tuple[str, Spec] | None:
+        """Who says how an array is sharded, and how."""
+        if name in self.names:
+            return "like", self.names[name]
+        number = first_found(self._compiled, name)
+        if number is None:
+            return None
+        pattern = self._compiled[number].pattern
+        return f"spec: {pattern!r}", self.patterns[pattern]
 
     def spec(self, name: str, shape: tuple[int, ...]) -> tuple[str | tuple[str, ...] | None, ...]:
         """The mesh axes of each leading dimension of an array.
 
-        Raises `TensorMismatchError` where they do not fit the mesh or do not divide the shape.
+        Raises `RuleError` where they do not fit the mesh or do not divide the shape.
         """
-        number = first_found(self._compiled, name)
-        if number is None or not shape:
+        rule = self._rule(name)
+        if rule is None or not shape:
             return ()
-        found = self._compiled[number].pattern
-        spec = tuple(part if part is None or isinstance(part, str) else tuple(part) for part in self.patterns[found])
-        where = f"{name!r} of shape {shape}, sharded as {spec} because of {found!r}"
+        who, asked = rule
+        spec = tuple(part if part is None or isinstance(part, str) else tuple(part) for part in asked)
+        where = f"{who}: {name!r} of shape {shape}, sharded as {spec}"
         named = [axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)]
         if unknown := [axis for axis in named if axis not in self.mesh]:
-            raise TensorMismatchError(f"{where}: the mesh has no axis {unknown[0]!r}, it has {list(self.mesh)}")
+            raise RuleError(f"{where}: the mesh has no axis {unknown[0]!r}, it has {list(self.mesh)}")
         if len(set(named)) < len(named):
-            raise TensorMismatchError(f"{where}: an axis of a mesh can shard one dimension only")
+            raise RuleError(f"{where}: an axis of a mesh can shard one dimension only")
         if len(spec) > len(shape):
-            raise TensorMismatchError(f"{where}: expected at most {len(shape)} entries")
+            raise RuleError(f"{where}: expected at most {len(shape)} entries")
         for size, part in zip(shape, spec, strict=False):
             if size % self._parts(part):
-                raise TensorMismatchError(f"{where}: {size} does not divide by {self._parts(part)}")
+                raise RuleError(f"{where}: {size} does not divide by {self._parts(part)}")
         return spec
 
     def _parts(self, part: str | tuple[str, ...] | None) -> int:
@@ -90,7 +105,7 @@ def partition(mesh: AskedMesh, patterns: Mapping[str, Spec] | None, like: Any = 
     if mesh is None:
         if patterns:
             raise TensorMismatchError("spec names the axes of a mesh: pass mesh, too")
-        return Partition(_UNSHARDED, {})
+        return Partition(_UNSHARDED)
     sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     if (
         not isinstance(sizes, Mapping)
@@ -112,7 +127,9 @@ def partition(mesh: AskedMesh, patterns: Mapping[str, Spec] | None, like: Any = 
 
 
 def _of_target(tree: Any) -> Partition:
-    """The shardings of a restore's target, by the whole names of its leaves."""
+    """The shardings of a restore's target, by the names of its leaves: of those that are sharded, as others may be none
+    of the arrays, as scalars are not.
+    """
     mesh: Mapping[str, int] | None = None
     specs = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "sharding")):
@@ -126,10 +143,11 @@ def _of_target(tree: Any) -> Partition:
         mesh = own if mesh is None else mesh
         if list(own.items()) != list(mesh.items()):
             raise TensorMismatchError(f"like: {name!r}: is over the mesh {own}, others are over {dict(mesh)}")
-        specs[f"^{re.escape(name)}$"] = tuple(sharding.spec)
+        if any(sharding.spec):
+            specs[name] = tuple(sharding.spec)
     if mesh is None:
         raise TensorMismatchError("like: expected a tree with shardings, found none in it")
-    return Partition(mesh, specs)
+    return Partition(mesh, names=specs)
 
 
 def _sharding(leaf: Any) -> Any:

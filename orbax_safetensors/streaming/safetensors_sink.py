@@ -65,9 +65,10 @@ class SafetensorsSink:
         self._draft.add([self._numbers[tile] for tile in tiles])
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. The draft need not be open."""
+        """See `PlannedSink`. The draft need not be open; files have the paths that they will have in the end."""
         _, plan = self._planned(tiles, dtypes)
-        return traffic_of(plan, self._paths, self._writer.useful_threads(len(plan.files)))
+        final = [os.path.join(self._draft.destination, name) for name, _ in self._files.layout.files]
+        return traffic_of(plan, final, self._writer.useful_threads(len(plan.files)))
 
     def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
         blocks = [

@@ -38,12 +38,14 @@ class OrbaxTarget:
       path: its directory.
       items: by name, as `OrbaxSink` has them, with an `OrbaxLeaf` for each leaf of the source, which has the name that
         the sink gives it, and whose chunks are its shards; they are cut where they are too large.
+      names: of each leaf of the source, the item that it is in and the name by which a caller's rules find it.
       metadata, others, compression: as `OrbaxSink` has them.
       chunk_bytes: a chunk has at most this many bytes.
     """
 
     path: str
     items: Mapping[str, OrbaxItem]
+    names: Mapping[str, tuple[str, str]]
     metadata: Mapping[str, Any]
     others: Mapping[str, str]
     compression: bool
@@ -104,6 +106,18 @@ class ToOrbax:
         """See `Work`."""
         self._layout.draft.check_place()
         sink = PlannedOrbaxTiles(self._layout)
+
+        def array(leaf: OrbaxLeaf, item: str, name: str) -> PlannedArray:
+            return PlannedArray(
+                name,
+                item if len(self._items) > 1 else None,
+                leaf.dtype.name,
+                leaf.shape,
+                leaf.chunk_shape,
+                prod(leaf.grid),
+                leaf.chunk_nbytes,
+            )
+
         return ConversionPlan(
             self._target.path,
             tuple(
@@ -111,10 +125,7 @@ class ToOrbax:
                 for process in range(process_count)
             ),
             files=(),
-            arrays=tuple(
-                PlannedArray(name, leaf.dtype.name, leaf.shape, leaf.chunk_shape, prod(leaf.grid), leaf.chunk_nbytes)
-                for name, leaf in self._layout.leaves.items()
-            ),
+            arrays=tuple(array(leaf, *self._target.names[name]) for name, leaf in self._layout.leaves.items()),
             source_bytes=self.source.stored_bytes,
             from_orbax=self.source.decoded,
         )

@@ -1,11 +1,14 @@
 """The command as a process: exit statuses, streams, and what it does not do."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from orbax_safetensors.checkpoint import read_checkpoint
 
 QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
 COMMAND = [sys.executable, "-m", "orbax_safetensors.cli.main"]
@@ -90,6 +93,18 @@ def test_help_fits_a_terminal(cli, monkeypatch, command):
     result = cli(command, "--help")
     assert result.status == 0
     assert max(len(line) for line in result.out.splitlines()) < 80
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_warnings_are_lines_like_errors(cli, single, monkeypatch, command):
+    def warn(path):
+        logging.getLogger("orbax_safetensors.io.retries").warning("%s: trying again", path)
+        return read_checkpoint(path)
+
+    module = sys.modules[f"orbax_safetensors.cli.{command}"]
+    monkeypatch.setattr(module, "read_checkpoint", warn)
+    assert cli(command, single).err == f"warning: {single}: trying again\n"
+    assert logging.getLogger("orbax_safetensors").propagate
 
 
 def test_an_interrupt_is_status_130(cli, single, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from orbax_safetensors.cli.partition import UsageError, assign, axes_text, parse_mesh, parse_rule, shards, spread
+from orbax_safetensors.streaming.patterns import RuleError
 
 MESH = {"data": 2, "model": 4}
 
@@ -64,12 +65,12 @@ def test_the_first_rule_that_is_found_counts():
     [
         (["kernel=expert"], "no axis 'expert', it has data, model"),
         (["kernel=data,-,-"], "is for 3 dimensions, the array 'kernel' has 2: (8, 8)"),
-        (["nothing=data"], "--spec: 'nothing' is found in none of the 3 names of arrays, such as 'kernel'"),
-        (["k=data", "kernel=model"], "--spec: 'kernel' is not used: an earlier one is for all 1 arrays"),
+        (["nothing=data"], "spec: 'nothing' is found in none of the 3 names of arrays, such as 'kernel'"),
+        (["k=data", "kernel=model"], "spec: 'kernel' is not used: an earlier one is for all 1 arrays"),
     ],
 )
 def test_rules_that_do_not_fit(rules, message):
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises((UsageError, RuleError)) as raised:
         assign({"kernel": (8, 8), "bias": (8,), "step": ()}, [parse_rule(rule) for rule in rules], MESH)
     assert message in str(raised.value)
 

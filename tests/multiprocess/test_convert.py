@@ -117,6 +117,7 @@ def test_processes_that_do_not_mean_the_same(tmp_path):
         for kind in BOTH:
             assert "nothing" in of_process[f"{kind} missing"]
             assert "process 2" in of_process[f"{kind} other"]
+            assert "gs:/to: is what pathlib makes of gs://to" in of_process[f"{kind} no path"]
     for kind in BOTH:
         assert not opens(kind, tmp_path / f"{kind} missing")
         assert not opens(kind, tmp_path / f"{kind} other")

@@ -200,6 +200,14 @@ def test_one_with_another_destination_ends_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_whose_destination_is_no_path_ends_all(tmp_path):
+    first, second = start([command("to_orbax", tmp_path / "to"), command("to_orbax", "gs:/to")])
+    assert (first.status, second.status) == (1, 1), (first, second)
+    assert second.err.startswith("error: gs:/to: is what pathlib makes of gs://to")
+    assert first.err == second.err.replace("error: ", "error: process 1 failed: StorageError: ")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["to_orbax", "reshard_orbax"])
 def test_one_without_the_source_ends_all(tmp_path, kind):
     first, second = start([command(kind, tmp_path / "to")] * 2, {1: GONE.format(str(KINDS[kind][1]))})

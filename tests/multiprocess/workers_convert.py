@@ -143,16 +143,17 @@ def cannot_flush(root: str) -> list[Any]:
 
 
 def disagree(root: str) -> dict[str, str]:
-    """One process has a source that is not there, or asks for something else."""
+    """One process has a source that is not there, a destination that is no path, or asks for something else."""
     told = {}
     last = jax.process_index() == jax.process_count() - 1
     for kind in BOTH:
-        for name, more, source in (
-            ("missing", {}, "nothing" if last else "hf"),
-            ("other", {}, "hf2" if last else "hf"),
+        for name, source, no_path in (
+            ("missing", "nothing" if last else "hf", False),
+            ("other", "hf2" if last else "hf", False),
+            ("no path", "hf", last),
         ):
             try:
-                CALLS[kind](Path(root) / source, Path(root) / f"{kind} {name}", **more)
+                CALLS[kind](Path(root) / source, "gs:/to" if no_path else Path(root) / f"{kind} {name}")
             except ost.SafetensorsError as error:
                 told[f"{kind} {name}"] = f"{type(error).__name__}: {error}"
     return told

@@ -1,7 +1,8 @@
 """How arrays are sharded over meshes that are not there: as JAX would, or refused."""
 
+import jax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.streaming.partition import partition
@@ -28,6 +29,16 @@ def test_boxes_are_those_of_jax(mesh):
     ]
     assert rules.boxes("a", (8, 3, 4)) == expected
     assert rules.shard("a", (8, 3, 4)) == sharding.shard_shape((8, 3, 4))
+
+
+def test_a_target_of_many_leaves_is_asked_for_by_name():
+    """One pattern for each would be tried for each."""
+    sharding = NamedSharding(AbstractMesh((2,), ("x",)), PartitionSpec("x"))
+    names = [f"layers.{number}.kernel" for number in range(1000)]
+    rules = partition(None, None, {name: jax.ShapeDtypeStruct((4,), "float32", sharding=sharding) for name in names})
+    rules.check_used(names)
+    assert not rules.patterns
+    assert [rules.shard(name, (4,)) for name in (names[-1], "layers.1", "other.layers.1.kernel")] == [(2,), (4,), (4,)]
 
 
 @pytest.mark.parametrize(
