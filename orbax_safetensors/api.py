@@ -180,8 +180,7 @@ def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None
 
     Raises `StorageError` in every process where one fails.
     """
-    store, path = store_of(os.fspath(directory), save.options.storage_options)
-    saving.write(save, shards, path, store)
+    saving.write(save, shards, os.fspath(directory))
 
 
 def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:

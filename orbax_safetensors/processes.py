@@ -6,6 +6,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import jax
@@ -53,6 +54,8 @@ def together(
 ) -> _T:
     """Does something in every process; raises in all of them where it fails in one, as `agree` does.
 
+    An interrupt is told to the others, for which this waits; one more leaves without them.
+
     `facts` are those of `agree`, or what tells them of the result.
     """
     failure: BaseException | None = None
@@ -94,11 +97,27 @@ def exchange(key: str, own: str) -> list[str]:
         client = multihost.get_jax_distributed_client()
         # A path may hold bytes that are no text, as surrogates.
         client.key_value_set(f"{key}/{jax.process_index()}", own.encode("utf-8", "backslashreplace").decode())
-        client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000)
+        _interruptibly(lambda: client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000))
         told = {int(name.rsplit("/", 1)[1]): text for name, text in client.key_value_dir_get(key)}
     except Exception as error:
         raise StorageError(f"the other processes cannot be reached: {error}") from error
     return [text for _, text in sorted(told.items())]
+
+
+def _interruptibly(wait: Callable[[], None]) -> None:
+    """Waits in a thread of its own: no interrupt reaches one that does so in C++, and who waits for it can leave."""
+    ended: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=work, name="other_processes", daemon=True).start()
+    ended.result()
 
 
 def first(key: str, own: str) -> str:

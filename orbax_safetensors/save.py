@@ -14,9 +14,9 @@ import os
 import posixpath
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.io.store import NewFile, Pace, Store, write_small
+from orbax_safetensors.io.store import NewFile, Store, write_small
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
@@ -35,7 +35,7 @@ from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import forget, new_key, together
-from orbax_safetensors.save_pieces import Views, numbered, own_files
+from orbax_safetensors.save_pieces import Views, numbered, own_files, places_in, unnamed
 from orbax_safetensors.save_whole import Move, file_bytes, moves, own_part, received
 from orbax_safetensors.save_whole import deal as deal_files
 from orbax_safetensors.sources import Source, resolve
@@ -91,7 +91,7 @@ def plan_save(
     """
     key = new_key(f"save/{_hashed(directory)}")
 
-    def planned() -> tuple[Sequence[Source], Tensors, Layout, str | None]:
+    def planned() -> _Planned:
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
         if not isinstance(metadata, Mapping):
@@ -99,49 +99,63 @@ def plan_save(
         content = as_config(config)
         sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
         layout = laid_out(tensors, metadata, max_file_bytes, options)
-        return sources, tensors, layout, None if content is None else json.dumps(content, indent=2) + "\n"
+        text = None if content is None else json.dumps(content, indent=2) + "\n"
+        groups = tuple(_owned(grouped(sources)))
+        save = Save(layout, text, groups, key, options, locations(layout), None)
+        return _Planned(sources, tensors, save, *store_of(directory, options.storage_options))
 
-    sources, tensors, layout, text = together(
-        f"{key}/plan", planned, lambda plan: _digest(sources=plan[0], layout=plan[2], config=plan[3])
+    plan = together(f"{key}/plan", planned, _digest)
+    if not plan.store.whole:
+        return plan.save
+    in_pieces = jax.process_count() > 1 and not options.whole_tensors
+
+    def prepared() -> Save:
+        if in_pieces:
+            save = _own_pieces(plan, metadata, max_file_bytes)
+        elif jax.process_count() > 1:
+            save = _whole_tensors(plan, metadata, max_file_bytes)
+        else:
+            save = plan.save
+        if jax.process_index() == 0:
+            make_room(plan.store, plan.path, existing)
+        return replace(save, groups=tuple(in_file_order(save.groups, save.views, save.places)))
+
+    save = together(f"{key}/pieces", prepared)
+    return replace(save, layout=numbered(key, save.layout)) if in_pieces else save
+
+
+class _Planned(NamedTuple):
+    """A save to files that all processes write into, and what else files of their own are planned of."""
+
+    sources: Sequence[Source]
+    tensors: Tensors
+    save: Save
+    store: Store
+    path: str  # of the directory, as the store has it
+
+
+def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+    """The same save to files of this process, which hold what it owns; they have no names yet."""
+    headers, contents, views = own_files(
+        [one for group in plan.save.groups for one in group],
+        plan.tensors,
+        METADATA | dict(metadata),
+        max_file_bytes=max_file_bytes,
+        alignment=plan.save.options.alignment,
+        process=jax.process_index(),
     )
-    places: Mapping[str, Location] = locations(layout)
-    groups = list(_owned(grouped(sources)))
-    views, moved = None, None
-    store, path = store_of(directory, options.storage_options)
-    if store.whole:
-        several = jax.process_count() > 1
+    return replace(plan.save, layout=unnamed(headers), places=places_in(headers, contents), views=views)
 
-        def prepared() -> Any:
-            own: Any = None
-            if several and options.whole_tensors:
-                total = sum(header.data_bytes for _, header in layout.files)
-                most = file_bytes(total, max_file_bytes, jax.process_count())
-                files = laid_out(tensors, metadata, most, options)
-                owners = deal_files(files, jax.process_count())
-                own = files, owners, moves(sources, files, owners)
-            elif several:
-                own = own_files(
-                    [one for group in groups for one in group],
-                    tensors,
-                    METADATA | dict(metadata),
-                    max_file_bytes=max_file_bytes,
-                    alignment=options.alignment,
-                    process=jax.process_index(),
-                )
-            if jax.process_index() == 0:
-                make_room(store, path, existing)
-            return own
 
-        made: Any = together(f"{key}/pieces", prepared)
-        if several and options.whole_tensors:
-            files, owners, moved = made
-            layout, places = own_part(files, owners, jax.process_index())
-            groups = []
-        elif several:
-            headers, contents, views = made
-            layout, places = numbered(key, headers, contents)
-        groups = in_file_order(groups, views, places)
-    return Save(layout, text, tuple(groups), key, options, places, views, None if moved is None else tuple(moved))
+def _whole_tensors(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+    """The same save to files that each one process writes, to which the others send what they hold."""
+    total = sum(header.data_bytes for _, header in plan.save.layout.files)
+    most = file_bytes(total, max_file_bytes, jax.process_count())
+    files = laid_out(plan.tensors, metadata, most, plan.save.options)
+    owners = deal_files(files, jax.process_count())
+    layout, places = own_part(files, owners, jax.process_index())
+    sent = tuple(moves(plan.sources, files, owners))
+    return replace(plan.save, layout=layout, groups=(), places=places, moves=sent)
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
@@ -183,12 +197,12 @@ def in_file_order(
     return out
 
 
-def _digest(sources: Sequence[Source], layout: Layout, config: str | None) -> str:
+def _digest(plan: _Planned) -> str:
     """Equal in processes that save the same: the same files, made alike of arrays sharded and ordered alike."""
-    digest = hashlib.sha256(f"{config}\0".encode())
-    for _, header in layout.files:
+    digest = hashlib.sha256(f"{plan.save.config}\0".encode())
+    for _, header in plan.save.layout.files:
         digest.update(header.encode())
-    for source in sources:
+    for source in plan.sources:
         if isinstance(source.value, jax.Array):
             digest.update(arrays.placement(source.value.sharding, source.shape).encode())
         # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
@@ -318,33 +332,24 @@ def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block
             yield block, shard.reshape(-1).view(np.uint8)
 
 
-def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
+def write(save: Save, shards: Shards, directory: str) -> None:
     """Writes the files of a save into `directory`, which is there and empty, together with the other processes.
 
     Raises `StorageError` in every process where one fails; no file is then valid.
     """
     started = time.perf_counter()
-    paths = [posixpath.join(directory, name) for name, _ in save.layout.files]
 
-    def create(number: int, requests: int = 1) -> NewFile:
-        header = save.layout.files[number][1]
-        file = store.create(paths[number], header.file_bytes, requests)
-        if store.whole:
-            file.write(0, [memoryview(header.encode())])
-        return file
-
-    def data() -> int:
-        options = save.options
-        pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    def data() -> tuple[Store, str, int]:
+        store, path = store_of(directory, save.options.storage_options)
         if store.whole and jax.process_index() == 0:
-            _write_config(save, directory, store)
-        return _write_data(save, shards, create, pace, whole=store.whole)
+            _write_config(save, path, store)
+        return store, path, _write_data(save, shards, path, store)
 
     def facts() -> None:
         if jax.process_index() == 0:
-            _write_facts(save, directory, store)
+            _write_facts(save, path, store)
 
-    nbytes = together(f"{save.key}/data", data)
+    store, path, nbytes = together(f"{save.key}/data", data)
     together(f"{save.key}/facts", facts)
     for part in ("plan", "pieces", "files", "copies", "data"):  # all have left these behind to come here
         forget(f"{save.key}/{part}")
@@ -358,9 +363,19 @@ def write(save: Save, shards: Shards, directory: str, store: Store) -> None:
     )
 
 
-def _write_data(save: Save, shards: Shards, create: Callable[..., NewFile], pace: Pace, *, whole: bool) -> int:
+def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int:
+    options = save.options
+    pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+
+    def create(number: int, requests: int = 1) -> NewFile:
+        name, header = save.layout.files[number]
+        file = store.create(posixpath.join(directory, name), header.file_bytes, requests)
+        if store.whole:
+            file.write(0, [memoryview(header.encode())])
+        return file
+
     num_writes = 0
-    with (WholeFileWriter if whole else Writer)(create, pace.requests) as writer:
+    with (WholeFileWriter if store.whole else Writer)(create, pace.requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
@@ -397,10 +412,10 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
 
 def write_beside(directory: str, files: Mapping[str, str], options: SafetensorsOptions) -> None:
     """Writes small files, in order, from one process; raises `StorageError` in every process where it fails."""
-    store, path = store_of(directory, options.storage_options)
 
     def written() -> None:
         if jax.process_index() == 0:
+            store, path = store_of(directory, options.storage_options)
             for name, text in files.items():
                 write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
 

@@ -78,19 +78,26 @@ def own_files(
     return headers, files, {(source.name, box): view for (source, box), view in zip(boxes, views, strict=True)}
 
 
-def numbered(
-    key: str, headers: Sequence[Header], files: Sequence[Mapping[str, str]]
-) -> tuple[Layout, Mapping[str, Location]]:
-    """The layout of this process's files, among those of all others, and where the pieces lie in them."""
-    counts = [int(count) for count in exchange(f"{key}/files", str(len(headers)))]
-    before = sum(counts[: jax.process_index()])
-    layout = Layout(tuple(zip(file_names(sum(counts))[before : before + len(headers)], headers, strict=True)), None)
-    places = {
+def places_in(headers: Sequence[Header], files: Sequence[Mapping[str, str]]) -> Mapping[str, Location]:
+    """Where the pieces of `own_files` lie."""
+    return {
         own[tensor]: replace(place, file=number)
         for number, (own, header) in enumerate(zip(files, headers, strict=True))
-        for tensor, place in locations(Layout((("", header),), None)).items()
+        for tensor, place in locations(unnamed([header])).items()
     }
-    return layout, places
+
+
+def unnamed(headers: Sequence[Header]) -> Layout:
+    """Files whose names depend on how many others there are: `numbered` finds out."""
+    return Layout(tuple(("", header) for header in headers), None)
+
+
+def numbered(key: str, layout: Layout) -> Layout:
+    """The files of this process with their names among those of all others."""
+    counts = [int(count) for count in exchange(f"{key}/files", str(len(layout.files)))]
+    before = sum(counts[: jax.process_index()])
+    names = file_names(sum(counts))[before : before + len(layout.files)]
+    return Layout(tuple((name, header) for name, (_, header) in zip(names, layout.files, strict=True)), None)
 
 
 def _shape(piece: TensorPiece) -> tuple[int, ...]:

@@ -26,7 +26,6 @@ import orbax_safetensors as ost
 from orbax_safetensors import api, processes
 from orbax_safetensors import save as saving
 from orbax_safetensors.io import local
-from orbax_safetensors.io.local import LocalStore
 from tests import files
 from tests.files import DTYPES, open_files, random_bits
 from tests.strategies import tensor_names
@@ -631,4 +630,4 @@ def test_a_directory_that_is_missing(tmp_path):
         TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
     )
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        saving.write(plan, saving.Shards(plan), str(tmp_path / "missing"), LocalStore())
+        saving.write(plan, saving.Shards(plan), str(tmp_path / "missing"))

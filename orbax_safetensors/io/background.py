@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
@@ -22,6 +23,7 @@ _LEAVE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process, or of the one that it was forked from
+_stopping: set[asyncio.AbstractEventLoop] = set()
 
 
 class Requests:
@@ -35,7 +37,7 @@ class Requests:
     def start(self, request: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Starts a request. Its result comes with `wait`; whoever stops waiting cancels it."""
         try:
-            future = asyncio.run_coroutine_threadsafe(request, _loop())
+            future = _begin(request)
         except BaseException:
             request.close()
             raise
@@ -94,10 +96,11 @@ async def in_thread(function: Callable[[], _T]) -> _T:
     return await ended
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process. Raises `StorageError` where it was forked from one that has a loop.
+def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:
+    """Starts a request on the loop of this process.
 
-    Neither our thread nor those of obstore survive a fork, and what waits for them would wait forever.
+    Raises `StorageError` where the process is ending, or was forked from one that has a loop: neither our thread nor
+    those of obstore survive a fork, and what waits for them would wait forever.
     """
     with _lock:
         loop = _loops.get(os.getpid())
@@ -111,15 +114,23 @@ def _loop() -> asyncio.AbstractEventLoop:
             thread = threading.Thread(target=loop.run_forever, name="remote_stores", daemon=True)
             thread.start()
             atexit.register(_stop, loop, thread)
-        return loop
+        if loop in _stopping:
+            raise StorageError("the program is ending: object stores and HTTP servers are not asked any more")
+        return asyncio.run_coroutine_threadsafe(request, loop)
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Ends the loop while there still is an interpreter that its last answers can come to."""
+    """Ends the loop and all requests, while there still is an interpreter that their last answers can come to."""
+    if _loops.get(os.getpid()) is not loop:  # it is that of the process that this one was forked from
+        return
+    with _lock:
+        _stopping.add(loop)
 
     async def end() -> None:
-        ending = [task for task in asyncio.all_tasks() if task.cancelling()]
-        await asyncio.gather(*ending, return_exceptions=True)  # those that were waited for: else Python tells of them
+        while requests := asyncio.all_tasks() - {asyncio.current_task()}:
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
         loop.call_soon(loop.stop)
 
     asyncio.run_coroutine_threadsafe(end(), loop)
@@ -127,6 +138,12 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     # A thread of obstore may still be on its way back from the call that told the loop its answer. If the interpreter
     # is gone before it has come back, that ends the program with SIGABRT.
     until = time.monotonic() + _LEAVE_SECONDS
-    while sys._current_frames().keys() - {own.ident for own in threading.enumerate()} and time.monotonic() < until:
+    while _is_told() and time.monotonic() < until:
         time.sleep(0.001)
     loop.close()
+
+
+def _is_told() -> bool:
+    """Whether a thread is in the call with which it tells a loop of something."""
+    call = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
+    return any(frame.f_code is call for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))

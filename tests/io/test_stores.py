@@ -108,7 +108,7 @@ def test_an_object_that_is_replaced(place):
 
 
 PROGRAM = """
-import asyncio.selector_events, os, signal, sys, threading, time
+import _thread, asyncio.selector_events, os, signal, sys, threading, time
 if sys.argv[2] == "answer":  # the thread that brings it is slow to come back from telling it
     loops = asyncio.selector_events.BaseSelectorEventLoop
     wake = loops._write_to_self
@@ -138,17 +138,38 @@ elif sys.argv[2] == "fork":
     except StorageError as error:
         os._exit(7 if "was forked from one" in str(error) else 8)
     os._exit(9)
+elif sys.argv[2] == "child":  # which has nothing to do with stores
+    child = os.fork()
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0)
+elif sys.argv[2] == "thread":  # which has nothing to do with stores either
+    _thread.start_new_thread(lambda: [time.sleep(0.05) for _ in range(1000)], ())
+    time.sleep(0.2)
 elif sys.argv[2] == "leave":
-    threading.Thread(target=lambda: file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])]), daemon=True).start()
+    thread = threading.Thread(target=lambda: [read(), read()], daemon=True)
+    thread.start()
+"""
+# What is registered first comes last.
+READING = """
+import atexit
+thread = None
+def read():
+    try:
+        file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])])
+    except StorageError as error:
+        print(error, flush=True)
+atexit.register(lambda: thread and thread.join(5))
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("wait", 1), ("leave", 0), ("nothing", 0), ("answer", 0), ("fork", 7)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("wait", 1), ("leave", 0), ("nothing", 0), ("answer", 0), ("fork", 7), ("child", 0), ("thread", 0)],
+)
 def test_programs_end_while_a_server_stalls(web, how, status):
     (web.root / "x").write_bytes(DATA * 40)
     web.server.fail(Cut(10, "stall"), skip=1, times=None)
     program = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, f"{web.url}/x", how],
+        [sys.executable, "-W", "error", "-c", READING + PROGRAM, f"{web.url}/x", how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -158,7 +179,12 @@ def test_programs_end_while_a_server_stalls(web, how, status):
         time.sleep(0.3)
         program.send_signal(signal.SIGINT)
     began = time.monotonic()
-    _, errors = program.communicate(timeout=20)
-    assert time.monotonic() - began < 10
+    said, errors = program.communicate(timeout=20)
+    assert time.monotonic() - began < 4
     assert (program.returncode if how != "wait" else bool(program.returncode)) == status, errors
     assert b"KeyboardInterrupt" in errors or not errors
+    lines = said.decode().splitlines()
+    if how == "leave":
+        assert [line.partition(": ")[0] for line in lines] == [f"{web.url}/x", "the program is ending"]
+    else:
+        assert lines == []

@@ -69,3 +69,8 @@ def test_what_several_processes_save(together):
         assert (again["before"], again["after"], again["custom"]) == (["a", "b"], ["a"], {})
     names = [one["path"].partition("/")[2] for one in obstore.list(s3.store(), "again").collect()]
     assert sorted(names) == ["_CHECKPOINT_METADATA", "commit_success.txt", "model-00001-of-00001.safetensors"]
+    # One that cannot even use its way to the store ends the save of all, whatever it was about to do there.
+    for process, of_process in enumerate(found):
+        for failed, said in zip((1, 1, 0), of_process["one alone"], strict=True):
+            assert "cannot be used with these storage_options" in said
+            assert said.startswith(f"process {failed} failed") == (process != failed)

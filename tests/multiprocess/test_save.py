@@ -149,6 +149,11 @@ def test_a_save_that_cannot_be_is_refused_everywhere_and_soon(together, scenario
     assert "TensorMismatchError" in [error["kind"] for error in found], found
 
 
+def test_an_interrupt_is_told_to_the_others(together):
+    _, *others = values(together, "an_interrupt_and_another_one")
+    assert others == ["process 0 failed: KeyboardInterrupt: "] * len(others)
+
+
 def test_nothing_that_failed_is_a_checkpoint(together):
     root, _ = together
     for name in ("all full", "alone", "one wrong", "full", "headless"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -10,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
+from orbax_safetensors import api, processes
 from orbax_safetensors.mapping import Family, stack, tensor
 from orbax_safetensors.plan.view import View
-from orbax_safetensors.save import Shards
+from orbax_safetensors.save import Save, Shards
 from tests.multiprocess.workers_save import VALUES, array
 
 SPECS = [("x", "y"), ("y", "x"), (None, ("x", "y")), (("x", "y"),), (), (None, "x")]
@@ -59,7 +62,36 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         found[name] = _wrong(directory, mesh, own)
     _family(f"{job['url']}/family", job, mesh)
     found["again"] = _again(f"{job['url']}/again", job, mesh)
+    found["one alone"] = _one_alone(f"{job['url']}/alone", job, mesh)
     return found
+
+
+def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
+    """What is said where one process alone cannot use its way to the store, in every step of a save."""
+
+    def options(process: int) -> ost.SafetensorsOptions:
+        wrong = {"no_such_option": "x"} if jax.process_index() == process else {}
+        return ost.SafetensorsOptions(storage_options=job["options"] | wrong)
+
+    def planned(own: ost.SafetensorsOptions) -> Save:
+        leaves = {"a": array(VALUES["table"], mesh, ("x", "y"))}
+        return api.plan_save(leaves, directory=directory, metadata=None, max_file_bytes=10**9, options=own)
+
+    plan = planned(options(-1))
+    return [
+        _said(lambda: planned(options(1))),
+        _said(lambda: api.write(dataclasses.replace(plan, options=options(1)), Shards.of(plan), directory)),
+        _said(lambda: api.write_beside(directory, {"x": ""}, options=options(0))),
+    ]
+
+
+def _said(call: Callable[[], Any]) -> str:
+    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 10):
+        try:
+            call()
+        except ost.SafetensorsError as error:
+            return str(error)
+    return ""
 
 
 def _model(config: Any) -> dict[str, View]:

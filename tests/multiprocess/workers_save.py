@@ -432,6 +432,31 @@ def a_failure_that_is_no_text(site: Site) -> str:
 
 
 @scenario
+def an_interrupt_and_another_one(site: Site) -> str:
+    """With the second, the first process no longer waits for the others, which are told when they come."""
+    key = processes.new_key("test")
+    if site.index:
+        time.sleep(4)
+        return error_of(lambda: processes.together(key, lambda: None))["text"]
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    again.start()
+    began = time.monotonic()
+    try:
+        processes.together(key, interrupted)
+    except KeyboardInterrupt:
+        assert time.monotonic() - began < 3
+    finally:
+        again.join()
+        signal.signal(signal.SIGINT, handler)
+    return ""
+
+
+@scenario
 def nothing_is_left_with_the_coordinator(site: Site) -> None:
     client = multihost.get_jax_distributed_client()
     before = {name for name, _ in client.key_value_dir_get("orbax_safetensors/save")}
