@@ -164,9 +164,8 @@ class HubStore:
         place = await self._retries.run(
             path, "asking the Hub", lambda: self._api.place(own.repository, own.commit, key)
         )
-        client: Any = dict(self._client)
-        if place.headers:
-            client["default_headers"] = {**client.get("default_headers", {}), **place.headers}
+        # Headers are for the Hub: neither they nor the token go to where it sends us.
+        client: Any = {**self._client, "default_headers": place.headers}
         try:
             objects = HTTPStore(place.url, client_options=client, retry_config={"max_retries": 0})
         except Exception:  # which would tell the link

@@ -72,9 +72,12 @@ class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
     def __init__(self, endpoint: str, token: str | None, client: Mapping[str, Any]) -> None:
-        """Of `client`, options as obstore's HTTP client has them, timeouts, the proxy and certificates count."""
+        """Of `client`, options as obstore's HTTP client has them, timeouts, headers, the proxy and certificates count."""
         self.endpoint = endpoint
         self._token = token
+        self._headers = dict(client.get("default_headers", {}))
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
         timeout = client.get("read_timeout")
         self._timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else _TIMEOUT_SECONDS
         proxy = client.get("proxy_url")
@@ -119,17 +122,14 @@ class HubApi:
         etag = answer.linked.get("x-linked-etag", answer.headers.get("ETag", commit)).removeprefix("W/").strip('"')
         if elsewhere:
             return Place(urljoin(answer.url, answer.headers["Location"]), {}, int(nbytes), etag)
-        return Place(answer.url, self._headers(), int(nbytes), etag)
-
-    def _headers(self) -> dict[str, str]:
-        return {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
+        return Place(answer.url, self._headers, int(nbytes), etag)
 
     def _ask(self, method: str, target: str) -> _Answer:
         """The answer to a request, or where it leads to within the Hub. Blocks."""
         url = self.endpoint + target
         linked: dict[str, str] = {}
         for _ in range(_MAX_REDIRECTS):
-            request = Request(url, headers={"User-Agent": "orbax-safetensors", **self._headers()}, method=method)
+            request = Request(url, headers={"User-Agent": "orbax-safetensors", **self._headers}, method=method)
             try:
                 with self._opener.open(request, timeout=self._timeout) as response:
                     given: Message = response.headers

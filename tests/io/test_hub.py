@@ -202,6 +202,16 @@ def test_a_branch_that_moves_on_is_not_followed(hub, commit, opened):
     assert opened().path == f"{hub.url}@{later}/model.safetensors"
 
 
+def test_headers_are_for_the_hub_and_nobody_else(hub, commit, opened):
+    options = {"default_headers": {"X-Proxy": "secret"}}
+    for name in ("model.safetensors", "config.json"):  # from the network, and from the Hub itself
+        store, path = store_of(f"hf://owner/name/{name}", options)
+        assert store.open(path).stamp.nbytes
+    assert {one.headers["X-Proxy"] for one in hub.server.log} == {"secret"}
+    assert {one.method for one in hub.server.log} == {"GET", "HEAD"}
+    assert {one.headers["X-Proxy"] for one in hub.network_server.log} == {None}
+
+
 def test_a_repository_that_was_renamed(hub, commit):
     hub.hub.moved["gpt2"] = hub.name
     store, path = store_of("hf://gpt2", {})
