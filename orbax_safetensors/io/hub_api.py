@@ -72,7 +72,7 @@ class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
     def __init__(self, endpoint: str, token: str | None, client: Mapping[str, Any]) -> None:
-        """Of `client`, options as obstore's HTTP client has them, timeouts, headers, the proxy and certificates count."""
+        """Of `client`, options of obstore's HTTP client, timeouts, headers, the proxy and certificates count."""
         self.endpoint = endpoint
         self._token = token
         self._headers = dict(client.get("default_headers", {}))
