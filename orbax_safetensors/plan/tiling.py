@@ -65,37 +65,27 @@ def _cut(
     """`chunk`, cut until a tile of it and of whole grains has at most `limit` elements.
 
     Along an axis whose length has no divisor that leaves more than crumbs, it is cut less than that would need, and
-    along the next ones more.
+    along the next ones more, if that will do.
     """
-    cut = _cut_down(chunk, sharded, shape, grain, order, limit, limit // _CRUMBS)
-    fits = prod(common(cut, grain, shape)) <= limit
-    return cut if fits else _cut_down(chunk, sharded, shape, grain, order, limit, 0)
-
-
-def _cut_down(
-    chunk: tuple[int, ...],
-    sharded: tuple[bool, ...],
-    shape: tuple[int, ...],
-    grain: tuple[int, ...],
-    order: tuple[int, ...],
-    limit: int,
-    least: int,
-) -> tuple[int, ...]:
-    """As `_cut`; where a cut leaves fewer than `least` elements, the shortest that leaves too many is made instead."""
+    cut = chunk
 
     def elements(axis: int, size: int) -> int:
-        return prod(common((*chunk[:axis], size, *chunk[axis + 1 :]), grain, shape))
+        return prod(common((*cut[:axis], size, *cut[axis + 1 :]), grain, shape))
 
-    for axis in reversed(order):
-        if elements(axis, chunk[axis]) <= limit:
+    for least in (limit // _CRUMBS, 0):
+        cut = chunk
+        for axis in reversed(order):
+            if elements(axis, cut[axis]) <= limit:
+                break
+            sizes = _factors(cut[axis]) if sharded[axis] else _even_cuts(cut[axis])
+            fitting = [size for size in sizes if elements(axis, size) <= limit]
+            best = max(fitting) if fitting else min(sizes, key=lambda size: (elements(axis, size), -size))
+            if fitting and elements(axis, best) < least:
+                best = min(size for size in sizes if size not in fitting)
+            cut = (*cut[:axis], best, *cut[axis + 1 :])
+        if prod(common(cut, grain, shape)) <= limit:
             break
-        sizes = _factors(chunk[axis]) if sharded[axis] else _even_cuts(chunk[axis])
-        fitting = [size for size in sizes if elements(axis, size) <= limit]
-        best = max(fitting) if fitting else min(sizes, key=lambda size: (elements(axis, size), -size))
-        if fitting and elements(axis, best) < least:
-            best = min(size for size in sizes if size not in fitting)
-        chunk = (*chunk[:axis], best, *chunk[axis + 1 :])
-    return chunk
+    return cut
 
 
 @lru_cache
