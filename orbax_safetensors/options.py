@@ -21,7 +21,8 @@ class SafetensorsOptions:
       in_flight_bytes: host memory that may be held for bytes on their way to or from an accelerator, or as much as a
         process holds of one leaf, with those that are made of the same stored tensors. Arrays on CPU devices do not
         count, because their memory is read into and written from; nor do asynchronous saves, which copy all shards
-        first. What requests to an object store hold comes on top, at most a quarter of it unless `threads` says more.
+        first. What requests to an object store hold comes on top, at most a quarter of it unless for reads
+        `threads` says more; of a write no less than three parts of 8 MiB.
       threads: reads or writes that are in flight at once; of writes no more than one for each file. By default as many
         as twice the CPUs and at most 16 for files, and 64 for object stores and HTTP servers, where reads that one
         thread makes together because they are short are up to 64 more.

@@ -29,6 +29,7 @@ from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import NewFile, Store, write_small
 from orbax_safetensors.io.stores import store_of
+from orbax_safetensors.io.upload import files_at_once
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
@@ -365,17 +366,18 @@ def write(save: Save, shards: Shards, directory: str) -> None:
 
 def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int:
     options = save.options
-    pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
+    _, of_each = files_at_once(requests)
 
-    def create(number: int, requests: int = 1) -> NewFile:
+    def create(number: int) -> NewFile:
         name, header = save.layout.files[number]
-        file = store.create(posixpath.join(directory, name), header.file_bytes, requests)
+        file = store.create(posixpath.join(directory, name), header.file_bytes, of_each)
         if store.whole:
             file.write(0, [memoryview(header.encode())])
         return file
 
     num_writes = 0
-    with (WholeFileWriter if store.whole else Writer)(create, pace.requests) as writer:
+    with (WholeFileWriter if store.whole else Writer)(create, requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)

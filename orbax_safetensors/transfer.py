@@ -19,7 +19,7 @@ from orbax_safetensors.decoding import decode
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.store import File, NewFile, Stamp
-from orbax_safetensors.io.upload import PARTS
+from orbax_safetensors.io.upload import files_at_once
 from orbax_safetensors.plan.coalesce import Direct, Encoded, Staged
 from orbax_safetensors.plan.elementwise import apply
 from orbax_safetensors.plan.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
@@ -362,10 +362,10 @@ class Writer(_Transfer[NewFile]):
 class WholeFileWriter(Writer):
     """Writes every file from its first byte to its last, a few at a time: for stores that are `whole`."""
 
-    def __init__(self, open_file: Callable[[int, int], NewFile], requests: int) -> None:
-        """Besides its number, `open_file` is given the requests that may hold bytes of a file, of all `requests`."""
-        self._at_once = max(1, requests // PARTS)
-        super().__init__(lambda number: open_file(number, requests // self._at_once), requests)
+    def __init__(self, open_file: Callable[[int], NewFile], requests: int) -> None:
+        """See `_Transfer`; `files_at_once` says how many of all `requests` each file is opened with."""
+        super().__init__(open_file, requests)
+        self._at_once, _ = files_at_once(requests)
 
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
         return (partial(_in_turn, own) for _, own in sorted(_by_file(tasks).items()))

@@ -48,16 +48,19 @@ class Cost:
         """The longest gap between two ranges that is read along rather than left out by a further request."""
         return round(self.request_seconds * self.bytes_per_second)
 
+    def affordable(self, requests: int, in_flight_bytes: int) -> int:
+        """As many of `requests` as hold at most a quarter of `in_flight_bytes`, and one at least."""
+        if not self.held_in_flight:
+            return requests
+        return max(1, min(requests, in_flight_bytes // 4 // self.max_request_bytes))
+
     def pace(self, requests: int | None, max_gap_bytes: int | None, in_flight_bytes: int) -> Pace:
         """How to ask, where somebody has asked for some of it.
 
         Bytes that requests hold take at most a quarter of `in_flight_bytes`, where nobody says how many there are.
         """
-        own = self.requests
-        if self.held_in_flight:
-            own = max(1, min(own, in_flight_bytes // 4 // self.max_request_bytes))
         return Pace(
-            own if requests is None else requests,
+            self.affordable(self.requests, in_flight_bytes) if requests is None else requests,
             self.max_gap_bytes if max_gap_bytes is None else max_gap_bytes,
             self.max_request_bytes,
         )

@@ -45,6 +45,22 @@ def num_parts(nbytes: int) -> int:
     return max(1, -(-nbytes // _part_bytes(nbytes)))
 
 
+def files_at_once(requests: int) -> tuple[int, int]:
+    """How many objects are best written at once, and how many of all `requests` may hold bytes of each."""
+    files = max(1, requests // PARTS)
+    return files, requests // files
+
+
+def held_bytes(nbytes: int, requests: int) -> int:
+    """Of an object of `nbytes` bytes, those that are in memory at once, at most, while it is written."""
+    return min(nbytes, (_in_flight(nbytes, requests) + _PARTS_WAITING) * _part_bytes(nbytes))
+
+
+def _in_flight(nbytes: int, requests: int) -> int:
+    held = min(requests, PARTS) * PART_BYTES // _part_bytes(nbytes)
+    return max(1, held - _PARTS_WAITING)
+
+
 def _part_bytes(nbytes: int) -> int:
     return max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
 
@@ -69,8 +85,7 @@ class NewRemoteFile:
         self._objects = objects
         self._nbytes = nbytes
         self._part_bytes = _part_bytes(nbytes)
-        held = min(requests, PARTS) * PART_BYTES // self._part_bytes
-        self._in_flight = max(1, held - _PARTS_WAITING)
+        self._in_flight = _in_flight(nbytes, requests)
         self._part = _NOTHING
         self._filled = 0  # of the part
         self._given = 0  # of the object

@@ -127,7 +127,7 @@ class ConversionCost:
     def staging_bytes(self) -> int:
         """The most memory for tiles, a batch that is read and one that is written, and for what is made of both.
 
-        To an object store, parts that are on their way there and what comes early are not in it.
+        To an object store, with the parts that are on their way there, but not what comes early.
         """
         most = written = 0
         for batch in self.batches:

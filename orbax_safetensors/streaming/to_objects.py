@@ -27,12 +27,13 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.io.remote import READ_ONLY
 from orbax_safetensors.io.store import NewFile, Store, read_small, write_small
+from orbax_safetensors.io.upload import files_at_once, held_bytes
 from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.plan.strided import extent
 from orbax_safetensors.plan.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.plan.view import Box, View
-from orbax_safetensors.processes import agree, forget, new_key, together
+from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.streaming.beside import Beside
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.layouts import Files
@@ -154,8 +155,7 @@ class ToObjects:
                 draft.begin(resume=resume)
 
         together(f"{key}/begin", begin, draft.digest)
-        done = together(f"{key}/done", draft.done)
-        agree(f"{key}/seen", None, repr(sorted(done)))
+        done = together(f"{key}/done", draft.done, lambda done: repr(sorted(done)))
         left = [part for part in self._parts if part.number not in done]
         own, last = self._dealt(left, draft.last_file, jax.process_index(), jax.process_count())
         sink = self._sink()
@@ -193,7 +193,7 @@ class ToObjects:
         with closing(sink):
             moved = together(f"{key}/tiles", lambda: move(own))
             moved += together(f"{key}/finish", finish)
-        for name in ("begin", "done", "seen", "tiles"):
+        for name in ("begin", "done", "tiles"):
             forget(f"{key}/{name}")
         return Moved(destination, sink.nbytes, source.requests + sink.requests)
 
@@ -284,19 +284,23 @@ class _Sink:
     def __init__(self, store: Store, paths: Sequence[str], files: Files, requests: int) -> None:
         self._store, self._paths, self._files = store, paths, files
         self._writer = WholeFileWriter(self._create, requests)
+        _, self._requests_of_file = files_at_once(requests)
         self._coming: Iterator[_Part] = iter(())
         self._kept: list[tuple[_Part, Tile, np.ndarray]] = []
-        self._kept_bytes = 0  # of a plan
+        # Of a plan.
+        self._kept_bytes = self._part_bytes = 0
 
     def of(self, parts: Sequence[_Part]) -> _Sink:
         """The sink for the tiles of `parts`, which have to come in this order."""
         self._kept_bytes = 0
+        sizes = [self._files.layout.files[part.number][1].file_bytes for part in parts]
+        self._part_bytes = max((held_bytes(size, self._requests_of_file) for size in sizes), default=0)
         self._coming = (part for part in parts for _ in part.tiles)
         return self
 
-    def _create(self, number: int, requests: int) -> NewFile:
+    def _create(self, number: int) -> NewFile:
         header = self._files.layout.files[number][1]
-        file = self._store.create(self._paths[number], header.file_bytes, requests)
+        file = self._store.create(self._paths[number], header.file_bytes, self._requests_of_file)
         file.write(0, [memoryview(header.encode())])
         return file
 
@@ -325,7 +329,7 @@ class _Sink:
             self._writer.run(plan, blocks, memory)
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Files are written one after the other, while the batch before is kept."""
+        """See `PlannedSink`. Files are written one after the other, in parts, while the batch before is kept."""
         coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
         streams = self._writer.useful_threads(1)
         of_file = [traffic_of(plan, self._paths, streams) for _, plan in self._planned(coming)]
@@ -337,7 +341,7 @@ class _Sink:
             sum(one.needed_bytes for one in of_file),
             sum(one.moved_bytes for one in of_file),
             sum(one.num_requests for one in of_file),
-            staging_bytes=kept + max(one.staging_bytes for one in of_file),
+            staging_bytes=kept + max(one.staging_bytes for one in of_file) + self._part_bytes,
             streams=streams,
             files=tuple(file for one in of_file for file in one.files),
         )

@@ -76,11 +76,13 @@ def test_longer_parts_are_fewer(gcs, most, monkeypatch):
     assert most[0] <= 5
 
 
+@pytest.mark.parametrize("threads", [None, 256])
 @pytest.mark.parametrize(("requests", "held"), [(1, 3), (10, 10), (25, 24)])
-def test_files_that_are_saved_at_once_share_them(requests, held, gcs, most):
+def test_files_that_are_saved_at_once_share_them(requests, held, threads, gcs, most):
+    """Whoever asks for more writes at once does not ask for more memory."""
     tree = {name: np.full(12 * MIB, number, np.uint8) for number, name in enumerate("abcd")}
     # As much as holds so many requests of 8 MiB in a quarter of it.
-    options = ost.SafetensorsOptions(in_flight_bytes=4 * 8 * MIB * requests)
+    options = ost.SafetensorsOptions(in_flight_bytes=4 * 8 * MIB * requests, threads=threads)
     save = ost.SafetensorsSave(tree, max_file_bytes=12 * MIB)
     ost.SafetensorsHandler(options=options).save(f"{gcs.url}/saved", save)
     assert most[0] <= held
@@ -90,5 +92,15 @@ def test_files_that_are_saved_at_once_share_them(requests, held, gcs, most):
 
 def test_a_conversion_has_them_in_its_memory(gcs, most, tmp_path):
     write(tmp_path / "model.safetensors", {"a": np.arange(24 * MIB, dtype=np.uint8)})
+    (cost,) = ost.plan_reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB).processes
     ost.reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB)
-    assert most[0] <= 3
+    assert 2 <= most[0] <= 3
+    kept = [0] + [batch.nbytes for batch in cost.batches[:-1]]
+    assert [batch.write.staging_bytes for batch in cost.batches] == [3 * MIB + before for before in kept]
+
+
+def test_no_more_parts_are_counted_than_a_file_has(gcs, tmp_path):
+    write(tmp_path / "model.safetensors", {"a": np.arange(MIB // 2, dtype=np.uint8)})
+    (cost,) = ost.plan_reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB).processes
+    ((file,), (batch,)) = ost.plan_reshard(tmp_path, f"{gcs.url}/to").files, cost.batches
+    assert batch.write.staging_bytes == file.nbytes
