@@ -15,19 +15,11 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES, file_names
 from orbax_safetensors.io.upload import num_parts
 from orbax_safetensors.mapped import AskedFamily, Tensors, as_config, read_config, taken_apart
 from orbax_safetensors.plan.plan import locations
-from orbax_safetensors.plan.report import Leaf, restore_plan
+from orbax_safetensors.plan.report import Leaf, PlannedFile, restore_plan
 from orbax_safetensors.plan.view import Box, View
 from orbax_safetensors.planning import Planned
 from orbax_safetensors.save_pieces import own_files
 from orbax_safetensors.sources import Source
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """A file of a save, its name and its size."""
-
-    file: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class SavePlan:
     On an object store, headers are in the first of the parts that requests carry.
     """
 
-    files: tuple[SavedFile, ...]
+    files: tuple[PlannedFile, ...]
     processes: tuple[ProcessWrites, ...]
 
     def to_json(self) -> str:
@@ -111,7 +103,7 @@ def plan_save(
         threads=planned.pace.requests,
     )
     return SavePlan(
-        tuple(SavedFile(name, header.file_bytes) for name, header in layout.files),
+        tuple(PlannedFile(name, header.file_bytes) for name, header in layout.files),
         tuple(
             ProcessWrites(
                 cost.read_bytes,
@@ -159,7 +151,7 @@ def _of_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
         for own in files
     ]
     return SavePlan(
-        tuple(SavedFile(name, header.file_bytes) for own in files for name, header in own),
+        tuple(PlannedFile(name, header.file_bytes) for own in files for name, header in own),
         tuple(
             ProcessWrites(sum(file.written_bytes for file in own), sum(file.num_requests for file in own), own)
             for own in writes

@@ -7,6 +7,7 @@ import json
 import posixpath
 
 from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.plan_tables import files_read
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
 from orbax_safetensors.plan.conversion import ConversionPlan
 from orbax_safetensors.plan.estimate import TimeEstimate
@@ -102,21 +103,7 @@ def _facts(plan: ConversionPlan, time: TimeEstimate | None) -> list[tuple[str, C
 def _files(plan: ConversionPlan, output: Output) -> None:
     """What each process reads and writes of each file; of Orbax, the arrays that are made instead."""
     if not plan.from_orbax:
-        output.table(
-            ("process", "file", "needed", "read", "over-read", "reads"),
-            (
-                (
-                    number,
-                    posixpath.basename(file.file),
-                    Size(file.needed_bytes),
-                    Size(file.read_bytes),
-                    file.read_bytes / file.needed_bytes if file.needed_bytes else 1.0,
-                    file.num_requests,
-                )
-                for number, cost in enumerate(plan.processes)
-                for file in cost.reads
-            ),
-        )
+        files_read(output, "reads", [cost.reads for cost in plan.processes])
     if plan.to_orbax:
         items = any(array.item is not None for array in plan.arrays)
         output.table(

@@ -13,7 +13,7 @@ from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.plan.estimate import TimeEstimate
-from orbax_safetensors.plan.report import ProcessCost, RestorePlan
+from orbax_safetensors.plan.report import FileCost, ProcessCost, RestorePlan
 from orbax_safetensors.planning import Planned
 from orbax_safetensors.save_planning import SavePlan
 
@@ -113,7 +113,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
         ),
     )
     if files:
-        _files(plan, output)
+        files_read(output, "requests", [process.files for process in plan.processes])
     _together([scenario], output)
     if plan.over_reads:
         _over_reads(scenario, output)
@@ -232,9 +232,10 @@ def _memory(cost: ProcessCost) -> int:
     return cost.staging_bytes + cost.destination_bytes
 
 
-def _files(plan: RestorePlan, output: Output) -> None:
+def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileCost]]) -> None:
+    """A table of what each process reads of each file; `requests` is the head of that column."""
     output.table(
-        ("process", "file", "needed", "read", "over-read", "requests"),
+        ("process", "file", "needed", "read", "over-read", requests),
         (
             (
                 number,
@@ -244,8 +245,8 @@ def _files(plan: RestorePlan, output: Output) -> None:
                 cost.read_bytes / cost.needed_bytes if cost.needed_bytes else 1.0,
                 cost.num_requests,
             )
-            for number, process in enumerate(plan.processes)
-            for cost in process.files
+            for number, files in enumerate(processes)
+            for cost in files
         ),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate
 from orbax_safetensors.plan.plan import TransferPlan
-from orbax_safetensors.plan.report import FileCost
+from orbax_safetensors.plan.report import FileCost, PlannedFile
 
 # Of a `ConversionCost`, as JSON has them.
 _FIGURES = (
@@ -151,14 +151,6 @@ class ConversionCost:
         writes = [{"file": f.file, "written_bytes": f.read_bytes, "num_requests": f.num_requests} for f in self.writes]
         figures = {name: getattr(self, name) for name in _FIGURES}
         return figures | {"num_batches": len(self.batches), "reads": reads, "writes": writes}
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A file that will be made, its name and its size."""
-
-    file: str
-    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,14 @@ class FileCost:
 
 
 @dataclass(frozen=True)
+class PlannedFile:
+    """A file that will be made, its name and its size."""
+
+    file: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class ProcessCost:
     """What a restore costs one process.
 

@@ -10,8 +10,8 @@ from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
-from orbax_safetensors.plan.conversion import PlannedFile
 from orbax_safetensors.plan.plan import Location, locations
+from orbax_safetensors.plan.report import PlannedFile
 from orbax_safetensors.plan.view import Box, View
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
