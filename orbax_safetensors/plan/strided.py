@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 Mode = tuple[int, int]  # (size, stride), elements
 Modes = tuple[Mode, ...]  # outermost first
 CopyMode = tuple[int, int, int]  # (size, source stride, destination stride), elements
@@ -107,6 +109,15 @@ def every(modes: Modes, start: int, step: int, count: int) -> Iterator[tuple[int
         (_, offset, _) = next(subrange(modes[:-1], turn, turn + 1))
         yield done, offset + digit * stride, merged(((here, stride * step),))
         done += here
+
+
+def offsets(modes: Modes, positions: np.ndarray) -> np.ndarray:
+    """The offset of each of some positions of a dimension."""
+    out = np.zeros_like(positions)
+    for size, stride in reversed(modes):
+        positions, digits = np.divmod(positions, size)
+        out += digits * stride
+    return out
 
 
 @dataclass(frozen=True, slots=True)

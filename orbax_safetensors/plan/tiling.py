@@ -77,7 +77,7 @@ def _cut(
         for axis in reversed(order):
             if elements(axis, cut[axis]) <= limit:
                 break
-            sizes = _factors(cut[axis]) if sharded[axis] else _even_cuts(cut[axis])
+            sizes = divisors(cut[axis]) if sharded[axis] else _even_cuts(cut[axis])
             fitting = [size for size in sizes if elements(axis, size) <= limit]
             best = max(fitting) if fitting else min(sizes, key=lambda size: (elements(axis, size), -size))
             if fitting and elements(axis, best) < least:
@@ -89,7 +89,8 @@ def _cut(
 
 
 @lru_cache
-def _factors(size: int) -> list[int]:
+def divisors(size: int) -> list[int]:
+    """The divisors of a positive integer, in order."""
     small = [factor for factor in range(1, isqrt(size) + 1) if size % factor == 0]
     return sorted({*small, *(size // factor for factor in small)})
 
