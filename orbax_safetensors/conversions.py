@@ -20,7 +20,7 @@ from orbax_safetensors.io.paths import SCHEMES, as_text, is_url
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.mapping.envelope import envelope, is_maxtext
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
@@ -58,7 +58,6 @@ _LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
 # more: with 64 MiB, reading back took the system 1.7 times the time.
 _CHUNK_BYTES = 16 * 2**20
 _ALIGNMENT = SafetensorsOptions().alignment
-_MAXTEXT = "maxtext."
 _METADATA = {"format": "pt"}
 
 
@@ -186,8 +185,8 @@ def _safetensors_to_orbax(
     found = registry.find(family, read_config(checkpoint))
     dtypes = casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     sharding.check_used(checkpoint.leaves)
-    maxtext = _is_maxtext(found)
-    above = "params." if maxtext else ""  # a training state has the model's tree there
+    around = envelope(found, variant)
+    above = around.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
     source = SafetensorsSource(checkpoint, views, casted, asked.memory_bytes)
@@ -196,12 +195,11 @@ def _safetensors_to_orbax(
         return _leaf(sharding, name, view.shape, dtypes[name])
 
     tree: Any = checkpoint.tree(leaf)
-    scanned = bool((variant or {}).get("scan_layers", True))
     target = OrbaxTarget(
         path=asked.of_step(str(step)),
-        items={"items": OrbaxItem({"step": 0, "params": tree, "opt_state": {}} if maxtext else tree)},
+        items={"items": OrbaxItem(around.around(tree))},
         names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
-        metadata={"custom_metadata": {"scan_layers": scanned} if maxtext else None},
+        metadata={"custom_metadata": around.custom_metadata},
         others={},
         compression=compression,
         chunk_bytes=_chunk_bytes(sharding, asked.memory_bytes),
@@ -268,9 +266,9 @@ def _orbax_to_safetensors(
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
     found = registry.find(family, around.config or {})
     variant = dict(variant or {})
-    if _is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
+    if is_maxtext(found) and "scan_layers" in checkpoint.custom_metadata:
         variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
-    stored = _arrays(checkpoint, maxtext=_is_maxtext(found))
+    stored = _arrays(checkpoint, maxtext=is_maxtext(found))
     source = OrbaxSource(checkpoint, {name: (checkpoint, own) for name, own in stored.items()}, asked.memory_bytes)
     # Arrays without memory, which say shape and dtype.
     given = [
@@ -369,10 +367,6 @@ def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtyp
 def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
     """The most that a chunk has where nobody says how arrays will be sharded; else it is what a device will have."""
     return memory_bytes if sharding.patterns or sharding.names else _CHUNK_BYTES
-
-
-def _is_maxtext(family: Family | None) -> bool:
-    return family is not None and family.name.startswith(_MAXTEXT)
 
 
 def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from orbax_safetensors.conversions import MEMORY_BYTES, Asked, PathLike, conversion, resharding
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.io.arena import peak_bytes
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.streaming.partition import AskedMesh, Spec
@@ -205,23 +205,13 @@ def _run(
             work.source.close()
     forget(key)
     seconds = time.perf_counter() - started
-    peak_bytes = _peak_bytes()
+    most = peak_bytes()
     logger.info(
         "Made %s: %d bytes in %.2f s, %.2f GB/s, with at most %d bytes of memory",
         moved.path,
         moved.nbytes,
         seconds,
         moved.nbytes / max(seconds, 1e-9) / 1e9,
-        peak_bytes,
+        most,
     )
-    return Conversion(moved.path, moved.nbytes, seconds, peak_bytes, moved.requests)
-
-
-def _peak_bytes() -> int:
-    """The most memory that this program had: what `getrusage` says begins with what the one had that started it."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            kilobytes = next(int(line.split()[1]) for line in status if line.startswith(b"VmHWM:"))
-    except (OSError, StopIteration):
-        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes * 1024
+    return Conversion(moved.path, moved.nbytes, seconds, most, moved.requests)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
-from orbax_safetensors.orbax_store.finding import TREE_FILE
+from orbax_safetensors.orbax_store.finding import FINISHED_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, Range
 
 SHARDING_FILE = "_sharding"
 ARRAYS_FILE = "array_metadatas/process_0"
+STEP_FILES = (STEP_FILE, FINISHED_FILE)
 
 # Orbax's numbers of the kinds of nodes that a key may be of.
 _SEQUENCE, _DICT = 1, 2
@@ -99,6 +102,20 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
         ARRAYS_FILE: json.dumps({"array_metadatas": arrays}).encode(),
         TREE_FILE: json.dumps(metadata).encode(),
     }
+
+
+def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """The small files by which Orbax knows a checkpoint that is finished, by their names."""
+    now = time.time_ns()
+    metadata = {
+        "item_handlers": ocp.PyTreeCheckpointHandler().typestr(),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": custom_metadata or {},
+    }
+    return {STEP_FILE: json.dumps(metadata).encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
 
 
 def _is_empty(node: Any) -> bool:

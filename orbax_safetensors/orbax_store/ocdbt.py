@@ -34,6 +34,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import tensorstore as ts
 
+from orbax_safetensors.orbax_store.flow import stored
+
 _T = TypeVar("_T")
 
 MANIFEST = "manifest.ocdbt"
@@ -110,6 +112,18 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
     manifest = _manifest(nodes[0], data_file)
     write(MANIFEST, manifest)
     return len(content) + len(manifest)
+
+
+def merge(directory: str, root: str) -> None:
+    """Adds all that the database in a directory below `root` has to the database in `root`; no value is moved."""
+    context = ts.Context()
+
+    def database(path: str) -> ts.KvStore:
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
+        return ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result()
+
+    with stored(root):
+        database(directory).experimental_copy_range_to(database(root)).result()
 
 
 def _inline_bytes(value: bytes | Range) -> int:

@@ -99,6 +99,11 @@ class ToOrbax:
             source, {name: leaf.chunk_shape for name, leaf in leaves.items()}, {}, groups, memory_bytes
         )
 
+    @property
+    def leaves(self) -> Mapping[str, OrbaxLeaf]:
+        """The arrays that are made, with their chunks, by name."""
+        return self._layout.leaves
+
     def _share(self, cuts: Sequence[Bundle], process: int, count: int) -> list[Bundle]:
         return share(cuts, lambda bundle: nbytes(bundle, self.source.leaves), process, count)
 

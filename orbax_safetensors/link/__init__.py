@@ -1,0 +1,1 @@
+"""Links: an Orbax checkpoint that is an index of safetensors files which stay as they are."""

@@ -1,0 +1,104 @@
+"""`LinkRequest`: what a caller of `link` asks for, checked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.io.paths import as_text, is_url
+from orbax_safetensors.mapped import AskedFamily
+from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, partition
+
+PathLike = str | os.PathLike[str]
+
+CHUNK_BYTES = 16 * 2**20
+MEMORY_BYTES = 2 * 2**30
+# The least that a chunk may be asked to have: each is an entry of the index, and a request.
+_LEAST_CHUNK_BYTES = 2**16
+# The Hugging Face Hub's cache: what is in a snapshot belongs to the Hub's library.
+_SNAPSHOT = re.compile(r".*/models--[^/]+/snapshots/[^/]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRequest:
+    """A link to make. `source` is a local path; `destination` is a directory, that of the source if it is the same.
+
+    Raises `StorageError` for a place that cannot be meant, and `SafetensorsError` for a number that is out of range.
+    """
+
+    source: str
+    destination: str
+    family: AskedFamily
+    variant: Mapping[str, Any] | None
+    partition: Partition
+    chunk_bytes: int
+    memory_bytes: int
+    hard_links: bool
+
+    def __post_init__(self) -> None:
+        for path in (self.source, self.destination):
+            if is_url(path):
+                raise StorageError(
+                    f"{path}: a link is between files of one file system; download the files first, or restore from "
+                    "the URL, which needs no link"
+                )
+        for name, least in (("chunk_bytes", _LEAST_CHUNK_BYTES), ("memory_bytes", 4)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise SafetensorsError(f"{name} is {value!r}, must be an integer of at least {least}")
+        if self.beside and _SNAPSHOT.fullmatch(self.destination):
+            raise StorageError(
+                f"{self.destination}: is a snapshot in the Hub's cache, where nothing may be added; pass a destination"
+            )
+
+    @property
+    def directory(self) -> str:
+        """The directory of the source's files."""
+        return os.path.dirname(self.source) if os.path.isfile(self.source) else self.source
+
+    @property
+    def beside(self) -> bool:
+        """Whether the index is to lie beside the files."""
+        return self.destination == self.directory
+
+
+def _local_path(path: str | os.PathLike[str]) -> str:
+    """An absolute path; a URL as it is, which `LinkRequest` refuses."""
+    text = as_text(path)
+    if is_url(text):
+        return text
+    try:
+        return os.path.abspath(text)
+    except FileNotFoundError as error:
+        raise StorageError(f"{text}: is in the working directory, which was deleted") from error
+
+
+def link_request(
+    source: PathLike,
+    destination: PathLike | None,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    mesh: AskedMesh,
+    spec: Mapping[str, Spec] | None,
+    like: Any,
+    chunk_bytes: int,
+    memory_bytes: int,
+    hard_links: bool,
+) -> LinkRequest:
+    """The request that `link` is called with; raises what it raises of arguments."""
+    own = _local_path(source)
+    beside = os.path.dirname(own) if os.path.isfile(own) else own
+    return LinkRequest(
+        source=own,
+        destination=beside if destination is None else _local_path(destination),
+        family=family,
+        variant=variant,
+        partition=partition(mesh, spec, like),
+        chunk_bytes=chunk_bytes,
+        memory_bytes=memory_bytes,
+        hard_links=hard_links,
+    )

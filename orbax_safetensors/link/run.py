@@ -1,0 +1,177 @@
+"""`link`: an index that makes safetensors files a checkpoint of Orbax, where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from orbax_safetensors.io.arena import peak_bytes
+from orbax_safetensors.io.local import LocalStore
+from orbax_safetensors.link.decide import Decision, decide, nbytes
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, PathLike, link_request
+from orbax_safetensors.link.staging import FILES, Staging
+from orbax_safetensors.mapped import AskedFamily
+from orbax_safetensors.orbax_store import OrbaxLeaf
+from orbax_safetensors.orbax_store.linked_item import item_files, step_files
+from orbax_safetensors.orbax_store.ocdbt import MANIFEST, merge, write_references
+from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
+from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.streaming.partition import AskedMesh, Spec
+from orbax_safetensors.streaming.pipeline import Progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What `link` has made.
+
+    Attributes:
+      path: the directory that is a checkpoint of Orbax.
+      linked_bytes: bytes of arrays that stay in the files that they are in.
+      made_bytes: bytes of arrays that had to be written, by all processes.
+      num_arrays, num_chunks: what the index has, without the chunks of arrays that had to be made.
+      seconds: how long it took.
+      peak_bytes: the most memory that this process had since it began.
+    """
+
+    path: str
+    linked_bytes: int
+    made_bytes: int
+    num_arrays: int
+    num_chunks: int
+    seconds: float
+    peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a dict."""
+        return asdict(self)
+
+
+def link(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+    hard_links: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Link:
+    """Makes safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
+
+    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays that are
+    not in the files as they have to be, because they are scaled, cast, decoded or permuted inside of a dimension, are
+    made as `convert` makes them, in `memory_bytes`. The files must not change afterwards, except together with the
+    index; `verify` tells.
+
+    Every process of a program calls this alike.
+
+    Args:
+      source: files, or a directory, as for `open_checkpoint`, on a file system.
+      destination: a directory to make, with symbolic links to the files. By default the index is written beside them.
+      family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
+      mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
+      chunk_bytes: the most that a chunk has, if its dimensions divide well.
+      memory_bytes: for what has to be made.
+      hard_links: link the files by hard links.
+      resume: go on with what a call with the same arguments has left unfinished.
+      progress: called now and then with the bytes that this process has made, and those that it will.
+
+    Raises:
+      StorageError: something is in the way, or cannot be read or written.
+      TensorMismatchError: mesh or spec do not fit the arrays, or what is to be resumed is something else.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      HeaderError, IndexFileError: the source is not valid.
+    """
+    started = time.perf_counter()
+    key = new_key("link")
+    decision, staging = together(
+        f"{key}/decide",
+        lambda: _begun(
+            link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links),
+            resume=resume,
+        ),
+        lambda begun: _digest(begun[0]),
+        otherwise="was called with other arguments than process 0",
+    )
+    try:
+        made = _make(decision, staging, key, resume=resume, progress=progress)
+        together(f"{key}/write", lambda: _write(decision, staging, made) if jax.process_index() == 0 else None)
+    finally:
+        staging.release()
+    for part in ("decide", "made", "write"):
+        forget(f"{key}/{part}")
+    return Link(
+        staging.destination,
+        sum(nbytes(one.leaf) for one in decision.linked.values()),
+        sum(map(nbytes, made.values())),
+        len(decision.linked) + len(made),
+        sum(one.num_chunks for one in decision.linked.values()),
+        time.perf_counter() - started,
+        peak_bytes(),
+    )
+
+
+def _begun(request: LinkRequest, *, resume: bool) -> tuple[Decision, Staging]:
+    decision, staging = decide(request), Staging(request)
+    if jax.process_index() == 0:
+        staging.check_free(FILES)
+        staging.begin({"digest": _digest(decision)}, resume=resume)
+    return decision, staging
+
+
+def _digest(decision: Decision) -> str:
+    """Equal for links of the same files into the same index."""
+    stamps = [(file.path, file.stamp) for file in decision.checkpoint.files]
+    what = (stamps, sorted(decision.checkpoint.leaves.items()), sorted(decision.sharded.items()), decision.request)
+    return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _make(
+    decision: Decision, staging: Staging, key: str, *, resume: bool, progress: Progress | None
+) -> Mapping[str, OrbaxLeaf]:
+    """Makes the leaves that are no addresses, together with all other processes; they are there already if resumed."""
+    work = decision.making(staging.path)
+    if work is None:
+        return {}
+    try:
+        complete = together(f"{key}/made", lambda: os.path.isdir(staging.made), str)
+        if not complete:
+            work.run(resume=resume, progress=progress)
+        return work.leaves
+    finally:
+        work.source.close()
+
+
+def _write(decision: Decision, staging: Staging, made: Mapping[str, OrbaxLeaf]) -> None:
+    """Writes the index, and gives the link its place."""
+    write_references(decision.entries(), staging.write)
+    if made:
+        merge(staging.made, staging.path)
+        staging.keep_data()
+    files = [file.path for file in decision.checkpoint.files]
+    staging.write(TRUST_FILE, fingerprints(LocalStore(), files))
+    small = item_files(decision.tree(made))
+    for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
+        staging.write(name, content)
+    if not decision.request.beside:
+        staging.link_files(files)
+    for number in range(len(files)):
+        decision.checkpoint.open_file(number).close()  # which says if it has changed since its header was read
+    staging.finish()
+    logger.info(
+        "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)
+    )
