@@ -23,6 +23,8 @@ from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpo
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
+from orbax_safetensors.link.plan import LinkPlan, plan_link
+from orbax_safetensors.link.run import Link, link
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import ConversionPlan
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate_time
@@ -34,6 +36,8 @@ __all__ = [
     "ConversionPlan",
     "HeaderError",
     "IndexFileError",
+    "Link",
+    "LinkPlan",
     "MappingError",
     "RestorePlan",
     "SafetensorsCheckpointableHandler",
@@ -49,9 +53,11 @@ __all__ = [
     "TimeEstimate",
     "convert",
     "estimate_time",
+    "link",
     "mapping",
     "open_checkpoint",
     "plan_convert",
+    "plan_link",
     "plan_reshard",
     "plan_restore",
     "register",

@@ -7,7 +7,7 @@ whole, once more for each further shard. How many bytes a chunk has encoded is n
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -90,6 +90,13 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
     does not fit the arrays: its axes have to divide them, and each of its patterns has to count for one.
     """
     leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
+    return plan_arrays(leaves, sharding, process_count, checkpoint.stored_bytes())
+
+
+def plan_arrays(
+    leaves: Mapping[str, OrbaxLeaf], sharding: Partition, process_count: int, file_bytes: int | None
+) -> OrbaxRestorePlan:
+    """`plan_orbax_restore` of arrays by name, which are in files of `file_bytes`."""
     sharding.check_used(name for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
@@ -110,7 +117,7 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
         total_bytes=sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values()),
         total_chunks=sum(prod(leaf.grid) for leaf in leaves.values()),
         num_arrays=len(leaves),
-        file_bytes=checkpoint.stored_bytes(),
+        file_bytes=file_bytes,
         processes=tuple(OrbaxProcessCost(*figures) for figures in totals),
         over_reads=tuple(sorted(over_reads, key=lambda leaf: leaf.needed_bytes - leaf.read_bytes)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -18,6 +18,7 @@ from orbax_safetensors.conversions import MEMORY_BYTES
 from orbax_safetensors.convert import Conversion, convert
 from orbax_safetensors.convert_planning import plan_convert
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.link.run import Link
 from orbax_safetensors.streaming.casts import Casts
 
 # Options that mean something in one direction only.
@@ -151,7 +152,8 @@ examples:
     + RUN_HELP
 )
 
-Call = Callable[[Reporter], Conversion]
+Facts = list[tuple[str, Cell]]
+_Done = TypeVar("_Done", Conversion, Link)
 
 
 def parse_step(text: str) -> int:
@@ -201,8 +203,8 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `convert` and `reshard` share."""
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how arrays will be sharded."""
     parser.add_argument(
         "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="that will restore it, as fsdp=16; see below"
     )
@@ -214,6 +216,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REGEX=AXES",
         help="how arrays of these names are sharded; see below; may be repeated",
     )
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `convert` and `reshard` share."""
+    add_mesh(parser)
     parser.add_argument("--no-compression", action="store_true", help="to Orbax: chunks are stored as they are")
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="BYTES", help="for bytes on their way, as 2GB (default: 2GiB)"
@@ -267,7 +274,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
         return convert_plan.report(args, output, plan)
     cluster.begin(args)
     return report(
-        args, output, lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **asked)
+        args,
+        output,
+        lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **asked),
+        conversion_facts,
     )
 
 
@@ -275,14 +285,27 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says of the arguments that `convert` and `reshard` share."""
     return {
         "mesh": args.mesh,
-        "spec": _spec(args),
+        "spec": given_spec(args),
         "compression": not args.no_compression,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
         "resume": args.resume,
     }
 
 
-def report(args: argparse.Namespace, output: Output, call: Call) -> int:
+def conversion_facts(done: Conversion) -> Facts:
+    """What is printed of a conversion."""
+    return [
+        ("path", done.path),
+        ("bytes", Size(done.nbytes)),
+        ("time", Seconds(done.seconds)),
+        ("peak memory", Size(done.peak_bytes)),
+        ("requests", done.requests),
+    ]
+
+
+def report(
+    args: argparse.Namespace, output: Output, call: Callable[[Reporter], _Done], facts: Callable[[_Done], Facts]
+) -> int:
     """Does it, says on stderr how far it is, and prints what was done; process 0 alone says and prints."""
     first, processes = jax.process_index() == 0, jax.process_count()
     label = args.command if processes == 1 else f"{args.command}, process 0 of {processes}"
@@ -290,7 +313,7 @@ def report(args: argparse.Namespace, output: Output, call: Call) -> int:
     stops = cluster.Stops()
     try:
         with stops, reporter:
-            done = call(reporter)
+            done: _Done = call(reporter)
     except Exception:
         if stops.signal is None:
             raise
@@ -302,18 +325,12 @@ def report(args: argparse.Namespace, output: Output, call: Call) -> int:
     if args.json:
         output.json(done.to_json() | {"processes": processes})
         return 0
-    facts: list[tuple[str, Cell]] = [
-        ("path", done.path),
-        ("bytes", Size(done.nbytes)),
-        ("time", Seconds(done.seconds)),
-        ("peak memory", Size(done.peak_bytes)),
-        ("requests", done.requests),
-    ]
-    output.facts([*facts, ("processes", processes)] if processes > 1 else facts)
+    shared: Facts = [("processes", processes)] if processes > 1 else []
+    output.facts([*facts(done), *shared])
     return 0
 
 
-def _spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
+def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
     """The rules of `--spec` as the functions take them."""
     spec: dict[str, Any] = {}
     for rule in args.spec:

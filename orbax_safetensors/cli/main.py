@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from orbax_safetensors.cli import convert, demo, inspect, plan, reshard, verify
+from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.progress import Warnings
 from orbax_safetensors.cli.tables import Output, clean
@@ -19,6 +19,7 @@ _COMMANDS = {
     "inspect": inspect,
     "verify": verify,
     "plan": plan,
+    "link": link,
     "convert": convert,
     "reshard": reshard,
     "demo": demo,

@@ -6,7 +6,14 @@ import argparse
 from collections.abc import Callable
 
 from orbax_safetensors.cli import cluster, convert_plan
-from orbax_safetensors.cli.convert import PARTITIONS_HELP, RUN_HELP, add_common_arguments, common, report
+from orbax_safetensors.cli.convert import (
+    PARTITIONS_HELP,
+    RUN_HELP,
+    add_common_arguments,
+    common,
+    conversion_facts,
+    report,
+)
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.cli.units import parse_bytes
@@ -73,4 +80,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
         asked.pop("resume")
         plan = plan_reshard(args.source, args.destination, process_count=args.processes or 1, **asked)
         return convert_plan.report(args, output, plan)
-    return report(args, output, lambda progress: reshard(args.source, args.destination, progress=progress, **asked))
+    return report(
+        args,
+        output,
+        lambda progress: reshard(args.source, args.destination, progress=progress, **asked),
+        conversion_facts,
+    )

@@ -144,9 +144,7 @@ def decide(request: LinkRequest) -> Decision:
         sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=record)
         quantized = checkpoint.quantized.keys() & view.tensors
         found = (
-            f"{min(quantized)!r} has to be decoded"
-            if quantized
-            else chunks_in_place(view, shard, request.chunk_bytes)
+            f"{min(quantized)!r} has to be decoded" if quantized else chunks_in_place(view, shard, request.chunk_bytes)
         )
         if isinstance(found, str):
             reasons[name] = found

@@ -20,7 +20,7 @@ from orbax_safetensors.link.staging import FILES, Staging
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.linked_item import item_files, step_files
-from orbax_safetensors.orbax_store.ocdbt import MANIFEST, merge, write_references
+from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
 from orbax_safetensors.processes import forget, new_key, together
 from orbax_safetensors.streaming.partition import AskedMesh, Spec

@@ -108,7 +108,7 @@ class Staging:
         self._store.sync(os.path.dirname(path))
 
     def link_files(self, files: list[str]) -> None:
-        """Links the files of another directory into this one, by relative symbolic links unless hard ones were asked for."""
+        """Links the files of another directory, by relative symbolic links unless hard ones were asked for."""
         above = os.path.realpath(os.path.dirname(self.destination))
         for file in files:
             link = os.path.join(self.path, os.path.basename(file))

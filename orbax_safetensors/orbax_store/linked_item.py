@@ -30,7 +30,9 @@ _SEQUENCE, _DICT = 1, 2
 _EMPTY = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
 
 
-def entries(name: str, leaf: OrbaxLeaf, order: Sequence[int], chunks: Iterable[tuple[tuple[int, ...], bytes | Range]]) -> Iterator[Entry]:
+def entries(
+    name: str, leaf: OrbaxLeaf, order: Sequence[int], chunks: Iterable[tuple[tuple[int, ...], bytes | Range]]
+) -> Iterator[Entry]:
     """What the database has of one array: its description, and its chunks by their position in the grid.
 
     `order` are the dimensions, slowest in a chunk first. Chunks that are left out are zeros.

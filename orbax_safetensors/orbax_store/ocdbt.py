@@ -88,9 +88,7 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
     def add(key: bytes, body: bytes, height: int, num_keys: int, tree_bytes: int, range_bytes: int) -> _Node:
         node = _framed(_NODE_MAGIC, bytes([height]) + body)
         content.extend(node)
-        return _Node(
-            key, height, len(content) - len(node), len(node), num_keys, tree_bytes + len(node), range_bytes
-        )
+        return _Node(key, height, len(content) - len(node), len(node), num_keys, tree_bytes + len(node), range_bytes)
 
     nodes = []
     for leaf in _parts(sorted(entries), lambda entry: len(entry[0]) + _inline_bytes(entry[1]) + _ENTRY_BYTES):
@@ -131,7 +129,7 @@ def _inline_bytes(value: bytes | Range) -> int:
 
 
 def _parts(items: Sequence[_T], size: Callable[[_T], int]) -> list[Sequence[_T]]:
-    """`items` in runs of about `_NODE_BYTES`, of two items at least, so that each level is shorter than the one below."""
+    """`items` in runs of about `_NODE_BYTES`, and of two items at least, so that there are fewer runs than items."""
     ends = list(accumulate(map(size, items)))
     parts, begin = [], 0
     while begin < len(items):

@@ -1,8 +1,8 @@
 """`Chunks`: an array cut into a regular grid of chunks that each lie in a stored tensor as one range of bytes.
 
 Whoever reads an array chunk by chunk, as Zarr does, can then be told where each chunk lies, and nothing has to be
-moved. A grid is possible if every chunk is a box of one piece of the view, whose elements follow one another in storage,
-in one order of the dimensions for all chunks. Geometry only: nothing is read or written here.
+moved. A grid is possible if every chunk is a box of one piece of the view, whose elements follow one another in
+storage, in one order of the dimensions for all chunks. Geometry only: nothing is read or written here.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _nbytes(view: View, shape: Sequence[int] | Iterator[int]) -> int:
 
 
 def _finest(view: View) -> list[int]:
-    """The longest steps along each dimension that cut no chunk in two at an edge of a piece, or where its modes turn."""
+    """The longest steps along each dimension that keep chunks within pieces and within their innermost modes."""
     step = [0] * len(view.shape)
     for piece in view.pieces:
         for axis, (start, modes) in enumerate(zip(piece.start, piece.dims, strict=True)):

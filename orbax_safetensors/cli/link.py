@@ -1,0 +1,155 @@
+"""`link`: safetensors files as a checkpoint of Orbax, where they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from orbax_safetensors.cli import cluster, family
+from orbax_safetensors.cli.convert import add_mesh, given_spec, report
+from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
+from orbax_safetensors.cli.units import parse_bytes, parse_count
+from orbax_safetensors.link.plan import LinkPlan, plan_link
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
+from orbax_safetensors.link.run import link
+
+# Broken by hand at 79 columns: argparse leaves these texts as they are.
+_DESCRIPTION = """\
+Makes .safetensors files a checkpoint of Orbax by writing an index of them.
+Orbax restores the arrays from the files as they are, without this package."""
+
+_EPILOG = """\
+SOURCE is a .safetensors file or a directory with such files. DESTINATION is a
+directory to make, with symbolic links to the files; without it the index is
+written beside them. With --family the checkpoint is a model's own tree.
+
+Arrays that are not in the files as they have to be (scaled, cast, decoded, or
+permuted inside of a dimension) are made, in --memory. --plan says which, why,
+and with --mesh what each process of a restore will read; it writes nothing.
+--mesh and --spec are as for convert. Chunks are cut at the edges of shards.
+
+The files must not change afterwards. orbax-safetensors verify says if they
+have.
+
+examples:
+  orbax-safetensors link qwen3/ qwen3-maxtext/ --family maxtext
+  orbax-safetensors link qwen3/ --plan --mesh fsdp=16 --spec 'mlp=fsdp'
+"""
+
+
+def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of the command; `add` is that of the whole command line."""
+    parser = add("link", help="make .safetensors files a checkpoint of Orbax", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("destination", metavar="DESTINATION", nargs="?")
+    family.add_family(parser)
+    add_mesh(parser)
+    parser.add_argument(
+        "--chunk", type=parse_bytes, metavar="BYTES", help="the most that a chunk has, as 4MiB (default: 16MiB)"
+    )
+    parser.add_argument(
+        "--memory", type=parse_bytes, metavar="BYTES", help="for arrays that are made, as 2GB (default: 2GiB)"
+    )
+    parser.add_argument("--hard-links", action="store_true", help="link the files by hard links")
+    parser.add_argument("--plan", action="store_true", help="only print what would be made")
+    parser.add_argument(
+        "--processes", type=parse_count, metavar="N", help="of a plan: processes of the restore (default: 1)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with what such a command has left unfinished")
+    parser.add_argument(
+        "--distributed", action="store_true", help="be one process of several: call jax.distributed.initialize()"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Links `args.source` and prints what was made, or what would be."""
+    asked: dict[str, Any] = {
+        "family": args.family,
+        "variant": family.variant(args),
+        "mesh": args.mesh,
+        "spec": given_spec(args),
+        "chunk_bytes": CHUNK_BYTES if args.chunk is None else args.chunk,
+        "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
+    }
+    if args.plan:
+        for option in ("resume", "hard_links", "distributed"):
+            if getattr(args, option):
+                raise UsageError(f"--{option.replace('_', '-')} is not for --plan")
+        plan = plan_link(args.source, args.destination, process_count=args.processes or 1, **asked)
+        return _print_plan(plan, args, output)
+    if args.processes is not None:
+        raise UsageError("--processes is for --plan")
+    cluster.begin(args)
+    return report(
+        args,
+        output,
+        lambda progress: link(
+            args.source,
+            args.destination,
+            hard_links=args.hard_links,
+            resume=args.resume,
+            progress=progress,
+            **asked,
+        ),
+        lambda done: [
+            ("path", done.path),
+            ("arrays", done.num_arrays),
+            ("chunks", done.num_chunks),
+            ("linked", Size(done.linked_bytes)),
+            ("made", Size(done.made_bytes)),
+            ("time", Seconds(done.seconds)),
+            ("peak memory", Size(done.peak_bytes)),
+        ],
+    )
+
+
+def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Output) -> int:
+    if args.json:
+        output.json(json.loads(plan.to_json()))
+        return 0
+    facts: list[tuple[str, Cell]] = [
+        ("path", plan.path),
+        ("arrays", len(plan.arrays)),
+        ("chunks", plan.num_chunks),
+        ("linked", Size(plan.linked_bytes)),
+        ("made", Size(plan.made_bytes)),
+        ("index", Size(plan.metadata_bytes)),
+    ]
+    output.facts(facts)
+    if plan.restore is not None:
+        output.table(
+            ("process", "needed", "read", "over-read", "chunks"),
+            (
+                (number, Size(cost.needed_bytes), Size(cost.read_bytes), cost.over_read, cost.num_chunks)
+                for number, cost in enumerate(plan.restore.processes)
+            ),
+        )
+    if made := [array for array in plan.arrays if array.made is not None]:
+        output.table(
+            ("to be made", "bytes", "because"), ((array.name, Size(array.nbytes), array.made or "") for array in made)
+        )
+    if plan.restore is not None and plan.restore.over_reads:
+        output.table(
+            ("leaf", "needed", "read", "over-read", "chunk"),
+            (
+                (
+                    leaf.name,
+                    Size(leaf.needed_bytes),
+                    Size(leaf.read_bytes),
+                    leaf.over_read,
+                    shape_text(leaf.chunk_shape),
+                )
+                for leaf in plan.restore.over_reads
+            ),
+        )
+        output.line("")
+        output.line(
+            "Orbax reads chunks whole, and these are cut across by shards. SafetensorsHandler reads the ranges that it "
+            "needs, and reshard stores the arrays in chunks of their shards."
+        )
+    return 0
