@@ -18,9 +18,8 @@ from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.envelope import Envelope, envelope
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.leaves import SCALAR
-from orbax_safetensors.orbax_store.linked_item import entries
-from orbax_safetensors.orbax_store.ocdbt import Entry, Range
-from orbax_safetensors.plan.addresses import Chunks, chunks_in_place
+from orbax_safetensors.orbax_store.linked_item import Linked, linked, linked_entries, scalar_entries
+from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.plan.view import View
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -28,19 +27,8 @@ from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
 
 # Of a link's directory: the arrays that had to be made, as an OCDBT database of their own.
 MADE = "made"
-
-
-@dataclass(frozen=True)
-class Linked:
-    """A leaf that needs no copy: its chunks are addresses."""
-
-    leaf: OrbaxLeaf
-    chunks: Chunks
-
-    @property
-    def num_chunks(self) -> int:
-        """Entries of the index."""
-        return sum(place.offsets.size for place in self.chunks.places())
+# A Python integer, as Orbax stores it.
+_STEP = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
 
 
 @dataclass(frozen=True)
@@ -91,37 +79,19 @@ class Decision:
             return self.linked[name].leaf if name in self.linked else made[name]
 
         tree = self.envelope.around(self.checkpoint.tree(leaf))
-        return {key: _scalar(value).leaf if isinstance(value, int) else value for key, value in tree.items()}
+        return {key: _STEP if isinstance(value, int) else value for key, value in tree.items()}
 
     def entries(self) -> Iterator[Entry]:
         """What the index has, without the leaves that have to be made."""
-        for name, linked in self.linked.items():
-            yield from entries(name, linked.leaf, linked.chunks.order, self._ranges(linked.chunks))
-        for key, value in self.envelope.around({}).items():
+        for name, array in self.linked.items():
+            yield from linked_entries(name, array, self._locate)
+        for name, value in self.envelope.around({}).items():
             if isinstance(value, int):
-                scalar = _scalar(value)
-                yield from entries(key, scalar.leaf, (), [((), scalar.content)])
+                yield from scalar_entries(name, np.asarray(value, np.int64))
 
-    def _ranges(self, chunks: Chunks) -> Iterator[tuple[tuple[int, ...], Range]]:
-        itemsize, nbytes = chunks.view.dtype.itemsize, chunks.nbytes
-        for place in chunks.places():
-            location = self.checkpoint.location(place.tensor)
-            file = os.path.basename(self.checkpoint.files[location.file].path)
-            at = location.begin + place.offsets * itemsize
-            for index, offset in zip(np.ndindex(at.shape), at.reshape(-1).tolist(), strict=True):
-                yield tuple(map(int.__add__, place.first, index)), Range(file, offset, nbytes)
-
-
-@dataclass(frozen=True)
-class _Scalar:
-    leaf: OrbaxLeaf
-    content: bytes
-
-
-def _scalar(value: int) -> _Scalar:
-    """A scalar that is in the index itself, as Orbax stores a Python integer."""
-    array = np.asarray(value, np.int64)
-    return _Scalar(OrbaxLeaf((), array.dtype, (), SCALAR), array.tobytes())
+    def _locate(self, tensor: str) -> tuple[str, int]:
+        location = self.checkpoint.location(tensor)
+        return os.path.basename(self.checkpoint.files[location.file].path), location.begin
 
 
 def decide(request: LinkRequest) -> Decision:
@@ -136,21 +106,19 @@ def decide(request: LinkRequest) -> Decision:
     around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
     partition.check_used(checkpoint.leaves)
-    linked, reasons, sharded = {}, {}, {}
+    addressed, reasons, sharded = {}, {}, {}
     for own, view in checkpoint.leaves.items():
         name = around.above + own
         shard = partition.shard(own, view.shape)
         record = named_sharding(partition.mesh, partition.spec(own, view.shape))
         sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=record)
         quantized = checkpoint.quantized.keys() & view.tensors
-        found = (
-            f"{min(quantized)!r} has to be decoded" if quantized else chunks_in_place(view, shard, request.chunk_bytes)
-        )
+        found = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
         if isinstance(found, str):
             reasons[name] = found
         else:
-            linked[name] = Linked(OrbaxLeaf(view.shape, view.dtype, found.shape, sharding=record), found)
-    return Decision(checkpoint, around, linked, reasons, sharded, request)
+            addressed[name] = found
+    return Decision(checkpoint, around, addressed, reasons, sharded, request)
 
 
 def nbytes(leaf: OrbaxLeaf) -> int:

@@ -134,7 +134,7 @@ def plan_link(
             leaf.dtype.name,
             leaf.shape,
             leaf.chunk_shape,
-            decision.linked[name].num_chunks if name in decision.linked else prod(leaf.grid),
+            decision.linked[name].chunks.count if name in decision.linked else prod(leaf.grid),
             nbytes(leaf),
             decision.reasons.get(name),
         )

@@ -119,7 +119,7 @@ def link(
         sum(nbytes(one.leaf) for one in decision.linked.values()),
         sum(map(nbytes, made.values())),
         len(decision.linked) + len(made),
-        sum(one.num_chunks for one in decision.linked.values()),
+        sum(one.chunks.count for one in decision.linked.values()),
         time.perf_counter() - started,
         peak_bytes(),
     )

@@ -9,16 +9,19 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, STEP_FILE, TREE_FILE
-from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, OrbaxLeaf
+from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, Range
+from orbax_safetensors.plan.addresses import Chunks, chunks_in_place
+from orbax_safetensors.plan.view import View
 
 SHARDING_FILE = "_sharding"
 ARRAYS_FILE = "array_metadatas/process_0"
@@ -26,28 +29,77 @@ STEP_FILES = (STEP_FILE, FINISHED_FILE)
 
 # Orbax's numbers of the kinds of nodes that a key may be of.
 _SEQUENCE, _DICT = 1, 2
-# Orbax's names of empty nodes.
-_EMPTY = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
 
 
-def entries(
-    name: str, leaf: OrbaxLeaf, order: Sequence[int], chunks: Iterable[tuple[tuple[int, ...], bytes | Range]]
-) -> Iterator[Entry]:
-    """What the database has of one array: its description, and its chunks by their position in the grid.
+class Linked(NamedTuple):
+    """An array whose chunks lie in files that are there."""
 
-    `order` are the dimensions, slowest in a chunk first. Chunks that are left out are zeros.
+    leaf: OrbaxLeaf
+    chunks: Chunks
+
+
+def linked(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = True) -> Linked | str:
+    """A view as an array of which nothing has to be moved; a sentence that says why that cannot be, if so.
+
+    `leaf` says all of the array but its chunks: its own are shards, whose edges chunks do not cross if they need not.
     """
-    yield f"{name}/zarr.json".encode(), json.dumps(_description(leaf, order)).encode()
-    for index, chunk in chunks:
-        yield "/".join((name, "c", *map(str, index))).encode(), chunk
+    found = chunks_in_place(view, leaf.chunk_shape, max_chunk_bytes)
+    if isinstance(found, str):
+        return found
+    if not zarr3 and list(found.order) != sorted(found.order):
+        return "its dimensions are stored in another order, which Zarr 2 does not know"
+    return Linked(replace(leaf, chunk_shape=found.shape), found)
 
 
-def _description(leaf: OrbaxLeaf, order: Sequence[int]) -> dict[str, Any]:
-    """The `zarr.json` of an array."""
+Locate = Callable[
+    [str], tuple[str, int]
+]  # the file of a stored tensor, by its path below the index, and where it begins
+
+
+def linked_entries(name: str, array: Linked, locate: Locate, *, zarr3: bool = True) -> Iterator[Entry]:
+    """What the database has of an array: its description, and its chunks by their position in the grid."""
+    leaf, chunks = array
+    yield _described(name, leaf, chunks.order, zarr3=zarr3)
+    nbytes = chunks.nbytes
+    for place in chunks.places():
+        file, begin = locate(place.tensor)
+        at = begin + place.offsets * leaf.dtype.itemsize
+        for index, offset in zip(np.ndindex(at.shape), at.reshape(-1).tolist(), strict=True):
+            own = tuple(first + step for first, step in zip(place.first, index, strict=True))
+            yield _chunk_key(name, own, zarr3=zarr3), Range(file, offset, nbytes)
+
+
+def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:
+    """What the database has of a scalar that is nowhere else."""
+    yield _described(name, OrbaxLeaf((), value.dtype, (), SCALAR), (), zarr3=True)
+    yield _chunk_key(name, (), zarr3=True), value.tobytes()
+
+
+def _chunk_key(name: str, index: tuple[int, ...], *, zarr3: bool) -> bytes:
+    key = "/".join(("c", *map(str, index))) if zarr3 else ".".join(map(str, index)) or "0"
+    return f"{name}/{key}".encode()
+
+
+def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
+    """The description of an array. `order` are the dimensions, slowest in a chunk first."""
+    if not zarr3:
+        dtype = leaf.dtype.str if leaf.dtype.isbuiltin == 1 else leaf.dtype.name
+        metadata = {
+            "zarr_format": 2,
+            "shape": leaf.shape,
+            "chunks": leaf.chunk_shape,
+            "dtype": dtype,
+            "fill_value": None,
+            "order": "C",
+            "filters": None,
+            "compressor": None,
+            "dimension_separator": ".",
+        }
+        return f"{name}/.zarray".encode(), json.dumps(metadata).encode()
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if list(order) != sorted(order):
         codecs.insert(0, {"name": "transpose", "configuration": {"order": list(order)}})
-    return {
+    metadata = {
         "zarr_format": 3,
         "node_type": "array",
         "shape": leaf.shape,
@@ -57,6 +109,7 @@ def _description(leaf: OrbaxLeaf, order: Sequence[int]) -> dict[str, Any]:
         "fill_value": _zero(leaf.dtype),
         "codecs": codecs,
     }
+    return f"{name}/zarr.json".encode(), json.dumps(metadata).encode()
 
 
 def _zero(dtype: np.dtype) -> Any:
@@ -64,6 +117,16 @@ def _zero(dtype: np.dtype) -> Any:
     if dtype.kind == "c":
         return [0.0, 0.0]
     return zero.item() if dtype.kind in "bui" else 0.0
+
+
+def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
+    """The content of `_sharding`: the shardings of arrays that have one."""
+    shardings = {
+        base64.b64encode(name.encode()).decode(): leaf.sharding.to_serialized_string()
+        for name, leaf in leaves.items()
+        if leaf.sharding is not None
+    }
+    return json.dumps(shardings).encode()
 
 
 def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
@@ -75,11 +138,7 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
         (path, jax.tree_util.keystr(path, simple=True, separator="."), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_empty)
     ]
-    shardings = {
-        base64.b64encode(name.encode()).decode(): leaf.sharding.to_serialized_string()
-        for _, name, leaf in named
-        if isinstance(leaf, OrbaxLeaf) and leaf.sharding is not None
-    }
+    leaves = {name: leaf for _, name, leaf in named if isinstance(leaf, OrbaxLeaf)}
     arrays = [
         {
             "array_metadata": {
@@ -89,8 +148,8 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
                 "ext_metadata": {RANDOM_KEY: leaf.random_key} if leaf.random_key else None,
             }
         }
-        for _, name, leaf in named
-        if isinstance(leaf, OrbaxLeaf) and leaf.kind == JAX_ARRAY
+        for name, leaf in leaves.items()
+        if leaf.kind == JAX_ARRAY
     ]
     metadata = {
         "tree_metadata": {str(tuple(_key(part) for part in path)): _entry(path, leaf) for path, _, leaf in named},
@@ -100,7 +159,7 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
         "custom_metadata": custom_metadata,
     }
     return {
-        SHARDING_FILE: json.dumps(shardings).encode(),
+        SHARDING_FILE: sharding_file(leaves),
         ARRAYS_FILE: json.dumps({"array_metadatas": arrays}).encode(),
         TREE_FILE: json.dumps(metadata).encode(),
     }
@@ -121,12 +180,21 @@ def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
 
 
 def _is_empty(node: Any) -> bool:
-    return type(node) in _EMPTY and not node
+    return node is None or (isinstance(node, Mapping | list | tuple) and not node)
+
+
+def _empty_kind(node: Any) -> str:
+    """Orbax's name of an empty node; it has none of a named tuple."""
+    if isinstance(node, Mapping):
+        return "Dict"
+    if isinstance(node, list):
+        return "List"
+    return "Tuple" if type(node) is tuple else "None"
 
 
 def _entry(path: Sequence[Any], leaf: Any) -> dict[str, Any]:
     """What `_METADATA` says of a leaf or an empty node."""
-    kind = leaf.kind if isinstance(leaf, OrbaxLeaf) else _EMPTY[type(leaf)]
+    kind = leaf.kind if isinstance(leaf, OrbaxLeaf) else _empty_kind(leaf)
     value: dict[str, Any] = {"value_type": kind, "skip_deserialize": not isinstance(leaf, OrbaxLeaf)}
     if kind == JAX_ARRAY:
         value["write_shape"] = leaf.chunk_shape

@@ -23,8 +23,17 @@ _MAX_BYTES = 64 * 2**20
 
 def fingerprints(store: Store, paths: Iterable[str]) -> bytes:
     """The content of `TRUST_FILE` for some files of one directory."""
-    files = {posixpath.basename(path): _fingerprint(store, path) for path in paths}
+    return noted({posixpath.basename(path): _fingerprint(store, path) for path in paths})
+
+
+def noted(files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The content of `TRUST_FILE`, given the `fingerprint` of each file."""
     return json.dumps({"files": files}, indent=1).encode()
+
+
+def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
+    """What tells a file apart: its size, and its header without the eight bytes before it."""
+    return {"nbytes": nbytes, "header_sha256": hashlib.sha256(header).hexdigest()}
 
 
 def changed(store: Store, directory: str) -> list[StorageError] | None:
@@ -64,4 +73,4 @@ def _fingerprint(store: Store, path: str) -> dict[str, Any]:
         file.read([(PREFIX_BYTES, [memoryview(header)])])
     finally:
         file.close()
-    return {"nbytes": nbytes, "header_sha256": hashlib.sha256(header).hexdigest()}
+    return fingerprint(nbytes, header)

@@ -59,6 +59,12 @@ class Chunks:
         """Bytes of a chunk."""
         return prod(self.shape) * self.view.dtype.itemsize
 
+    @property
+    def count(self) -> int:
+        """The number of chunks that are stored."""
+        elements = sum(prod(map(extent, piece.dims)) for piece in _stored(self.view))
+        return elements // prod(self.shape)
+
     def places(self) -> Iterator[Place]:
         """Where all chunks lie that are stored; the others are zeros."""
         for piece in _stored(self.view):
@@ -81,8 +87,6 @@ def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks 
             return "it has constants that are stored nowhere"
         if piece.tensor is not None and piece.ops:
             return f"its elements are computed ({', '.join(type(op).__name__.lower() for op in piece.ops)})"
-    if not prod(view.shape):
-        return "it has no elements"
     step = _finest(view)
     chain = _contiguous(view, step)
     step = [size if axis in chain else 1 for axis, size in enumerate(step)]
@@ -114,7 +118,7 @@ def _finest(view: View) -> list[int]:
                 step[axis] = gcd(step[axis], length, *(size for size, _ in modes[-1:]))
             elif start + length < view.shape[axis]:
                 step[axis] = gcd(step[axis], length)
-    return [own or size for own, size in zip(step, view.shape, strict=True)]
+    return [own or size or 1 for own, size in zip(step, view.shape, strict=True)]
 
 
 def _contiguous(view: View, step: Sequence[int]) -> list[int]:

@@ -1,0 +1,125 @@
+"""What makes saved files an Orbax checkpoint as well: an index of them, as `link` writes it.
+
+Stock Orbax then restores the tree that was saved, with its structure and its shardings, from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.format.header import PREFIX_BYTES
+from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.format.names import some
+from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
+from orbax_safetensors.orbax_store.linked_item import (
+    SHARDING_FILE,
+    Linked,
+    item_files,
+    linked,
+    linked_entries,
+    sharding_file,
+)
+from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
+from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprint, noted
+from orbax_safetensors.plan.plan import Location
+from orbax_safetensors.sources import Source
+from orbax_safetensors.trees import flatten
+
+# What Orbax restores in one piece even if it needs a part.
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class SavedIndex:
+    """The index of a save.
+
+    Attributes:
+      arrays: of the tree, by name.
+      tree: of an `OrbaxLeaf` each; None if Orbax itself notes the tree.
+      zarr3: whether arrays are described in version 3 of Zarr.
+    """
+
+    arrays: Mapping[str, Linked]
+    tree: Any
+    layout: Layout
+    places: Mapping[str, Location]
+    zarr3: bool
+
+    def write(self, write: Callable[[str, bytes], None]) -> None:
+        """Calls `write` with name and content of every file; that which makes it a checkpoint is the last."""
+        headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
+        sizes = {name: header.file_bytes for name, header in self.layout.files}
+        write(TRUST_FILE, noted({name: fingerprint(sizes[name], headers[name]) for name in headers}))
+        write_references(self._entries(), write)
+        if self.tree is None:
+            write(SHARDING_FILE, sharding_file({name: array.leaf for name, array in self.arrays.items()}))
+            return
+        for name, content in item_files(self.tree).items():
+            write(name, content)
+
+    def _entries(self) -> Iterator[Entry]:
+        for name, array in self.arrays.items():
+            yield from linked_entries(name, array, self._locate, zarr3=self.zarr3)
+
+    def _locate(self, tensor: str) -> tuple[str, int]:
+        location = self.places[tensor]
+        return self.layout.files[location.file][0], location.begin
+
+
+def saved_index(
+    item: Any,
+    sources: Sequence[Source],
+    layout: Layout,
+    places: Mapping[str, Location],
+    *,
+    zarr3: bool = True,
+    whole_tree: bool = True,
+) -> SavedIndex | str:
+    """The index of the tree `item`, whose leaves are `sources`; a sentence that says why there can be none, if so."""
+    kinds = {name: _kind(leaf) for name, leaf in flatten(item)[1].items()}
+    arrays: dict[str, Linked] = {}
+    reasons = {}
+    for source in sources:
+        found = linked(
+            replace(source.view, dtype=source.dtype), _leaf(source, kinds[source.name]), _CHUNK_BYTES, zarr3=zarr3
+        )
+        if isinstance(found, str):
+            reasons[source.name] = found
+        else:
+            arrays[source.name] = found
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
+    structure, named = flatten(item)
+    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in named]) if whole_tree else None
+    return SavedIndex(arrays, tree, layout, places, zarr3)
+
+
+def _kind(leaf: Any) -> str:
+    """What Orbax restores a leaf as."""
+    if isinstance(leaf, jax.Array):
+        return JAX_ARRAY
+    return NUMPY_ARRAY if isinstance(leaf, np.ndarray) else SCALAR
+
+
+def _leaf(source: Source, kind: str) -> OrbaxLeaf:
+    """A leaf with its shards as chunks."""
+    if not isinstance(source.value, jax.Array):
+        return OrbaxLeaf(source.shape, source.dtype, source.shape, kind)
+    sharding = source.value.sharding
+    return OrbaxLeaf(source.shape, source.dtype, sharding.shard_shape(source.shape), kind, sharding=_recorded(sharding))
+
+
+def _recorded(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
+    """A sharding as Orbax records it, which does not know others than these."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return None
