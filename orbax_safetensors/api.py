@@ -25,6 +25,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import may_exchange, no_collection, planned
 from orbax_safetensors.processes import first, new_key
+from orbax_safetensors.save_index import NO_INDEX, IndexAs
 
 PathLike = str | os.PathLike[str]
 
@@ -153,6 +154,7 @@ def plan_save(
     config: Any = None,
     options: SafetensorsOptions,
     existing: Existing = "kept",
+    index: IndexAs = NO_INDEX,
 ) -> saving.Save:
     """Checks a tree and lays out its files, together with all other processes.
 
@@ -172,6 +174,7 @@ def plan_save(
         config,
         options,
         existing,
+        index,
     )
 
 

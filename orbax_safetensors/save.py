@@ -15,6 +15,7 @@ import posixpath
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from orbax_safetensors import arrays
 from orbax_safetensors.destination import Existing, make_room
-from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
@@ -32,10 +33,13 @@ from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.io.upload import files_at_once
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE
+from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
 from orbax_safetensors.plan.view import Box
 from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.save_index import IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save_pieces import Views, numbered, own_files, places_in, unnamed
 from orbax_safetensors.save_whole import Move, file_bytes, moves, own_part, received
 from orbax_safetensors.save_whole import deal as deal_files
@@ -51,6 +55,10 @@ EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
 
 # Hugging Face's loaders refuse a file that does not say which framework it is from.
 METADATA = {"format": "pt"}
+_NO_INDEX_OF_PIECES = (
+    "several processes save pieces of tensors to an object store, of which Orbax finds none by itself; save with "
+    "SafetensorsOptions(whole_tensors=True), or without index=True"
+)
 
 
 Owned = tuple[Source, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
@@ -70,6 +78,7 @@ class Save:
     options: SafetensorsOptions
     places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
     views: Views | None  # of pieces, where the files are those of this process alone
+    index: SavedIndex | None = None  # written by process 0
     moves: tuple[Move, ...] | None = None  # of all processes, where whole tensors are sent to those that write them
 
 
@@ -84,6 +93,7 @@ def plan_save(
     config: Any,
     options: SafetensorsOptions,
     existing: Existing,
+    index: IndexAs,
 ) -> Save:
     """Checks a tree, lays out its files and deals its shards to processes.
 
@@ -103,7 +113,13 @@ def plan_save(
         text = None if content is None else json.dumps(content, indent=2) + "\n"
         groups = tuple(_owned(grouped(sources)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
-        return _Planned(sources, tensors, save, *store_of(directory, options.storage_options))
+        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options))
+        if plan.store.whole and jax.process_count() > 1:
+            return plan  # these files are not of this layout
+        return plan._replace(save=replace(save, index=indexed(plan, layout)))
+
+    def indexed(plan: _Planned, layout: Layout) -> SavedIndex | None:
+        return _indexed(item, plan, layout, index)
 
     plan = together(f"{key}/plan", planned, _digest)
     if not plan.store.whole:
@@ -112,9 +128,11 @@ def plan_save(
 
     def prepared() -> Save:
         if in_pieces:
+            if index.wanted:
+                raise TensorMismatchError(f"{directory}: {_NO_INDEX_OF_PIECES}")
             save = _own_pieces(plan, metadata, max_file_bytes)
         elif jax.process_count() > 1:
-            save = _whole_tensors(plan, metadata, max_file_bytes)
+            save = _whole_tensors(plan, metadata, max_file_bytes, partial(indexed, plan))
         else:
             save = plan.save
         if jax.process_index() == 0:
@@ -148,7 +166,12 @@ def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int
     return replace(plan.save, layout=unnamed(headers), places=places_in(headers, contents), views=views)
 
 
-def _whole_tensors(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+def _whole_tensors(
+    plan: _Planned,
+    metadata: Mapping[str, str],
+    max_file_bytes: int,
+    indexed: Callable[[Layout], SavedIndex | None],
+) -> Save:
     """The same save to files that each one process writes, to which the others send what they hold."""
     total = sum(header.data_bytes for _, header in plan.save.layout.files)
     most = file_bytes(total, max_file_bytes, jax.process_count())
@@ -156,7 +179,20 @@ def _whole_tensors(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: 
     owners = deal_files(files, jax.process_count())
     layout, places = own_part(files, owners, jax.process_index())
     sent = tuple(moves(plan.sources, files, owners))
-    return replace(plan.save, layout=layout, groups=(), places=places, moves=sent)
+    return replace(plan.save, layout=layout, groups=(), places=places, moves=sent, index=indexed(files))
+
+
+def _indexed(item: Any, plan: _Planned, layout: Layout, index: IndexAs) -> SavedIndex | None:
+    """The index of whole tensors in the files of `layout`; raises `TensorMismatchError` if there has to be one."""
+    if index.wanted is False:
+        return None
+    found = saved_index(item, plan.sources, layout, locations(layout), zarr3=index.zarr3, whole_tree=index.whole_tree)
+    if isinstance(found, SavedIndex):
+        return found
+    if index.wanted:
+        raise TensorMismatchError(f"{plan.path}: Orbax cannot read what is saved, for which index=True asks: {found}")
+    logger.info("%s: is saved without an index for Orbax: %s", plan.path, found)
+    return None
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
@@ -404,11 +440,14 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
         _write_config(save, directory, store)
     if save.layout.index is not None:
         _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
-    if store.whole:
-        return
-    for name, header in save.layout.files:
-        _write_small(save, directory, name, header.encode(), store)
-    if save.options.fsync:
+    if not store.whole:
+        for name, header in save.layout.files:
+            _write_small(save, directory, name, header.encode(), store)
+    if save.index is not None:
+        store.make(posixpath.join(directory, DATA_DIRECTORY))
+        store.make(posixpath.join(directory, posixpath.dirname(ARRAYS_FILE)))
+        save.index.write(lambda name, content: _write_small(save, directory, name, content, store))
+    if save.options.fsync and not store.whole:
         store.sync(directory)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,6 +33,23 @@ from orbax_safetensors.trees import flatten
 
 # What Orbax restores in one piece even if it needs a part.
 _CHUNK_BYTES = 16 * 2**20
+
+
+class IndexAs(NamedTuple):
+    """Which index a save is asked for.
+
+    Attributes:
+      wanted: True for one or an error, None for one if there can be one, False for none.
+      zarr3: whether arrays are described in version 3 of Zarr.
+      whole_tree: whether the tree is noted, too, which else Orbax itself does.
+    """
+
+    wanted: bool | None = None
+    zarr3: bool = True
+    whole_tree: bool = True
+
+
+NO_INDEX = IndexAs(False)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Save, Shards
+from orbax_safetensors.save_index import IndexAs
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             config=args.config,
             options=self._options,
             existing=existing,
+            index=IndexAs(args.index),
         )
 
     def close(self) -> None:
@@ -165,6 +167,8 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
       family, variant: as for `SafetensorsRestore`; the tree is taken apart into the tensors that it is made of.
       config: what a family needs to know of the model: the content of a `config.json`, or an object with a `to_dict`,
         as `transformers` has them. It is saved beside the tensors as `config.json`.
+      index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
+        that is possible; with True the save fails if it is not.
     """
 
     item: Any
@@ -174,6 +178,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     family: Family | str | None = None
     variant: Mapping[str, Any] | None = None
     config: Any = None
+    index: bool | None = None
 
 
 def _checked(args: Any, kind: type[_Args]) -> _Args:

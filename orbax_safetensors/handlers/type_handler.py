@@ -20,6 +20,7 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.registry import IDENTITY
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Shards
+from orbax_safetensors.save_index import IndexAs
 
 
 class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
@@ -76,6 +77,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             metadata=None,
             max_file_bytes=MAX_FILE_BYTES,
             options=self._options,
+            index=IndexAs(None if infos[0].is_ocdbt_checkpoint else False, bool(infos[0].use_zarr3), whole_tree=False),
         )
         shards = Shards.copied(plan)
 

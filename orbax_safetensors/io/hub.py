@@ -112,6 +112,9 @@ class HubStore:
         """Refused: the Hub takes commits, not files."""
         raise StorageError(f"{path}: {READ_ONLY}")
 
+    def make(self, path: str) -> None:
+        """Nothing to do, see `Store.make`."""
+
     def delete(self, path: str) -> NoReturn:
         """Refused, as `create` is."""
         raise StorageError(f"{path}: {READ_ONLY}")

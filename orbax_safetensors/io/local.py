@@ -194,6 +194,13 @@ class LocalStore:
         """Opens the file `path` for writing, and makes it where it is not there."""
         return NewLocalFile(path)
 
+    def make(self, path: str) -> None:
+        """Makes the directory `path`, and those that it is in."""
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+
     def delete(self, path: str) -> None:
         """Deletes all that is in the directory `path`, and leaves it there."""
         try:

@@ -304,6 +304,9 @@ class RemoteStore:
             self._objects_for_writing = self._writing()
         return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
 
+    def make(self, path: str) -> None:
+        """Nothing to do: objects have no directories."""
+
     def delete(self, path: str) -> None:
         """Deletes the objects below `path`, each with a request of its own, of which many are in flight."""
         if not self.writes:

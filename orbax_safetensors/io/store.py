@@ -149,6 +149,9 @@ class Store(Protocol):
         that may hold bytes of it in memory.
         """
 
+    def make(self, path: str) -> None:
+        """Makes the directory `path`, if this store has directories that are not there by the files in them."""
+
     def delete(self, path: str) -> None:
         """Deletes everything in the directory `path`, and in the directories in it; `StorageError` where that fails.
 
