@@ -44,9 +44,10 @@ DATA_DIRECTORY = "d"
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _INLINE, _RANGE = 0, 1
-# TensorStore's own limits for what it adds to the database; the inline values are descriptions of arrays.
-_MAX_INLINE_BYTES = 2**20
-_MAX_NODE_BYTES = 8 * 2**20
+# For what others add to the database. Orbax adds leaves of its own to one only if its configuration is this.
+_MAX_INLINE_BYTES = 1024
+_MAX_NODE_BYTES = 100_000_000
+_ZSTD = 1
 _VERSION_ARITY_LOG2 = 4
 # Reading one array of a large database reads and decodes a leaf or two: a few thousand entries take milliseconds.
 _NODE_BYTES = 2**18
@@ -182,7 +183,8 @@ def _manifest(root: _Node, data_file: str) -> bytes:
             secrets.token_bytes(16),
             _integers([0, _MAX_INLINE_BYTES, _MAX_NODE_BYTES]),
             bytes([_VERSION_ARITY_LOG2]),
-            _integers([0]),
+            _integers([_ZSTD]),
+            struct.pack("<i", 0),  # its default level
             _file_table([data_file]),
             _integers([1, 1]),  # one version, the first
             bytes([root.height]),
