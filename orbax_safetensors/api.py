@@ -26,6 +26,7 @@ from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import may_exchange, no_collection, planned
 from orbax_safetensors.processes import first, new_key
 from orbax_safetensors.save_index import NO_INDEX, IndexAs
+from orbax_safetensors.saved_tree import saved_tree
 
 PathLike = str | os.PathLike[str]
 
@@ -87,14 +88,19 @@ def restore(
         key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
 
     def resolve() -> tuple[Checkpoint, targets.Request]:
+        stored = _read_for(path, options.storage_options, key)
+        everything = item is None and restore_args is None
+        saved = saved_tree(path, stored, family, variant) if everything else None
         checkpoint = mapped(
-            _read_for(path, options.storage_options, key),
-            family,
-            variant,
+            stored,
+            family if saved is None else saved.family,
+            variant if saved is None else saved.variant,
             complete=not partial_restore,
             dequantize=options.dequantize,
         )
-        if item is None and restore_args is None:
+        if saved is not None:
+            request = targets.resolve(checkpoint, None, saved.restore_args(checkpoint), partial=False)
+        elif everything:
             if jax.process_count() > 1:
                 raise TensorMismatchError(
                     f"{checkpoint.path}: {jax.process_count()} processes restore with item or restore_args only, which "

@@ -32,6 +32,7 @@ from orbax_safetensors.io.store import NewFile, Store, write_small
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.io.upload import files_at_once
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
+from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
@@ -109,11 +110,13 @@ def plan_save(
             raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
         content = as_config(config)
         sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
+        found = registry.find(family, content or {})
+        saved = {"family": found and found.name, "variant": dict(variant or {})}
         layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if content is None else json.dumps(content, indent=2) + "\n"
         groups = tuple(_owned(grouped(sources)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
-        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options))
+        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options), saved)
         if plan.store.whole and jax.process_count() > 1:
             return plan  # these files are not of this layout
         return plan._replace(save=replace(save, index=indexed(plan, layout)))
@@ -151,6 +154,7 @@ class _Planned(NamedTuple):
     save: Save
     store: Store
     path: str  # of the directory, as the store has it
+    saved: Mapping[str, Any]  # what the index notes of it
 
 
 def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
@@ -186,7 +190,15 @@ def _indexed(item: Any, plan: _Planned, layout: Layout, index: IndexAs) -> Saved
     """The index of whole tensors in the files of `layout`; raises `TensorMismatchError` if there has to be one."""
     if index.wanted is False:
         return None
-    found = saved_index(item, plan.sources, layout, locations(layout), zarr3=index.zarr3, whole_tree=index.whole_tree)
+    found = saved_index(
+        item,
+        plan.sources,
+        layout,
+        locations(layout),
+        saved=plan.saved,
+        zarr3=index.zarr3,
+        whole_tree=index.whole_tree,
+    )
     if isinstance(found, SavedIndex):
         return found
     if index.wanted:

@@ -67,12 +67,13 @@ class SavedIndex:
     layout: Layout
     places: Mapping[str, Location]
     zarr3: bool
+    saved: Mapping[str, Any] | None  # see `orbax_store.trust.noted`
 
     def write(self, write: Callable[[str, bytes], None]) -> None:
         """Calls `write` with name and content of every file; that which makes it a checkpoint is the last."""
         headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
         sizes = {name: header.file_bytes for name, header in self.layout.files}
-        write(TRUST_FILE, noted({name: fingerprint(sizes[name], headers[name]) for name in headers}))
+        write(TRUST_FILE, noted({name: fingerprint(sizes[name], headers[name]) for name in headers}, self.saved))
         write_references(self._entries(), write)
         if self.tree is None:
             write(SHARDING_FILE, sharding_file({name: array.leaf for name, array in self.arrays.items()}))
@@ -95,6 +96,7 @@ def saved_index(
     layout: Layout,
     places: Mapping[str, Location],
     *,
+    saved: Mapping[str, Any],
     zarr3: bool = True,
     whole_tree: bool = True,
 ) -> SavedIndex | str:
@@ -115,7 +117,7 @@ def saved_index(
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
     structure, named = flatten(item)
     tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in named]) if whole_tree else None
-    return SavedIndex(arrays, tree, layout, places, zarr3)
+    return SavedIndex(arrays, tree, layout, places, zarr3, saved if whole_tree else None)
 
 
 def _kind(leaf: Any) -> str:

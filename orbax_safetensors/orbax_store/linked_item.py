@@ -122,7 +122,7 @@ def _zero(dtype: np.dtype) -> Any:
 def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
     """The content of `_sharding`: the shardings of arrays that have one."""
     shardings = {
-        base64.b64encode(name.encode()).decode(): leaf.sharding.to_serialized_string()
+        base64.urlsafe_b64encode(name.encode()).decode(): leaf.sharding.to_serialized_string()
         for name, leaf in leaves.items()
         if leaf.sharding is not None
     }

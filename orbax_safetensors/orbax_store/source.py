@@ -95,17 +95,7 @@ class OrbaxCheckpoint:
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
         """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
 
-        def mapped(node: Any, name: str | None) -> Any:
-            below = "" if name is None else f"{name}."
-            if isinstance(node, _Empty):
-                return copy.copy(node.node)
-            if isinstance(node, dict):
-                return {key: mapped(child, f"{below}{key}") for key, child in node.items()}
-            if isinstance(node, list):
-                return [mapped(child, f"{below}{number}") for number, child in enumerate(node)]
-            return leaf(name or "", self.leaves[name or ""])
-
-        return mapped(self._structure, None)
+        return _mapped(self._structure, None, lambda name: leaf(name, self.leaves[name]))
 
     def read(self, name: str, box: Box, out: np.ndarray) -> Future[int]:
         """Begins to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
@@ -221,6 +211,35 @@ class OrbaxStep:
             return {f"{name}/{file}": now for name in self.items for file, now in self.items[name].state().items()}
 
 
+@dataclass(frozen=True)
+class RecordedTree:
+    """The tree of an item without its arrays.
+
+    Attributes:
+      kinds: of its leaves, by key path joined by dots.
+      shardings: of its arrays, as far as they are recorded.
+    """
+
+    kinds: Mapping[str, str]
+    shardings: Mapping[str, ocp.metadata.ShardingMetadata]
+    _structure: Any = field(repr=False)
+
+    def tree(self, leaf: Callable[[str], Any]) -> Any:
+        """As of an `OrbaxCheckpoint`, of names alone."""
+        return _mapped(self._structure, None, leaf)
+
+
+def recorded_tree(path: str | os.PathLike[str]) -> RecordedTree:
+    """Reads what an item's small files say of its tree; raises as `open_orbax`."""
+    directory = epath.Path(absolute(path))
+    with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
+        nested = _tree_metadata(directory).as_nested_tree()
+    entries: dict[str, Any] = {}
+    structure = _structure(nested, None, entries, os.fspath(directory))
+    kinds = {name: entry.value_type for name, entry in entries.items()}
+    return RecordedTree(kinds, _shardings(directory), structure)
+
+
 def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
     """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
 
@@ -320,6 +339,18 @@ def _tree_metadata(item: epath.Path) -> Any:
     content = read_json(path)
     with stored(f"{path}: is not what Orbax writes"):
         return tree_metadata.InternalTreeMetadata.from_json(content)
+
+
+def _mapped(node: Any, name: str | None, leaf: Callable[[str], Any]) -> Any:
+    """A tree as `_structure` makes it, with `leaf` of their names for its leaves, and with its empty nodes."""
+    below = "" if name is None else f"{name}."
+    if isinstance(node, _Empty):
+        return copy.copy(node.node)
+    if isinstance(node, dict):
+        return {key: _mapped(child, f"{below}{key}", leaf) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_mapped(child, f"{below}{number}", leaf) for number, child in enumerate(node)]
+    return leaf(name or "")
 
 
 def _structure(node: Any, name: str | None, entries: dict[str, Any], item: str) -> Any:

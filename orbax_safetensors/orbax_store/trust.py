@@ -9,13 +9,14 @@ import hashlib
 import json
 import posixpath
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.header import PREFIX_BYTES, header_length
 from orbax_safetensors.io.store import Store, read_small
 
-# Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}}`.
+# Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}}`, and of a save `{"saved": {...}}`.
 TRUST_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
@@ -26,9 +27,9 @@ def fingerprints(store: Store, paths: Iterable[str]) -> bytes:
     return noted({posixpath.basename(path): _fingerprint(store, path) for path in paths})
 
 
-def noted(files: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The content of `TRUST_FILE`, given the `fingerprint` of each file."""
-    return json.dumps({"files": files}, indent=1).encode()
+def noted(files: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Any] | None = None) -> bytes:
+    """The content of `TRUST_FILE`, given the `fingerprint` of each file, and how a tree was `saved` as these."""
+    return json.dumps({"files": files} | ({} if saved is None else {"saved": saved}), indent=1).encode()
 
 
 def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
@@ -36,31 +37,52 @@ def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
     return {"nbytes": nbytes, "header_sha256": hashlib.sha256(header).hexdigest()}
 
 
-def changed(store: Store, directory: str) -> list[StorageError] | None:
-    """The files that are no longer those that the index in a directory was made of; None if it has none of ours."""
-    path = posixpath.join(directory, TRUST_FILE)
-    file = store.find(path)
-    if file is None:
-        return None
-    try:
-        noted: Mapping[str, Mapping[str, Any]] = json.loads(read_small(file, _MAX_BYTES))["files"]
+@dataclass(frozen=True)
+class Note:
+    """What `TRUST_FILE` says.
+
+    Attributes:
+      files: the `fingerprint` of each file, by name.
+      saved: how the tree was saved; None of a link.
+    """
+
+    files: Mapping[str, Mapping[str, Any]]
+    saved: Mapping[str, Any] | None
+
+    def changed(self, store: Store, directory: str) -> list[StorageError]:
+        """What is wrong with the files, one error each: those that are no longer what the index was made of."""
         faults = []
-        for name, own in noted.items():
-            at = posixpath.join(directory, name)
+        for name, own in self.files.items():
+            path = posixpath.join(directory, name)
             try:
-                found = _fingerprint(store, at)
-            except StorageError as error:
-                faults.append(error)
+                found = _fingerprint(store, path)
+            except SafetensorsError as error:
+                faults.append(StorageError(str(error)))
                 continue
             if found != own:
                 faults.append(
                     StorageError(
-                        f"{at}: is not the file that the index beside it was made of: expected {own}, found {found}"
+                        f"{path}: is not the file that the index beside it is of: expected {own}, found {found}"
                     )
                 )
         return faults
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{path}: is not what a link has written: {error!r:.200}") from error
+
+
+def read_note(store: Store, directory: str) -> Note | None:
+    """What is noted beside the index in a directory; None if nothing is. Raises `StorageError` if it cannot be read."""
+    path = posixpath.join(directory, TRUST_FILE)
+    file = store.find(path)
+    if file is None:
+        return None
+    content = read_small(file, _MAX_BYTES)
+    try:
+        document = json.loads(content)
+        files, saved = document["files"], document.get("saved")
+        if not isinstance(files, dict) or not isinstance(saved, dict | None):
+            raise TypeError(f"expected dicts, found {document!r:.80}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
+    return Note(files, saved)
 
 
 def _fingerprint(store: Store, path: str) -> dict[str, Any]:
