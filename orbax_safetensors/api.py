@@ -22,6 +22,8 @@ from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.index_check import Extent, index_faults
+from orbax_safetensors.orbax_store.trust import read_note
 from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import may_exchange, no_collection, planned
 from orbax_safetensors.processes import first, new_key
@@ -258,10 +260,33 @@ def plan_restore(
 def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Every fault of a checkpoint: headers, sizes, the index and its files. An empty list where there is none.
 
+    If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, and each address of
+    that index has to be in a tensor.
+
     Data is not read: the format has no checksums, so any bytes are valid. `path` is as for `open_checkpoint`, and of
     `options`, `storage_options` count.
     """
-    return find_faults(path, (options or SafetensorsOptions()).storage_options)
+    storage_options = (options or SafetensorsOptions()).storage_options
+    faults = find_faults(path, storage_options)
+    return faults or _index_faults(path, storage_options)
+
+
+def _index_faults(path: PathLike, storage_options: Mapping[str, Any] | None) -> list[SafetensorsError]:
+    """What is wrong with the index that makes sound files a checkpoint of Orbax; nothing if there is none of ours."""
+    checkpoint = read_checkpoint(path, storage_options)
+    if checkpoint.files[0].path == checkpoint.path or (note := read_note(checkpoint.store, checkpoint.path)) is None:
+        return []
+    changed = note.changed(checkpoint.store, checkpoint.path)
+    if changed or not checkpoint.store.maps:
+        return list(changed)
+    tensors = {
+        posixpath.basename(file.path): [
+            Extent(file.header.data_start + entry.begin, file.header.data_start + entry.end, name)
+            for name, entry in file.header.tensors.items()
+        ]
+        for file in checkpoint.files
+    }
+    return list(index_faults(checkpoint.path, tensors))
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:
