@@ -44,13 +44,9 @@ def index_faults(directory: str, tensors: Mapping[str, Sequence[Extent]]) -> lis
         for begin, end, key in sorted(ranges):
             at = bisect_right(begins, begin) - 1
             if at < 0 or end > extents[at].end:
-                faults.append(
-                    IndexFileError(
-                        f"{directory}/{MANIFEST}: {key!r}: bytes {begin} to {end} of {file} are of no tensor"
-                    )
-                )
+                faults.append(IndexFileError(f"{where}: {key!r}: bytes {begin} to {end} of {file} are of no tensor"))
             elif begin < last[0]:
-                faults.append(IndexFileError(f"{directory}/{MANIFEST}: {key!r} and {last[1]!r} share bytes of {file}"))
+                faults.append(IndexFileError(f"{where}: {key!r} and {last[1]!r} share bytes of {file}"))
             last = max(last, (end, key))
     return faults
 
