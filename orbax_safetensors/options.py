@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orbax_safetensors.errors import SafetensorsError
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class SafetensorsOptions:
         none) come before `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600. Not for local files.
 
     Raises:
-      SafetensorsError: a number is out of range.
+      SafetensorsError: a number is out of range, or a header cannot be sent.
     """
 
     alias: bool = False
@@ -78,9 +81,33 @@ class SafetensorsOptions:
                 )
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
+        _check_headers(self.storage_options or {})
         if self.cooperative not in ("auto", True, False):
             raise SafetensorsError(
                 f'SafetensorsOptions: cooperative is {self.cooperative!r}, must be "auto", True or False'
             )
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")
+
+
+def _check_headers(storage_options: Mapping[str, Any]) -> None:
+    """Raises `SafetensorsError` for headers that no request can have. Values are secrets, and so may be wrong names."""
+    given = storage_options.get("default_headers", {})
+    if not isinstance(given, Mapping):
+        raise SafetensorsError("storage_options: default_headers must be a dict of names and values of headers")
+    for number, (name, value) in enumerate(given.items(), 1):
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise SafetensorsError(
+                f"storage_options: default_headers: name {number} of {len(given)} is not a name of a header, which has "
+                "letters, digits and any of !#$%&'*+-.^_`|~"
+            )
+        _check_value(f"default_headers: the value of {name!r}", value)
+    _check_value("user_agent", storage_options.get("user_agent", ""))
+
+
+def _check_value(what: str, value: Any) -> None:
+    if not isinstance(value, str | bytes):
+        raise SafetensorsError(f"storage_options: {what} must be text, is a {type(value).__name__}")
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    if not text.isascii() or not text.replace("\t", " ").isprintable():
+        raise SafetensorsError(f"storage_options: {what} has a character that no header can have, as a line break is")

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import obstore
 from obstore import Bytes
-from obstore.exceptions import PreconditionError
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.background import Requests
-from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, reason, status_of
+from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, status_of
 from orbax_safetensors.io.store import UNKNOWN, Cost, Stamp
 from orbax_safetensors.io.upload import NewRemoteFile
 
@@ -246,8 +245,8 @@ class RemoteStore:
             found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
         except FileNotFoundError:
             return None
-        except (PreconditionError, ChangedError) as error:
-            raise StorageError(f"{path}: cannot be opened: {reason(error)}") from None
+        except ChangedError as error:
+            raise StorageError(f"{path}: cannot be opened: found {error}") from None
         except CancelledError:
             raise StorageError(f"{path}: opening was cancelled") from None
         return self._file(path, found, head)
@@ -263,7 +262,7 @@ class RemoteStore:
             tag, end, _ = stamp.version.rpartition('"')
             if tag.startswith('"'):  # a strong one: servers never match others
                 options["if_match"] = tag + end
-            answer = await obstore.get_async(self.objects, key, options=options)
+            answer = await self._get(key, options)
             found = _stamp(answer.meta)
             if found != stamp:
                 raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
@@ -273,22 +272,23 @@ class RemoteStore:
             return await self.retries.run(path, f"reading {nbytes} bytes at offset {offset}", attempt)
         except ChangedError as error:
             raise changed(path, stamp, str(error)) from None
-        except PreconditionError:
-            raise changed(path, stamp, "another") from None
         except FileNotFoundError:
             raise changed(path, stamp, "that it is gone") from None
 
     async def _head(self, key: str) -> tuple[Stamp, Bytes]:
         """An object's state and first bytes."""
         try:
-            answer = await obstore.get_async(self.objects, key, options={"range": (0, HEAD_BYTES)})
+            answer = await self._get(key, {"range": (0, HEAD_BYTES)})
         except Exception as error:
             if status_of(error) != 416:
                 raise
             # No range of an empty object can be satisfied.
-            return _stamp(await obstore.head_async(self.objects, key)), Bytes()
+            return _stamp((await self._get(key, {})).meta), Bytes()
         found = _stamp(answer.meta)
         return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
+
+    async def _get(self, key: str, options: GetOptions) -> GetResult:
+        return await obstore.get_async(self.objects, key, options=options)
 
     def cancel(self) -> None:
         """Ends requests that list and open."""

@@ -380,8 +380,7 @@ def test_who_may_not_read(hub, opened, kind, token, said):
             opened(name, token=token)
         assert not SECRETS.search(str(caught.value))
         assert "hf_other" not in str(caught.value)
-        assert caught.value.__cause__ is None
-        assert caught.value.__suppress_context__
+        assert caught.value.__cause__ is caught.value.__context__ is None
         assert len(hub.server.log) <= 2  # nothing is tried again
     assert read(opened(), (3, 4)) == [DATA[3:7]]
 
