@@ -24,6 +24,7 @@ from obstore.exceptions import BaseError
 from obstore.store import HTTPStore
 
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.io.paths import HTTP
 from orbax_safetensors.io.retries import RefusedError, WrongAnswerError, status_of
 
 _T = TypeVar("_T")
@@ -84,27 +85,30 @@ class Client:
         Raises `RefusedError` if there is none, and `WrongAnswerError` if it leads on and on. A body is left unread
         unless this `reads` it.
         """
+        try:
+            return self._followed(method, url, reads)
+        except (OSError, HTTPException, ValueError) as error:
+            fault = self._no_answer(error)
+        # Out of the handler: the error may hold the URL or a header.
+        raise RefusedError(fault)
+
+    def _followed(self, method: str, url: str, reads: bool) -> Answer:
         given: list[Message] = []
-        origin, fault = _origin(url), ""
+        origin = _origin(url)
         for _ in range(_MAX_REDIRECTS):
-            try:
-                request = Request(url, headers=self._headers, method=method)
-                with self._opener.open(request, timeout=self._timeout) as got:
-                    given.append(got.headers)
-                    link = None
-                    if got.status in _REDIRECTS and "Location" in got.headers:
-                        link = urljoin(url, got.headers["Location"])
-                        if _origin(link) == origin:
-                            url = link
-                            continue
-                    body = b""
-                    if got.status >= 400 or (reads and got.status == 200):
-                        body = got.read(_MAX_REFUSAL_BYTES if got.status >= 400 else None)
-                    return Answer(url, link, got.status, tuple(given), body)
-            except (OSError, HTTPException, ValueError) as error:
-                fault = self._no_answer(error)
-            # Out of the handler: the error may hold the URL or a header.
-            raise RefusedError(fault)
+            request = Request(url, headers=self._headers, method=method)
+            with self._opener.open(request, timeout=self._timeout) as got:
+                given.append(got.headers)
+                link = None
+                if got.status in _REDIRECTS and "Location" in got.headers:
+                    link = urljoin(url, got.headers["Location"])
+                    if _origin(link) == origin:
+                        url = link
+                        continue
+                body = b""
+                if got.status >= 400 or (reads and got.status == 200):
+                    body = got.read(_MAX_REFUSAL_BYTES if got.status >= 400 else None)
+                return Answer(url, link, got.status, tuple(given), body)
         raise WrongAnswerError(f"{self._server} sent us from one place to another, and on and on")
 
     def _no_answer(self, error: Exception) -> str:
@@ -112,6 +116,8 @@ class Client:
         cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, TimeoutError):
             return f"no answer of {self._server} in time"
+        if isinstance(cause, ValueError):
+            return f"{self._server} gave a link that cannot be used, or the proxy has none"
         return f"no connection to {self._server}, or it broke ({type(cause).__name__})"
 
 
@@ -127,6 +133,8 @@ def link_to(server: str, url: str, headers: Mapping[str, Any], client: Mapping[s
     """Make a link of what `server` has said; `WrongAnswerError` if that is no URL of a file."""
     options: Any = {**client, "default_headers": headers}
     try:
+        if urlsplit(url).scheme not in HTTP:
+            raise ValueError
         return Link(HTTPStore(url, client_options=options, retry_config={"max_retries": 0}), expires)
     except Exception:  # which would tell the link
         pass

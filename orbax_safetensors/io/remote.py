@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import obstore
 from obstore import Bytes
+from obstore.exceptions import PreconditionError
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.background import Requests
@@ -245,8 +246,6 @@ class RemoteStore:
             found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
         except FileNotFoundError:
             return None
-        except ChangedError as error:
-            raise StorageError(f"{path}: cannot be opened: found {error}") from None
         except CancelledError:
             raise StorageError(f"{path}: opening was cancelled") from None
         return self._file(path, found, head)
@@ -262,7 +261,10 @@ class RemoteStore:
             tag, end, _ = stamp.version.rpartition('"')
             if tag.startswith('"'):  # a strong one: servers never match others
                 options["if_match"] = tag + end
-            answer = await self._get(key, options)
+            try:
+                answer = await self._get(key, options)
+            except PreconditionError:
+                raise ChangedError("another") from None
             found = _stamp(answer.meta)
             if found != stamp:
                 raise ChangedError(f"{found.nbytes} bytes of version {found.version}")

@@ -108,12 +108,10 @@ class Retries:
             ended: Exception | None = None
             try:
                 return await attempt()
-            except ChangedError:
-                raise
+            except ChangedError as error:
+                ended = ChangedError(str(error))
             except FileNotFoundError:
                 ended = FileNotFoundError(path)
-            except exceptions.PreconditionError:
-                ended = ChangedError("another version")
             except (exceptions.BaseError, WrongAnswerError, RefusedError) as error:
                 failure = _Failure(path, error)
             if ended is not None:

@@ -143,8 +143,10 @@ def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for HTTP servers")
     try:
         parts = urlsplit(url)
-    except ValueError as error:
-        raise StorageError(f"{shown(url)}: is not a URL: {error}") from None
+    except ValueError:  # which would tell the password
+        parts = None
+    if parts is None:
+        raise StorageError(f"{shown(url)}: is not a URL")
     user, _, host = parts.netloc.rpartition("@")
     # Everything below the server's root, so that files beside this one are of the same store.
     root = urlunsplit((parts.scheme, host, "", "", ""))
