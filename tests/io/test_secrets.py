@@ -123,7 +123,7 @@ def test_the_hub(hub, monkeypatch, fault, place, caplog):
             lambda: opened.open(path, stamp).read([(600_000, [memoryview(bytearray(9))])]),
         )
     )
-    assert errors
+    assert errors or isinstance(fault, Cut)  # of a body that is not read
     for error in errors:
         assert isinstance(error, StorageError)
         assert_tells_no_secret(error)

@@ -126,7 +126,7 @@ def test_what_is_not_there(origin, elsewhere):
     [
         (
             Answer(403, {}, b"<Error><Code>AccessDenied</Code>"),
-            r"the server answered 403 \(AccessDenied\): it takes a h",
+            r"the server answered 403 \(AccessDenied\): it takes",
         ),
         (Answer(302, {"Location": "/d"}), "the server sent us from one place to another, and on and on"),
         (Answer(302, {"Location": "http://[x?SECRET"}), "the server gave a link that cannot be used"),
