@@ -50,6 +50,7 @@ class SafetensorsOptions:
       storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
         `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
         `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.
+        `default_headers` go to the server of a URL, and not to others that it leads to.
         Besides, `max_retries` and `retry_timeout`, in seconds, say how often and for how long a request that failed in
         passing is made again: 9 times and for 120 seconds. For the Hugging Face Hub, `endpoint` and `token` (False for
         none) come before `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600. Not for local files.
