@@ -12,6 +12,7 @@ from etils import epath
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import places
+from orbax_safetensors.orbax_store.finding import UNFINISHED
 from tests.files import random_bits
 
 RNG = np.random.default_rng(0)
@@ -110,13 +111,12 @@ def test_any_name_of_a_directory(tmp_path, name):
 def test_no_other_directory_is_merged(saved, tmp_path, name):
     """Where `name` is taken for a pattern, it matches another checkpoint, which has an array more."""
     more = {**TREE, "more": np.arange(5, dtype=np.int8)}
-    ost.save = ocp.Checkpointer(ost.SafetensorsHandler()).save(tmp_path / "st", more)
+    ocp.Checkpointer(ost.SafetensorsHandler()).save(tmp_path / "st", more)
     ost.convert(tmp_path / "st", tmp_path / "runs 1", to="orbax")
-    # Orbax merges within the directory of an unfinished item.
-    (tmp_path / "runs 1" / "0" / "items").rename(
-        tmp_path / "runs 1" / "0" / f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}"
-    )
-    (tmp_path / "runs 1" / "0").rename(tmp_path / "runs 1" / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}")
+    # As an unfinished item, in whose directory Orbax merges.
+    step = tmp_path / "runs 1" / "0"
+    (step / "items").rename(step / f"items{UNFINISHED}")
+    step.rename(step.with_name(f"0{UNFINISHED}"))
     ost.convert(saved / "st", tmp_path / name, to="orbax")
     same(stock(tmp_path / name))
     item = os.fspath(tmp_path / name / "0" / "items")
@@ -146,8 +146,8 @@ def test_names_of_sources_that_orbax_does_not_take_for_names(saved, tmp_path, na
     assert everything(tmp_path) == [os.fspath(tmp_path / name)]
     # Files are reached without Orbax's libraries.
     same(ost.SafetensorsHandler().restore(epath.Path(tmp_path / name / "st"), ost.SafetensorsRestore(TREE)))
-    ost.reshard(tmp_path / name / "st", tmp_path / name / f"for 2 {len(name)}", **MESH)
-    same(ours(saved / f"for 2 {len(name)}") if name == "gs:" else TREE)
+    ost.reshard(tmp_path / name / "st", tmp_path / "to", **MESH)
+    same(ours(tmp_path / "to"))
 
 
 def test_a_save_whose_path_is_no_text(tmp_path):
@@ -159,7 +159,13 @@ def test_a_save_whose_path_is_no_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "meaning"),
-    [("a#b", "'gs://bucket/a'"), ("a[1]", "a pattern"), ("a*", "a pattern"), ("a?", "a pattern"), ("a\nb", "/ab'")],
+    [
+        ("a#b", "'gs://bucket/a'"),
+        ("a[1]", "a pattern"),
+        ("a*", "a pattern"),
+        ("a?", "a pattern"),
+        ("a\nb", "'gs://bucket/ab"),
+    ],
 )
 def test_names_of_objects_that_orbax_does_not_take_for_names(saved, name, meaning):
     with pytest.raises(ost.StorageError, match=meaning):
