@@ -109,7 +109,7 @@ def test_any_name_of_a_directory(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["runs*", "run[sx]*", "run?*"])
 def test_no_other_directory_is_merged(saved, tmp_path, name):
-    """Where `name` is taken for a pattern, it matches another checkpoint, which has an array more."""
+    """If `name` is taken for a pattern, it matches another checkpoint, which has an array more."""
     more = {**TREE, "more": np.arange(5, dtype=np.int8)}
     ocp.Checkpointer(ost.SafetensorsHandler()).save(tmp_path / "st", more)
     ost.convert(tmp_path / "st", tmp_path / "runs 1", to="orbax")
