@@ -103,7 +103,10 @@ def plan_save(
         text = None if content is None else json.dumps(content, indent=2) + "\n"
         groups = tuple(_owned(grouped(sources)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
-        return _Planned(sources, tensors, save, *store_of(directory, options.storage_options))
+        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options))
+        if not plan.store.whole and jax.process_index() == 0:
+            make_room(plan.store, plan.path, existing)
+        return plan
 
     plan = together(f"{key}/plan", planned, _digest)
     if not plan.store.whole:

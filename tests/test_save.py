@@ -488,7 +488,10 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_a_failure_of_any_call(tmp_path, operation):
-    """Whichever call fails: one error, nothing that restores, nothing left open, and another save succeeds."""
+    """Whichever call fails: one error, nothing that restores, nothing left open.
+
+    Another save names what was left, and succeeds without it.
+    """
     function, code, only = OPERATIONS[operation]
     settings = {"max_file_bytes": 4200, "fsync": True}
     with failing(function, -1, code, only) as calls:
@@ -503,6 +506,12 @@ def test_a_failure_of_any_call(tmp_path, operation):
         assert descriptors_and_threads() == before
         with contextlib.suppress(ost.SafetensorsError):
             restorable.append((number, ost.open_checkpoint(directory).path, sorted(os.listdir(directory))))
+        if left := sorted(path.name for path in directory.iterdir()):
+            with pytest.raises(ost.StorageError, match=f"holds {', '.join(left)}; delete these files"):
+                save(directory, faulty_tree(), **settings)
+            assert sorted(path.name for path in directory.iterdir()) == left
+        for name in left:
+            (directory / name).unlink()
         save(directory, faulty_tree(), **settings)
         for name, array in restore(directory).items():
             assert_same_bits(array, FAULTY[name])

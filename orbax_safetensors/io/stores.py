@@ -106,6 +106,8 @@ def store_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     root = f"{scheme}://{bucket}"
     if not bucket:
         raise StorageError(f"{path}: expected the name of a bucket after {scheme}://")
+    if scheme in AZURE and "\\" in key:
+        raise StorageError(f"{path}: Azure takes the backslash for a slash, and finds another blob")
     options = _from_environment(scheme) | options
     client, retries = _client(options, _is_plain(options))
     config: Any = {"config": options}

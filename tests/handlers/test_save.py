@@ -1,5 +1,6 @@
 """Saving through Orbax: every way in, trees of every kind and back, and what a failure leaves."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -89,6 +90,61 @@ def test_what_is_there_is_kept_unless_forced(tmp_path, checkpointer, tree):
     checkpointer.save(tmp_path / "saved", {"other": B}, force=True)
     assert_saved(tmp_path / "saved", {"other": B})
     assert sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors*")) == ["model.safetensors"]
+
+
+def stored_bytes(root):
+    """Of every file its bytes and when they were written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in root.rglob("*") if path.is_file()}
+
+
+def commit(futures):
+    for one in futures:
+        one.result()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("max_file_bytes", [100, 10**9], ids=["indexed", "one file"])
+def test_a_handler_alone_saves_over_nothing(tmp_path, tree, background, max_file_bytes):
+    """The index of the first save would win, and a kill would leave files of both."""
+    handler, directory = ost.SafetensorsHandler(), epath.Path(tmp_path)
+    (tmp_path / "_METADATA").write_text("of somebody else")
+
+    def save(args):
+        if background:
+            commit(asyncio.run(handler.async_save(directory, args)))
+        else:
+            handler.save(directory, args)
+
+    save(ost.SafetensorsSave(tree, max_file_bytes=max_file_bytes))
+    before = stored_bytes(tmp_path)
+    for args in (ost.SafetensorsSave(tree), ost.SafetensorsSave({"other": B}, max_file_bytes=10)):
+        with pytest.raises(ost.StorageError, match="already exists, and holds model.*safetensors.*delete these files"):
+            save(args)
+    assert stored_bytes(tmp_path) == before
+    assert_saved(tmp_path)
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    save(ost.SafetensorsSave({"other": B}))
+    assert_saved(tmp_path, {"other": B})
+
+
+@pytest.mark.parametrize("left", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+def test_what_a_killed_save_of_a_handler_alone_has_left(tmp_path, tree, left):
+    (tmp_path / left).write_bytes(b"")
+    with pytest.raises(ost.StorageError, match=f"holds {left}; delete these files, or save elsewhere"):
+        ost.SafetensorsHandler().save(epath.Path(tmp_path), ost.SafetensorsSave(tree))
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+
+
+@pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
+def test_what_a_killed_save_of_a_checkpointer_has_left(tmp_path, tree, kind):
+    """Orbax deletes its temporary directory, perhaps in the background."""
+    stale = tmp_path / f"saved{ocp.path.atomicity.TMP_DIR_SUFFIX}"
+    stale.mkdir()
+    (stale / "model-00001-of-00002.safetensors").write_bytes(b"\0" * 100)
+    with kind(ost.SafetensorsHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree))
+    assert_saved(tmp_path / "saved")
 
 
 def test_what_was_restored_can_be_saved_again(tmp_path, checkpointer, tree):

@@ -57,6 +57,17 @@ def params(mesh):
     }
 
 
+def test_a_handler_alone_saves_over_nothing(tmp_path, params):
+    """Neither the arrays nor what Orbax says of the tree are those of the second save."""
+    handler, directory = make_handler(), epath.Path(tmp_path)
+    handler.save(directory, args=ocp.args.PyTreeSave(params))
+    handler.finalize(directory)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ost.StorageError, match="already exists, and holds model.safetensors; delete these files"):
+        handler.save(directory, args=ocp.args.PyTreeSave({**params, "more": jnp.zeros(3)}))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 class Pair(NamedTuple):
     left: object
     right: object
