@@ -1,8 +1,8 @@
 """Restoring together: what several processes need is read once, in parts, and sent from device to device.
 
-The leaves for which that pays, as `exchanges` finds, take this way, and all others the direct one. All processes agree
-on them once each has opened the checkpoint. Then in batches: every process reads its parts, all processes agree that
-none has failed, and the devices exchange the parts.
+With `SafetensorsOptions(cooperative=True)`, the leaves for which that saves bytes, as `exchanges` finds, take this way,
+and all others the direct one. All processes agree on them once each has opened the checkpoint. Then in batches: every
+process reads its parts, all processes agree that none has failed, and the devices exchange the parts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
 
 def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions, key: str) -> Decided:
     chosen = dealt(checkpoint, request.targets, None, options).chosen
-    ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
+    ways = {at: way for at, way in enumerate(chosen) if way is not None}
     leaves = {at: request.targets[at] for at in ways}
     numbers = list(leaves)
     groups = in_file_order(checkpoint, list(leaves.values()))
@@ -95,7 +95,7 @@ def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptio
 
 
 def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
-    """Fills the targets of a request with what this process holds of them, with all other processes where that pays.
+    """Fills the targets of a request with what this process holds of them, with all other processes if they agreed.
 
     Raises:
       TensorMismatchError: a cast that nobody asked for would change values.
