@@ -23,8 +23,8 @@ from orbax_safetensors import api, cooperative
 from orbax_safetensors.save import Shards
 from tests.multiprocess.measure import different_shards
 
-# Three times as many programs as XLA's CPU client lets be in flight.
-LEAVES = 104
+# Many times as many programs as XLA's CPU client lets be in flight: enough for any of them to hang if nothing waits.
+LEAVES = 400
 TOGETHER = ost.SafetensorsOptions(cooperative=True)
 
 
