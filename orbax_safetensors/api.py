@@ -23,7 +23,7 @@ from orbax_safetensors.io.stores import moves, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.report import RestorePlan
-from orbax_safetensors.planning import may_exchange, no_collection, planned
+from orbax_safetensors.planning import exchanges, no_collection, planned
 from orbax_safetensors.processes import first, new_key
 
 PathLike = str | os.PathLike[str]
@@ -126,7 +126,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
                 "commit, which is in the path of open_checkpoint"
             )
         return True
-    return may_exchange(options, path) and any(map(exchangeable, everywhere))
+    return exchanges(options) and any(map(exchangeable, everywhere))
 
 
 def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError
 
@@ -42,11 +42,9 @@ class SafetensorsOptions:
         of its own with the pieces that it holds, in the form of PyTorch's sharded checkpoints. It needs device memory
         for 256 MiB of tensors, or one that is longer, and host memory for what each process writes.
       cooperative: of leaves that several processes need the same bytes of, because they are replicated or sharded in
-        inner dimensions, each process reads a part, and the devices exchange the parts. With "auto" where that saves
-        time by the costs that `plan_restore` counts with, but not where files are mounted; with True wherever it saves
-        bytes; with False nowhere. Where it might exchange anything, all processes have to make the restore. It needs
-        twice the memory of what is exchanged at a time, which is at most half of `in_flight_bytes` for each process, or
-        one leaf where that is more.
+        inner dimensions, each process reads a part, and the devices exchange the parts. All processes have to make the
+        restore, with the same options. It needs twice the memory of what is exchanged at a time, which is at most half
+        of `in_flight_bytes` for each process, or one leaf if that is more.
       storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
         `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
         `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.
@@ -67,7 +65,7 @@ class SafetensorsOptions:
     fsync: bool = False
     dequantize: bool = True
     whole_tensors: bool = False
-    cooperative: bool | Literal["auto"] = "auto"
+    cooperative: bool = False
     # They can have secrets, and are no key.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
@@ -83,10 +81,8 @@ class SafetensorsOptions:
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
         _check_headers(self.storage_options or {})
-        if self.cooperative not in ("auto", True, False):
-            raise SafetensorsError(
-                f'SafetensorsOptions: cooperative is {self.cooperative!r}, must be "auto", True or False'
-            )
+        if not isinstance(self.cooperative, bool):
+            raise SafetensorsError(f"SafetensorsOptions: cooperative is {self.cooperative!r}, must be True or False")
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")
 

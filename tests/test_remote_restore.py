@@ -98,7 +98,7 @@ def test_gaps_that_cost_less_than_a_request_are_read_along(server, mesh):
     column = NamedSharding(mesh, P(None, "y"))
     item = {"tall": jax.ShapeDtypeStruct((2**18, 8), np.float16, sharding=column)}
     for gap, over_read in ((None, 4), (3, 1)):
-        options = ost.SafetensorsOptions(max_gap_bytes=gap, cooperative=False)
+        options = ost.SafetensorsOptions(max_gap_bytes=gap)
         costs = ost.plan_restore(url, item, process_count=8, options=options).processes
         assert {round(cost.over_read) for cost in costs} == {over_read}
         assert {cost.num_requests for cost in costs} == {1 if gap is None else 2**18}

@@ -81,6 +81,9 @@ columns:
   destination  memory of its distinct shards
   time         with --bandwidth only: see below
 
+  With several processes, a table has what each would read, and its devices
+  receive, with SafetensorsOptions(cooperative=True), where that is less.
+
   A last table has the leaves for which all processes together read more than
   1.1 times the bytes that they need, because their shards are short runs in
   the files, those first that waste most. On a terminal it has ten rows, and
@@ -139,6 +142,9 @@ with --json, one object:
                      num_requests, staging_bytes, destination_bytes, files};
                      files is a list of {file, needed_bytes, read_bytes,
                      num_requests}
+  cooperation        null with one process; else {num_arrays, direct,
+                     cooperative}: leaves that devices could exchange, and two
+                     lists of {read_bytes, num_requests, received_bytes}
   over_reads         a list of {name, needed_bytes, read_bytes, over_read,
                      instead}: all of the last table; instead is a list of
                      {axes, needed_bytes, read_bytes, over_read}, all that

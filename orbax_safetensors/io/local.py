@@ -15,12 +15,10 @@ from orbax_safetensors.io.store import Cost, Stamp
 # Two threads saturate memory with a warm page cache; a cold disk wants more requests in flight than that. What it reads
 # in the time that a request takes is 16 KiB. A pool of threads shares a large tensor in pieces of 16 MiB: below about
 # 4 MiB the work per call begins to show, above these threads wait for one another.
-_USUAL_REQUESTS = 16
 COST = Cost(
     request_seconds=2**-16,
     bytes_per_second=2**30,
-    requests=min(_USUAL_REQUESTS, 2 * (os.cpu_count() or 1)),
-    usual_requests=_USUAL_REQUESTS,
+    requests=min(16, 2 * (os.cpu_count() or 1)),
     max_request_bytes=16 * 2**20,
     held_in_flight=False,
 )

@@ -45,7 +45,6 @@ COST = Cost(
     request_seconds=2**-5,
     bytes_per_second=2**25,
     requests=64,
-    usual_requests=64,
     max_request_bytes=8 * 2**20,
     held_in_flight=True,
 )

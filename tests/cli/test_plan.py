@@ -132,9 +132,9 @@ def test_a_family_is_planned_as_the_api_plans_it(cli):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         target[path] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=sharding)
     wanted = ost.plan_restore(QWEN3, target, family="maxtext", variant=variant, process_count=2)
-    assert wanted.cooperation is None  # of files: nobody asked
+    assert wanted.cooperation is None  # nobody asked
     cooperation = found.pop("cooperation")
-    assert (cooperation["chosen_arrays"], len(cooperation["cooperative"])) == (0, 2)
+    assert (cooperation["num_arrays"] > 0, len(cooperation["cooperative"])) == (True, 2)
     found["cooperation"] = None
     for leaf in found["over_reads"]:
         del leaf["instead"]
