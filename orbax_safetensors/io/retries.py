@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore import exceptions
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 
 if TYPE_CHECKING:  # obstore has it for type checkers only
     from obstore.store import RetryConfig
@@ -103,7 +103,8 @@ class Retries:
                 lasting = not _may_pass(error) or wrong >= _WRONG_ANSWERS
                 if lasting or number >= self.attempts or time.monotonic() - began + pause > self.seconds:
                     tries = f" ({number} attempts)" if number > 1 else ""
-                    raise StorageError(f"{path}: {verb} failed: {fault}{tries}") from None
+                    kind = MissingError if status_of(error) == 404 else StorageError
+                    raise kind(f"{path}: {verb} failed: {fault}{tries}") from None
             logger.warning("%s: %s failed, trying again: %s", path, verb, fault)
             await asyncio.sleep(pause)
             wait, number = min(2 * wait, LONGEST_WAIT), number + 1
