@@ -34,4 +34,4 @@ class StorageError(SafetensorsError, OSError):
 
 
 class MissingError(StorageError, FileNotFoundError):
-    """A file, directory, object or repository is not there. Code that expects Orbax's `FileNotFoundError` catches it."""
+    """A file, directory, object or repository is not there; Orbax raises a `FileNotFoundError` if so."""

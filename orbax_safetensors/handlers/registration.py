@@ -10,6 +10,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+# `ocp.type_handlers.register_type_handler` is its `add`, which warns of what is replaced, and cannot be told not to.
+from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
+
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
@@ -42,7 +45,7 @@ def register(*families: Family, save: bool = False) -> None:
                 handler = _Registered(ocp.type_handlers.get_type_handler(kind))
                 _registered[kind] = handler
                 _named.setdefault(handler.typestr(), ocp.type_handlers.get_type_handler(handler.typestr()))
-                ocp.type_handlers.register_type_handler(kind, _registered[kind], override=True)
+                _replace(kind, handler)
         _registered[jax.Array].saves |= save
 
 
@@ -55,13 +58,17 @@ def unregister() -> None:
     with _lock:
         for kind, handler in _registered.items():
             if ocp.type_handlers.get_type_handler(kind) is handler:
-                ocp.type_handlers.register_type_handler(kind, handler.previous, override=True)
+                _replace(kind, handler.previous)
         for kind in ocp.type_handlers.supported_types():
             handler = ocp.type_handlers.get_type_handler(kind)
             if _named.get(handler.typestr()) is handler:
-                ocp.type_handlers.register_type_handler(kind, handler, override=True)
+                _replace(kind, handler)
         _registered.clear()
         _named.clear()
+
+
+def _replace(kind: type, handler: ocp.type_handlers.TypeHandler) -> None:
+    GLOBAL_TYPE_HANDLER_REGISTRY.add(kind, handler, override=True, ignore_warnings=True)
 
 
 class _Registered(ocp.type_handlers.TypeHandler):
