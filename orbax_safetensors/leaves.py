@@ -80,11 +80,11 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
         raise TensorMismatchError(f"{where}: an array of shape {view.shape} cannot be held")
     kind = _kind(leaf, args, where)
     stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
-    shape = _shape(view, kind, leaf, args, where)
-    sharding = _sharding(len(shape), leaf, args, where) if kind is jax.Array else None
+    sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
     if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
         kind = np.ndarray
     dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)
+    shape = _shape(view, kind, leaf, args, where)
     return Target(
         name=name,
         view=view,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def register(*families: Family, save: bool = False) -> None:
     with _lock:
         for kind in _TYPES:
             if kind not in _registered:
-                handler = _Registered(ocp.type_handlers.get_type_handler(kind))
+                handler = _Registered(kind, ocp.type_handlers.get_type_handler(kind))
                 _registered[kind] = handler
                 _named.setdefault(handler.typestr(), ocp.type_handlers.get_type_handler(handler.typestr()))
                 _replace(kind, handler)
@@ -74,8 +75,9 @@ def _replace(kind: type, handler: ocp.type_handlers.TypeHandler) -> None:
 class _Registered(ocp.type_handlers.TypeHandler):
     """Reads leaves that are in safetensors files, and leaves all else to the handler that was registered before."""
 
-    def __init__(self, previous: ocp.type_handlers.TypeHandler) -> None:
+    def __init__(self, kind: type, previous: ocp.type_handlers.TypeHandler) -> None:
         self.previous = previous
+        self._kind = kind
         self.saves = False
         self._own = SafetensorsTypeHandler()
 
@@ -106,6 +108,8 @@ class _Registered(ocp.type_handlers.TypeHandler):
         return await self._each(infos, lambda handler, at: handler.metadata([infos[i] for i in at]))
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        if args is not None and self._kind is np.ndarray:  # which is what Orbax makes of leaves without metadata
+            args = [arg if arg.restore_type else dataclasses.replace(arg, restore_type=np.ndarray) for arg in args]
         return await self._each(
             infos,
             lambda handler, at: handler.deserialize(
