@@ -103,7 +103,7 @@ class Retries:
                 lasting = not _may_pass(error) or wrong >= _WRONG_ANSWERS
                 if lasting or number >= self.attempts or time.monotonic() - began + pause > self.seconds:
                     tries = f" ({number} attempts)" if number > 1 else ""
-                    kind = MissingError if status_of(error) == 404 else StorageError
+                    kind = MissingError if isinstance(error, RefusedError) and error.status == 404 else StorageError
                     raise kind(f"{path}: {verb} failed: {fault}{tries}") from None
             logger.warning("%s: %s failed, trying again: %s", path, verb, fault)
             await asyncio.sleep(pause)
