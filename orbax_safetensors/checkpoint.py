@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
@@ -308,11 +308,11 @@ def _file_names(
     present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     if index is None:
         if not present:
-            raise StorageError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
+            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
         return present
     there = set(names)
     for name in sorted(set(index.files) - there):
-        report(StorageError(f"{posixpath.join(path, name)}: is named by the index and missing"))
+        report(MissingError(f"{posixpath.join(path, name)}: is named by the index and missing"))
     if unnamed := sorted(set(present) - set(index.files)):
         logger.info("%s: the index does not name these files, they are ignored: %s", path, ", ".join(unnamed))
     return [name for name in index.files if name in there]

@@ -31,3 +31,7 @@ class StorageError(SafetensorsError, OSError):
     # OSError's C-level constructor would otherwise parse two arguments as (errno, strerror).
     def __init__(self, message: str) -> None:
         super().__init__(message)
+
+
+class MissingError(StorageError, FileNotFoundError):
+    """A file, directory, object or repository is not there; Orbax raises a `FileNotFoundError` if so."""

@@ -104,7 +104,7 @@ def corrupt(path):
 
 
 FAULTS = {
-    "nothing there": (lambda d: None, ost.StorageError, "holds no .safetensors file"),
+    "nothing there": (lambda d: None, ost.MissingError, "holds no .safetensors file"),
     "truncated": (
         lambda d: (write(d / "x.safetensors", {"a": A}), corrupt(d / "x.safetensors")),
         ost.HeaderError,
@@ -123,12 +123,12 @@ FAULTS = {
     ),
     "a link to nowhere": (
         lambda d: (d / "x.safetensors").symlink_to("nowhere"),
-        ost.StorageError,
+        ost.MissingError,
         "cannot be opened: No such file",
     ),
     "index names a missing file": (
         lambda d: (write_indexed(d, [{"a": A}, {"b": B}]), (d / "model-00002-of-00002.safetensors").unlink()),
-        ost.StorageError,
+        ost.MissingError,
         "model-00002-of-00002.safetensors: is named by the index and missing",
     ),
     "file lacks what the index says": (
@@ -199,7 +199,7 @@ def test_faults_are_found_together(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     write(tmp_path / "model-00003-of-00003.safetensors", {"d": C})
     faults = find_faults(tmp_path)
-    assert [type(fault) for fault in faults] == [ost.StorageError, ost.HeaderError, ost.IndexFileError]
+    assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, ost.IndexFileError]
 
 
 def test_no_such_path_and_remote_paths(tmp_path):

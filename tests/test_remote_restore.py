@@ -122,7 +122,7 @@ def test_a_file_that_is_replaced_while_it_is_restored(server, tmp_path):
 
 
 def test_what_is_missing(server, tmp_path):
-    with pytest.raises(ost.StorageError, match=rf"{server.url}/no/model.safetensors: cannot be opened"):
+    with pytest.raises(ost.MissingError, match=rf"{server.url}/no/model.safetensors: cannot be opened"):
         ost.open_checkpoint(f"{server.url}/no")
     (tmp_path / "many" / "model-00002-of-00002.safetensors").unlink()
     faults = ost.verify(f"{server.url}/many")

@@ -16,7 +16,7 @@ import obstore
 from obstore import Bytes
 from obstore.store import HTTPStore
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.io import hub_path
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.hub_api import Contents, HubApi
@@ -76,7 +76,7 @@ class HubStore:
         """Opens a file with two requests, for the place and the first bytes; with none where its state is known."""
         key = self._key(path)
         if key not in self._contents.files:
-            raise StorageError(f"{path}: cannot be opened: there is no such file in the repository")
+            raise MissingError(f"{path}: cannot be opened: there is no such file in the repository")
         head: Bytes | None = None
         if stamp is None:
             try:

@@ -20,7 +20,7 @@ import obstore
 from obstore import Bytes
 from obstore.exceptions import PreconditionError
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, status_of
 from orbax_safetensors.io.store import UNKNOWN, Cost, Stamp
@@ -222,7 +222,7 @@ class RemoteStore:
         try:
             return self._requests.run(listed()) or None
         except FileNotFoundError:
-            raise StorageError(f"{path}: there is no such bucket") from None
+            raise MissingError(f"{path}: there is no such bucket") from None
         except CancelledError:
             raise StorageError(f"{path}: listing was cancelled") from None
 
@@ -230,7 +230,7 @@ class RemoteStore:
         """Opens an object with a request for its first bytes; with none where its state is known."""
         found = self._open(path, stamp)
         if found is None:
-            raise StorageError(f"{path}: cannot be opened: there is no such object")
+            raise MissingError(f"{path}: cannot be opened: there is no such object")
         return found
 
     def find(self, path: str) -> RemoteFile | None:
@@ -331,7 +331,7 @@ class RemoteStore:
         try:
             self._requests.run(deleted())
         except FileNotFoundError:
-            raise StorageError(f"{path}: there is no such bucket") from None
+            raise MissingError(f"{path}: there is no such bucket") from None
         except CancelledError:
             raise StorageError(f"{path}: deleting was cancelled") from None
 

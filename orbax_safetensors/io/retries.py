@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from obstore import exceptions
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.io import credentials
 
 if TYPE_CHECKING:  # obstore has it for type checkers only
@@ -74,6 +74,7 @@ class _Failure:
         self.fault = explain(path, error)
         self.wrong = _is_wrong(error)
         self.lasting = not _may_pass(error)
+        self.kind = MissingError if isinstance(error, RefusedError) and error.status == 404 else StorageError
         self.wait = error.wait if isinstance(error, RefusedError) else 0.0
         self.of_metadata = status_of(error) is None and credentials.asks_metadata(str(error))
 
@@ -122,7 +123,7 @@ class Retries:
             lasting = failure.lasting or wrong >= _WRONG_ANSWERS
             if lasting or number >= self.attempts or time.monotonic() - began + pause > seconds:
                 tries = f" ({number} attempts)" if number > 1 else ""
-                raise StorageError(f"{path}: {verb} failed: {failure.fault}{tries}")
+                raise failure.kind(f"{path}: {verb} failed: {failure.fault}{tries}")
             logger.warning("%s: %s failed, trying again: %s", path, verb, failure.fault)
             await asyncio.sleep(pause)
             wait, number = min(2 * wait, LONGEST_WAIT), number + 1

@@ -153,7 +153,8 @@ def test_leaves_of_every_kind(directory, checkpointer, mesh):
         (0, int),
         (0.0, float),
         (jnp.zeros((), jnp.int32), jax.Array),
-        (struct(STEP), jax.Array),
+        (struct(STEP), np.ndarray),
+        (struct(STEP, NamedSharding(mesh, P())), jax.Array),
     ):
         restored = checkpointer.restore(directory, item={"step": leaf}, partial_restore=True)["step"]
         assert isinstance(restored, kind)
@@ -162,8 +163,8 @@ def test_leaves_of_every_kind(directory, checkpointer, mesh):
 
 def test_no_sharding_is_the_default_device(directory, checkpointer):
     with jax.default_device(jax.devices()[2]):
-        item = {"layer": {"w": struct(W)}}
-        restored = checkpointer.restore(directory, item=item, partial_restore=True)["layer"]["w"]
+        args = {"layer": {"w": ocp.ArrayRestoreArgs()}}
+        restored = checkpointer.restore(directory, restore_args=args, partial_restore=True)["layer"]["w"]
     assert restored.sharding == SingleDeviceSharding(jax.devices()[2])
 
 
@@ -264,7 +265,7 @@ def test_orbaxs_own_metadata_is_an_item(directory, checkpointer):
     metadata = checkpointer.metadata(directory).item_metadata
     restored = checkpointer.restore(directory, args=ost.SafetensorsRestore(item=dict(metadata.tree)))
     for name, array in TENSORS.items():
-        assert isinstance(restored[name], jax.Array)
+        assert isinstance(restored[name], np.ndarray)
         assert_same_bits(restored[name], array)
     args = ocp.checkpoint_utils.construct_restore_args(dict(metadata.tree))
     assert_same_bits(checkpointer.restore(directory, restore_args=args)["layer.w"], W)
@@ -425,7 +426,7 @@ def test_a_complex_tensor_stays_complex(tmp_path, checkpointer):
         checkpointer.restore(tmp_path, item={"c": 0.0})
 
 
-@pytest.mark.parametrize("asked", [object, "S4", "nonsense", ">f4", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
+@pytest.mark.parametrize("asked", [object, "S4", "nonsense", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
 @pytest.mark.parametrize("kind", [jax.Array, np.ndarray])
 def test_a_dtype_that_no_tensor_has(directory, checkpointer, monkeypatch, asked, kind):
     monkeypatch.setattr(ost.transfer.Reader, "run", None)  # it is refused before anything is read
@@ -459,9 +460,10 @@ def test_a_float_that_does_not_fit_the_integer_that_jax_makes_of_int64(tmp_path,
 
 def test_a_numpy_scalar_is_not_a_python_scalar(tmp_path, checkpointer):
     write(tmp_path / "x.safetensors", {"s": np.array(2.5)})
-    for given in ({"item": {"s": np.float64(0)}}, {"restore_args": {"s": ocp.RestoreArgs(restore_type=np.float64)}}):
+    args = {"s": ocp.RestoreArgs(restore_type=np.float64)}
+    for given, kind in (({"item": {"s": np.float64(0)}}, np.ndarray), ({"restore_args": args}, np.float64)):
         restored = checkpointer.restore(tmp_path, **given)["s"]
-        assert isinstance(restored, np.ndarray)
+        assert type(restored) is kind
         assert restored == 2.5
 
 
@@ -718,7 +720,7 @@ def test_memory_for_accelerators_is_held_to_the_budget(tmp_path, mesh, monkeypat
     monkeypatch.setattr(ost.restore.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
     options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4)
     with ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
-        restored = checkpointer.restore(tmp_path, item=jax.tree.map(struct, arrays))
+        restored = checkpointer.restore(tmp_path, restore_args=dict.fromkeys(arrays, ocp.ArrayRestoreArgs()))
     assert waited == [2, 2, 2]
     for name, array in arrays.items():
         assert_same_bits(restored[name], array)

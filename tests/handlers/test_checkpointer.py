@@ -117,7 +117,7 @@ def test_a_plain_server(web, tmp_path, path):
 
 def test_what_is_not_there(place, checkpointer):
     for work in (checkpointer.restore, checkpointer.metadata):
-        with pytest.raises(ost.StorageError, match=f"{place.url}/none: cannot be opened: there is no such object"):
+        with pytest.raises(ost.MissingError, match=f"{place.url}/none: cannot be opened: there is no such object"):
             work(f"{place.url}/none")
 
 

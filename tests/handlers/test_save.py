@@ -157,7 +157,7 @@ def test_a_mapped_restore_of_what_was_saved(tmp_path, tree):
     """The default alignment is for this; the array is the file's own pages."""
     with ost.SafetensorsCheckpointer(options=ost.SafetensorsOptions(alias=True)) as checkpointer:
         checkpointer.save(tmp_path / "saved", {"w": W})
-        restored = checkpointer.restore(tmp_path / "saved", item={"w": jax.ShapeDtypeStruct(W.shape, W.dtype)})["w"]
+        restored = checkpointer.restore(tmp_path / "saved", restore_args={"w": ocp.ArrayRestoreArgs()})["w"]
     assert_same_bits(restored, W)
     with open("/proc/self/maps") as maps:
         assert str(tmp_path / "saved") in maps.read()

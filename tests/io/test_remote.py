@@ -145,7 +145,7 @@ def test_an_object_whose_state_is_known_is_opened_without_a_request(server):
 def test_what_is_not_there(server):
     store, path = store_of(f"{server.url}/missing", {})
     assert store.find(path) is None
-    with pytest.raises(StorageError, match=rf"{server.url}/missing: cannot be opened: there is no such object"):
+    with pytest.raises(FileNotFoundError, match=rf"{server.url}/missing: cannot be opened: there is no such object"):
         store.open(path)
     assert len(server.log) == 2  # and nothing is tried again
 
