@@ -3,7 +3,8 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -60,10 +61,25 @@ def write_indexed(directory: Path, parts: list[Mapping[str, np.ndarray]]) -> Non
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def open_files():
-    """Paths of the files that this process has open. Connections are none: those of other tests come and go."""
+@contextlib.contextmanager
+def nothing_left(*places: str | Path) -> Iterator[None]:
+    """Fails if a file at or below `places` stays open, or a thread that the package has started meanwhile runs on.
+
+    Whatever else there is in this process, other tests may have left, and it may end at any time.
+    """
+    files, threads = _open_files(places), _pool_threads()
+    yield
+    assert _open_files(places) == files
+    assert not _pool_threads() - threads
+
+
+def _open_files(places: tuple[str | Path, ...]) -> list[str]:
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # closed since, as that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(path for path in found if path.startswith("/"))
+    return sorted(path for path in found if path.startswith(tuple(map(str, places))))
+
+
+def _pool_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("safetensors", "writer"))}
