@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import safetensors
 
 from orbax_safetensors.format.dtypes import from_numpy
 
+# TensorStore closes its files in the background, soon after it has said that it is done.
+_CLOSING_SECONDS = 5.0
 # The reference writer's names for dtypes.
 _NAMES = {
     np.dtype("?"): "bool", np.dtype("u1"): "uint8", np.dtype("i1"): "int8", np.dtype("u2"): "uint16",
@@ -67,19 +71,20 @@ def nothing_left(*places: str | Path) -> Iterator[None]:
 
     Whatever else there is in this process, other tests may have left, and it may end at any time.
     """
-    files, threads = _open_files(places), _pool_threads()
+    before = _opened(places)
     yield
-    assert _open_files(places) == files
-    assert not _pool_threads() - threads
+    until = time.monotonic() + _CLOSING_SECONDS
+    while (left := _opened(places) - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left
 
 
-def _open_files(places: tuple[str | Path, ...]) -> list[str]:
-    found = []
+def _opened(places: tuple[str | Path, ...]) -> Counter[str | threading.Thread]:
+    """Paths of open files, each as often as it is open, and threads of the package's pools."""
+    opened: Counter[str | threading.Thread] = Counter()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since, as that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(path for path in found if path.startswith(tuple(map(str, places))))
-
-
-def _pool_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith(("safetensors", "writer"))}
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            opened[path] += path.startswith(tuple(map(str, places)))
+    opened.update(thread for thread in threading.enumerate() if thread.name.startswith(("safetensors", "writer")))
+    return opened

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from tests import files
 from tests.files import nothing_left
 
 
@@ -27,6 +28,11 @@ def test_what_other_tests_left_may_end_or_begin(tmp_path):
         thread, end = start("request")
     end.set()
     thread.join()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(files, "_CLOSING_SECONDS", 0.0)
 
 
 def test_a_thread_that_a_test_leaves_is_noticed(tmp_path):
