@@ -116,6 +116,16 @@ def test_a_plan_that_does_not_fit(directory):
         ost.plan_restore(directory, {"smal": jax.ShapeDtypeStruct((8,), jnp.int8)})
 
 
+def test_a_plan_and_a_restore_of_a_scalar_that_is_sharded_say_the_same(tmp_path, mesh):
+    write(tmp_path / "x.safetensors", {"step": np.array(3, np.int32)})
+    args = {"step": ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, P("x")))}
+    message = r"^'step': shape \(\) cannot be sharded as P.*: expected a partition of at most 0 entries$"
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        ost.plan_restore(tmp_path, args)
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        ost.SafetensorsHandler().restore(epath.Path(tmp_path), ost.SafetensorsRestore(restore_args=args))
+
+
 def test_planning_starts_no_backend(directory):
     """A laptop plans for 512 devices: neither a plan nor metadata may ask for one."""
     code = f"""
