@@ -14,6 +14,7 @@ import numpy as np
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.io.paths import SCHEMES, as_text, is_url
@@ -347,17 +348,19 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
         raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
 
 
-def is_orbax(path: str) -> bool:
+def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
     if is_remote(path):
-        store, path = store_of(path, None)
+        if path.endswith(SUFFIX):  # who may read an object may not be allowed to list what is beside it
+            return False
+        store, path = store_of(path, storage_options)
         names = store.list(path)
     else:
         try:
             names = os.listdir(path) if os.path.isdir(path) else None
         except OSError as error:
             raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
-    return names is not None and not any(name.endswith(SUFFIX) for name in names)
+    return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:

@@ -76,7 +76,7 @@ def nothing_left(*places: str | Path) -> Iterator[None]:
     until = time.monotonic() + _CLOSING_SECONDS
     while (left := _opened(places) - before) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not left
+    assert not left, f"left open: {list(left)}"
 
 
 def _opened(places: tuple[str | Path, ...]) -> Counter[str | threading.Thread]:

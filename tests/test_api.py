@@ -153,3 +153,17 @@ def test_verify(directory):
     (directory / "model-00001-of-00002.safetensors").write_bytes(b"")
     (directory / "model-00002-of-00002.safetensors").unlink()
     assert [type(fault) for fault in ost.verify(directory)] == [ost.StorageError, ost.HeaderError]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "nowhere.safetensors", "empty"])
+def test_verify_raises_if_there_is_nothing(tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ost.StorageError, match=path):
+        ost.verify(tmp_path / path)
+
+
+def test_verify_raises_if_an_object_is_not_there(gcs):
+    with pytest.raises(ost.StorageError, match="nowhere"):
+        ost.verify(f"{gcs.url}/nowhere.safetensors", options=ost.SafetensorsOptions(storage_options=gcs.options))
+    with pytest.raises(ost.StorageError, match="nowhere"):
+        ost.verify(f"{gcs.url}/nowhere", options=ost.SafetensorsOptions(storage_options=gcs.options))

@@ -104,7 +104,6 @@ def corrupt(path):
 
 
 FAULTS = {
-    "nothing there": (lambda d: None, ost.StorageError, "holds no .safetensors file"),
     "truncated": (
         lambda d: (write(d / "x.safetensors", {"a": A}), corrupt(d / "x.safetensors")),
         ost.HeaderError,
@@ -179,6 +178,12 @@ def test_a_fault_is_one_typed_error(tmp_path, make, error, message):
     with pytest.raises(error, match=message):
         ost.open_checkpoint(tmp_path)
     assert {type(fault) for fault in find_faults(tmp_path)} == {error}
+
+
+def test_an_empty_directory_has_no_faults_but_is_an_error(tmp_path):
+    for call in (ost.open_checkpoint, find_faults):
+        with pytest.raises(ost.StorageError, match="holds no .safetensors file"):
+            call(tmp_path)
 
 
 def test_an_unreadable_file(tmp_path, monkeypatch):
