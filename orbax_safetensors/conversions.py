@@ -186,7 +186,7 @@ def _safetensors_to_orbax(
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
     found = registry.find(family, read_config(checkpoint))
     dtypes = casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
-    sharding.check_used(checkpoint.leaves)
+    sharding.check((name, view.shape) for name, view in checkpoint.leaves.items())
     maxtext = _is_maxtext(found)
     above = "params." if maxtext else ""  # a training state has the model's tree there
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
@@ -226,7 +226,7 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
     stored = {array: (items[name], own) for array, (name, own) in names.items()}
     source = OrbaxSource(step, stored, asked.memory_bytes)
     cut = sharding or partition(None, None)
-    cut.check_used(own for _, own in names.values())
+    cut.check((own, item.leaves[own].shape) for item, own in stored.values())
 
     def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
         if facts.kind not in ARRAYS:
@@ -319,7 +319,7 @@ def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_byte
         )
         files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:
-        sharding.check_used(stored)
+        sharding.check((name, shape) for name, (_, shape) in stored.items())
         boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
         for name, (dtype, shape) in stored.items():
             if dtype.bits < 8 and sharding.shard(name, shape) != shape:
@@ -381,7 +381,8 @@ def _is_maxtext(family: Family | None) -> bool:
 def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
     """The leaves to store as tensors, and the names of their arrays.
 
-    Of MaxText, parameters only, which families have below `params`, training states below `params.params`.
+    Of MaxText, parameters only, which families have below `params`. Its training states have them below
+    `params.params`, those of NNX below `params`, and the state of an NNX model by themselves.
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
     if not maxtext:
@@ -392,5 +393,7 @@ def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
             if lost:
                 logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
         return {name: name for name in names}
-    above = "params." if any(name.startswith("params.params.") for name in names) else ""
-    return {name.removeprefix(above): name for name in names if name.startswith(f"{above}params.")}
+    for above in ("params.params.", "params.", ""):
+        if parameters := [name for name in names if name.startswith(above)]:
+            break
+    return {f"params.{name.removeprefix(above)}": name for name in parameters}
