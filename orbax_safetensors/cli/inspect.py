@@ -55,7 +55,7 @@ with --family and --json, one object:
 
 of a checkpoint of Orbax, with --json, one object:
   path        the directory of the item or of the step
-  items       their names, with which those of arrays begin if there are several
+  items       their names; of several, names of arrays begin with them
   arrays      a list of {name, kind, dtype, shape, parameters, bytes,
               chunk_shape, chunks}; bytes is the size in memory, kind is what
               Orbax restores it as
