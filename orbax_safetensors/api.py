@@ -14,6 +14,7 @@ import numpy as np
 from orbax_safetensors import cooperative, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
+from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.exchanges import exchangeable
@@ -22,6 +23,7 @@ from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import exchanges, no_collection, planned
 from orbax_safetensors.processes import first, new_key
@@ -250,9 +252,15 @@ def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list
     """Every fault of a checkpoint: headers, sizes, the index and its files. An empty list where there is none.
 
     Data is not read: the format has no checksums, so any bytes are valid. `path` is as for `open_checkpoint`, and of
-    `options`, `storage_options` count.
+    `options`, `storage_options` count. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
+    checked. Of that, each array has to open, and chunks are not read.
+
+    Raises `StorageError` if there is no checkpoint, or one that was never finished.
     """
-    return find_faults(path, (options or SafetensorsOptions()).storage_options)
+    storage_options = (options or SafetensorsOptions()).storage_options
+    if is_orbax(place(path), storage_options):
+        return find_step_faults(path)
+    return find_faults(path, storage_options)
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:

@@ -202,10 +202,15 @@ def read_checkpoint(path: str | os.PathLike[str], storage_options: Mapping[str, 
 def find_faults(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> list[SafetensorsError]:
-    """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first."""
+    """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first.
+
+    Raises `StorageError` if there is no checkpoint, or nothing can be said of it.
+    """
     faults: list[SafetensorsError] = []
     try:
         _open(path, storage_options, faults.append)
+    except StorageError:
+        raise
     except SafetensorsError as fault:
         faults.append(fault)
     return faults
@@ -220,7 +225,11 @@ def _open(
     store, path = store_of(path, storage_options)
     paths, index = _files(store, path, report)
     files = []
+    # Nothing but the caller, or the usual name, says that there is such a file.
+    assumed = paths == [path] or (index is None and not store.lists)
     for stored_or_fault in _read_headers(store, paths):
+        if assumed and isinstance(stored_or_fault, StorageError):
+            raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
             report(stored_or_fault)
         else:

@@ -13,6 +13,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.names import by_same
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
@@ -162,10 +163,11 @@ def taken_apart(
         return View.tensor(name, shape, UNKNOWN)
 
     tree = family.describe(config, variant or {}, bind)
-    tree = check_leaves(family.name, tree, {source.name: source.shape for source in sources})
+    paths = by_same({source.name: source for source in sources}, tree)
+    tree = check_leaves(family.name, tree, {path: source.shape for path, source in paths.items()})
     viewed, tensors = [], Tensors()
-    for source in sources:
-        view = replace(tree[source.name], dtype=source.value.dtype)
+    for path, source in paths.items():
+        view = replace(tree[path], dtype=source.value.dtype)
         asked_for = source.dtype != source.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:

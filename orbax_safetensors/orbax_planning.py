@@ -87,10 +87,10 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
     """Counts what each of `process_count` processes reads to restore all arrays of a checkpoint.
 
     The devices of the mesh are dealt to processes evenly and in order. Raises `TensorMismatchError` where the partition
-    does not fit the arrays: its axes have to divide them, and each of its patterns has to count for one.
+    does not fit the arrays: each of its patterns has to count for one whose dimensions its axes divide.
     """
     leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
-    sharding.check_used(name for name, leaf in leaves.items() if leaf.kind in ARRAYS)
+    sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
     known: dict[tuple[object, ...], tuple[OrbaxProcessCost, ...]] = {}

@@ -16,7 +16,7 @@ from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import nearest, some
+from orbax_safetensors.format.names import by_same, nearest, some
 from orbax_safetensors.leaves import Asked, Target, asked, target
 from orbax_safetensors.trees import empty_nodes, flatten
 
@@ -103,6 +103,7 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
     """
     structure, leaves, args = _flattened(item, restore_args)
+    leaves, args = by_same(leaves, checkpoint.leaves), by_same(args, checkpoint.leaves)
     wanted = dict(_without_placeholders(leaves, args))
     if restore_args is not None:
         beyond: Set[str] = set() if partial else args.keys() - leaves.keys()

@@ -11,7 +11,7 @@ import safetensors
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import find_faults
 from orbax_safetensors.io import local
-from tests.files import DTYPES, open_files, random_bits, write, write_indexed
+from tests.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
 A, B, C = (random_bits(RNG, shape, np.dtype("f4")) for shape in ((4, 3), (5,), ()))
@@ -104,7 +104,6 @@ def corrupt(path):
 
 
 FAULTS = {
-    "nothing there": (lambda d: None, ost.MissingError, "holds no .safetensors file"),
     "truncated": (
         lambda d: (write(d / "x.safetensors", {"a": A}), corrupt(d / "x.safetensors")),
         ost.HeaderError,
@@ -181,6 +180,12 @@ def test_a_fault_is_one_typed_error(tmp_path, make, error, message):
     assert {type(fault) for fault in find_faults(tmp_path)} == {error}
 
 
+def test_an_empty_directory_has_no_faults_but_is_an_error(tmp_path):
+    for call in (ost.open_checkpoint, find_faults):
+        with pytest.raises(ost.StorageError, match="holds no .safetensors file"):
+            call(tmp_path)
+
+
 def test_an_unreadable_file(tmp_path, monkeypatch):
     """Refused by the system call, because root, as whom tests may run, reads every file."""
     write(tmp_path / "x.safetensors", {"a": A})
@@ -216,10 +221,8 @@ def test_no_such_path_and_remote_paths(tmp_path):
 def test_no_descriptor_stays_open(tmp_path):
     write(tmp_path / "x.safetensors", {"a": A})
     corrupt(tmp_path / "x.safetensors")
-    before = open_files()
-    with pytest.raises(ost.HeaderError):
+    with nothing_left(tmp_path), pytest.raises(ost.HeaderError):
         ost.open_checkpoint(tmp_path)
-    assert open_files() == before
 
 
 def test_an_unknown_tensor(tmp_path):

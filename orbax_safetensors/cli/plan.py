@@ -58,8 +58,9 @@ partitions:
   those of the stored tensors, with --family the paths of the leaves. AXES has
   an entry for each dimension, separated by commas: a mesh axis, several joined
   by +, or - (or nothing) where the dimension is not sharded. Dimensions at the
-  end may be left out. Arrays that no --spec matches are replicated. A --spec
-  that is used for no array is an error.
+  end may be left out. Arrays that no --spec matches are replicated, and so,
+  with a warning, are those of fewer dimensions than AXES. A --spec that is
+  used for no array is an error.
 
   Without any --spec, every mesh axis in turn shards the first dimension whose
   shards so far it divides, or none. So all shards are even. With --family that
@@ -107,7 +108,8 @@ checkpoints of Orbax:
   The last table has the leaves whose chunks make processes read more than 1.1
   times what they need, with the chunks that they have, and instead those with
   which nothing else is read. The command below it stores them so. It takes one
-  --mesh, and no --family, --save, --files or --picture. Axes have to divide.
+  --mesh, and no --family, --save, --files or --picture. Arrays that AXES do
+  not divide are replicated, with a warning.
 
 saving:
   With --save what is planned is a save of that tree, sharded like that, into

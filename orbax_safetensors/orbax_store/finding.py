@@ -89,7 +89,7 @@ def find(path: epath.Path) -> Found:
     unfinished = [
         name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
     ]
-    found = f"; {unfinished} were never finished" if unfinished else ""
+    found = f"; {unfinished} were never finished" if unfinished else ", and no .safetensors file"
     raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
 
 

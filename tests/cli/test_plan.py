@@ -109,7 +109,10 @@ def test_shards_that_do_not_divide(cli, single):
         (["--mesh", "x=2", "--spec", "(=x"], "argument --spec: '(' is not a regular expression"),
         (["--mesh", "x=2", "--spec", "kernel=y"], "the mesh has no axis 'y', it has x"),
         (["--mesh", "x=2", "--spec", "nothing=x"], "--spec: 'nothing' is found in none of the"),
-        (["--mesh", "x=2", "--spec", "0.bias=-,x"], "is for 2 dimensions, the array 'layer.0.bias' has 1: (48,)"),
+        (
+            ["--mesh", "x=2", "--spec", "0.bias=-,x"],
+            "'layer.0.bias' of shape (48,), sharded as -,x: expected at most 1 entries",
+        ),
     ],
 )
 def test_mistakes_are_status_2(cli, single, options, message):

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.io import arena, local
-from tests.files import DTYPES, random_bits, write, write_indexed
+from tests.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))
@@ -65,10 +65,6 @@ def names_of(tree):
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def descriptors_and_threads():
-    return os.listdir("/proc/self/fd"), [thread.name for thread in threading.enumerate()]
 
 
 def restore_alone(directory, item, **kwargs):
@@ -376,10 +372,8 @@ MISFITS = {
 
 @pytest.mark.parametrize(("item", "message"), MISFITS.values(), ids=MISFITS)
 def test_an_item_that_does_not_fit(directory, item, message):
-    before = descriptors_and_threads()
-    with pytest.raises(ost.TensorMismatchError, match=message):
+    with nothing_left(directory), pytest.raises(ost.TensorMismatchError, match=message):
         restore_alone(directory, item, partial_restore="not in the tree" not in message)
-    assert descriptors_and_threads() == before
 
 
 MISFIT_ARGS = {
@@ -687,21 +681,14 @@ def test_arrays_are_not_mapped_unless_asked(tmp_path, checkpointer, mesh):
         assert str(tmp_path) not in maps.read()
 
 
-def record_events(monkeypatch):
-    found = {}
-    jax.monitoring.register_scalar_listener(lambda name, value, **_: found.update({name: value}))
-    return found
-
-
-def test_replicas_are_read_once_and_share_one_buffer(tmp_path, checkpointer, mesh, monkeypatch):
+def test_replicas_are_read_once_and_share_one_buffer(tmp_path, checkpointer, mesh, scalars):
     array = random_bits(RNG, (64, 64), np.dtype("f4"))
     write(tmp_path / "x.safetensors", {"w": array})
-    found = record_events(monkeypatch)
     restored = checkpointer.restore(tmp_path, item={"w": struct(array, NamedSharding(mesh, P()))})["w"]
     assert len(addresses(restored)) == 1
-    assert found["/jax/orbax/read/safetensors/bytes_read"] == array.nbytes
-    assert found["/jax/orbax/read/safetensors/num_reads"] == 1
-    assert found["/jax/orbax/read/safetensors/storage_reads"] == 1
+    assert scalars["/jax/orbax/read/safetensors/bytes_read"] == array.nbytes
+    assert scalars["/jax/orbax/read/safetensors/num_reads"] == 1
+    assert scalars["/jax/orbax/read/safetensors/storage_reads"] == 1
 
 
 def test_one_line_is_logged(directory, checkpointer, caplog):
@@ -750,11 +737,10 @@ def test_a_read_that_fails_is_one_error_and_leaves_nothing(directory, mesh, monk
             raise OSError(errno.EIO, "Input/output error")
         return real(descriptor, buffers, offset)
 
-    before = descriptors_and_threads()
     monkeypatch.setattr(local.os, "preadv", fail_later)
-    with pytest.raises(ost.StorageError, match=r"model-0000.*: reading .* failed: Input/output error"):
+    message = r"model-0000.*: reading .* failed: Input/output error"
+    with nothing_left(directory), pytest.raises(ost.StorageError, match=message):
         restore_alone(directory, sharded_item(mesh))
-    assert descriptors_and_threads() == before
 
 
 def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeypatch):
@@ -827,12 +813,13 @@ def test_a_file_that_changes_while_it_is_read(directory, mesh, monkeypatch, chan
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(local.os, "preadv", change_it)
-    before = descriptors_and_threads()
-    with pytest.raises(
-        ost.StorageError, match=r"00001-of-00002\.safetensors: (changed while|expected .* found its end)"
+    with (
+        nothing_left(directory),
+        pytest.raises(
+            ost.StorageError, match=r"00001-of-00002\.safetensors: (changed while|expected .* found its end)"
+        ),
     ):
         restore_alone(directory, sharded_item(mesh))
-    assert descriptors_and_threads() == before
 
 
 def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer, monkeypatch):
