@@ -106,8 +106,9 @@ def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
     values: dict[int, Any] = {}
     with filling(decided.checkpoint, options) as fillings:
         # First, so that whoever fails to read what it alone needs leaves nobody waiting.
-        with collectives.ended_by_sigterm():
-            values |= _exchanged(fillings, decided)
+        if decided.batches:
+            with collectives.ended_by_sigterm():
+                values |= _exchanged(fillings, decided)
         rest = [at for at in range(len(targets)) if at not in values]
         values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
     return [values[at] for at in range(len(targets))]

@@ -42,6 +42,8 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
     filled = iter(filling.fill(own))
     values = [next(filled) if among is None or process in among else None for among in reading]
     spread = [at for at, among in enumerate(reading) if among is not None]
+    if not spread:
+        return values
     with collectives.ended_by_sigterm():
         sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
         jax.block_until_ready(sent)

@@ -20,13 +20,13 @@ def directory(tmp_path):
 
 @pytest.mark.parametrize("what", ["exchanged", "broadcast"])
 def test_many_leaves_are_restored(what, directory):
-    wrong = launch(f"tests.multiprocess.workers_programs:{what}", directory, processes=2, devices=4, timeout=60)
+    wrong = launch(f"tests.multiprocess.workers_programs:{what}", directory, processes=2, devices=4)
     assert wrong == [[], []]
 
 
 def test_many_leaves_are_saved_whole(s3):
     job = {"url": f"{s3.url}/x", "options": s3.options}
-    assert launch("tests.multiprocess.workers_programs:saved", job, processes=2, devices=4, timeout=60) == [[], []]
+    assert launch("tests.multiprocess.workers_programs:saved", job, processes=2, devices=4) == [[], []]
 
 
 @pytest.mark.parametrize("where", ["agreement", "devices"])

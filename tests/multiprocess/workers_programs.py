@@ -51,11 +51,12 @@ def saved(job: dict[str, Any]) -> list[str]:
     sharding = NamedSharding(_mesh(), P(None, ("x", "y")))
     tree = {
         name: jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index])
-        for name, host in tensors().items()
+        for name, host in list(tensors().items())[:104]  # each is a request
     }
     plan = api.plan_save(tree, directory=job["url"], metadata=None, max_file_bytes=10**9, options=options)
     api.write(plan, Shards.copied(plan), job["url"])
-    return _wrong(job["url"], sharding, options)
+    restored = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(tree))
+    return _different(restored)
 
 
 def waits_for_agreement(directory: str) -> None:
@@ -95,7 +96,13 @@ def _end(victim: int) -> None:
 def _wrong(directory: str | Path, sharding: NamedSharding, options: ost.SafetensorsOptions, args: Any = None) -> Any:
     item = {name: jax.ShapeDtypeStruct(host.shape, host.dtype, sharding=sharding) for name, host in tensors().items()}
     restored = ost.SafetensorsHandler(options=options).restore(directory, ost.SafetensorsRestore(item, args))
-    return [f"{name} {shard}" for name, host in tensors().items() for shard in different_shards(restored[name], host)]
+    assert len(restored) == LEAVES
+    return _different(restored)
+
+
+def _different(restored: dict[str, jax.Array]) -> list[str]:
+    expected = tensors()
+    return [f"{name} {shard}" for name, array in restored.items() for shard in different_shards(array, expected[name])]
 
 
 def _mesh() -> Mesh:
