@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
 from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.json_reader import JsonReader

@@ -124,7 +124,7 @@ class JsonReader:
         numbers: list[int] = []
         for _ in self.items():
             while match := _integers.match(self.text, self.at):
-                numbers += map(int, match[0][:-1].split(","))
+                numbers += map(int, match[0].rstrip()[:-1].split(","))
                 self.at = match.end()
             value = self.scalar()
             if type(value) is not int:
