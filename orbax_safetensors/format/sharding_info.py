@@ -4,6 +4,7 @@ PyTorch's distributed checkpoints (`torch.distributed.checkpoint.HuggingFaceStor
 write a file for each rank, and say in its metadata at which offsets of the whole tensors its own begin.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 
@@ -48,11 +49,12 @@ def _read(text: str, header: Header) -> dict[str, tuple[int, ...]]:
             continue
         excerpt, rank = reader.excerpt, len(header.tensors[name].shape)
         start: tuple[int, ...] | None = None
-        for key in reader.members():
-            if key == _OFFSETS:
-                start = reader.integers()
-            else:
-                reader.skip(_DEPTH + 1)
+        with contextlib.suppress(ValueError):
+            for key in reader.members():
+                if key == _OFFSETS:
+                    start = reader.integers()
+                else:
+                    reader.skip(_DEPTH + 1)
         if start is None or len(start) != rank or min(start, default=0) < 0:
             raise ValueError(f"{shown(name)}: expected {rank} {_OFFSETS}, found {excerpt}")
         offsets[name] = start
