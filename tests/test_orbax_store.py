@@ -1,6 +1,7 @@
 """Orbax checkpoints as a source and as a sink, with Orbax's own handlers as the oracle in both directions."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -279,6 +280,8 @@ def test_a_copy_is_the_same_checkpoint(name, tmp_path):
 def file_names(root):
     """Names of files, but for those that OCDBT chooses at random, of which there may be any number."""
     names = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    if ocp.__version__.startswith("0.11."):  # writes it on Google Cloud Storage only
+        names = {name for name in names if not name.endswith("commit_success.txt")}
     return {re.sub(r"(^|/)d/[0-9a-f]{32}$", r"\1d/*", name) for name in names}
 
 
@@ -780,7 +783,7 @@ def test_a_deletion_that_is_cut_short(tmp_path, left, ocdbt, monkeypatch):
             nonlocal deletions
             deletions += 1
             if deletions > left:
-                raise OSError("killed")
+                raise OSError(errno.EIO, "killed")
             return function(path, **more)
 
         return deletes

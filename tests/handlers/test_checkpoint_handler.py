@@ -512,7 +512,7 @@ def test_the_layout_of_a_described_array(directory, checkpointer, mesh):
 
 
 def test_eval_shape_under_a_mesh(tmp_path, checkpointer):
-    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     write(tmp_path / "x.safetensors", {"w": W})
     with jax.set_mesh(mesh):
         item = jax.eval_shape(lambda: {"w": jnp.zeros(W.shape, W.dtype, out_sharding=P("x", "y"))})
