@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, TensorMismatchError
+from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
