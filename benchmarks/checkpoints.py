@@ -5,9 +5,11 @@ Nothing here uses the package that is measured.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -191,6 +193,22 @@ def _ends(config: Mapping[str, Any]) -> Tensors:
 def _feed_forward(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
     shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
     return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def add_directory(parser: argparse.ArgumentParser) -> None:
+    """Adds `--directory`, where checkpoints go; one that is not there ends the program with one line."""
+
+    def existing(text: str) -> Path:
+        if not os.path.isdir(text):
+            raise SystemExit(f"--directory {text}: is not a directory")
+        return Path(text)
+
+    parser.add_argument(
+        "--directory",
+        type=existing,
+        default=Path(tempfile.gettempdir()),
+        help="where checkpoints go (default: %(default)s)",
+    )
 
 
 def write(directory: Path, tensors: Tensors, *, files: int) -> None:

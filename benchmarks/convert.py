@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore
-from checkpoints import llama, write
+from checkpoints import add_directory, llama, write
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from loaders import fresh, memory
 from models import map_tensors
@@ -350,7 +350,7 @@ def maxtext(directory: Path, rounds: int, sizes: dict[str, int], console: Consol
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    add_directory(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of a small model; only a miss of memory fails")
     parser.add_argument("--json", type=Path, help="file for all that was measured")

@@ -20,7 +20,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import add_directory
 from rich.console import Console
 from rich.table import Table
 
@@ -168,7 +168,7 @@ def show(found: list[list[dict[str, Any]]], nbytes: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where the checkpoint goes")
+    add_directory(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--streams", type=int, default=4, help="requests that each process has in flight at once")

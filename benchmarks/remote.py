@@ -19,7 +19,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.parse
 import urllib.request
@@ -34,7 +33,7 @@ sys.path.append(os.fspath(Path(__file__).parents[1]))
 import jax
 import loaders
 import numpy as np
-from checkpoints import llama, warm, write
+from checkpoints import add_directory, llama, warm, write
 from restore import PACKAGE, Runs, seconds, versions
 from rich.console import Console
 from rich.table import Table
@@ -376,7 +375,7 @@ def in_rounds(runs: Runs, client: str) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where the checkpoint goes")
+    add_directory(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round of 0.1 GB: shows that everything runs")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="SCENARIO")

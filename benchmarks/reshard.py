@@ -33,7 +33,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from checkpoints import read_tensors
+from checkpoints import add_directory, read_tensors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from loaders import EVENT_BYTES_READ, fresh, memory
 from models import DTYPES, map_tensors
@@ -272,7 +272,7 @@ def safetensors(directory: Path, rounds: int, nbytes: int, console: Console) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
+    add_directory(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of a small model")
     parser.add_argument("--json", type=Path, help="file for all that was measured")

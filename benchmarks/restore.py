@@ -330,7 +330,7 @@ def main() -> int:
 def measure_all(scenarios: dict[str, Scenario], make: Callable[[Path, bool], None], description: str) -> int:
     """What the command line asks for. Returns 1 where this package failed, else 0."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
+    checkpoints.add_directory(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round of 0.1 GB: shows that everything runs")
     parser.add_argument("--only", nargs="+", choices=scenarios, default=list(scenarios), metavar="SCENARIO")

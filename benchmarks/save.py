@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from checkpoints import Tensor, Tensors, llama
+from checkpoints import Tensor, Tensors, add_directory, llama
 from loaders import anonymous, memory
 from restore import Runs, Target, at_least, at_most, seconds, versions
 from rich.console import Console
@@ -407,7 +407,7 @@ def show(scenario: Scenario, runs: Runs, console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
+    add_directory(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round of 0.1 GB: shows that everything runs")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="SCENARIO")

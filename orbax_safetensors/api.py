@@ -14,6 +14,7 @@ import numpy as np
 from orbax_safetensors import cooperative, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
+from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.exchanges import exchangeable
@@ -22,10 +23,11 @@ from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
 from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.index_check import Extent, index_faults
 from orbax_safetensors.orbax_store.trust import read_note
 from orbax_safetensors.plan.report import RestorePlan
-from orbax_safetensors.planning import may_exchange, no_collection, planned
+from orbax_safetensors.planning import exchanges, no_collection, planned
 from orbax_safetensors.processes import first, new_key
 from orbax_safetensors.save_index import NO_INDEX, IndexAs
 from orbax_safetensors.saved_tree import saved_tree
@@ -135,7 +137,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
                 "commit, which is in the path of open_checkpoint"
             )
         return True
-    return may_exchange(options, path) and any(map(exchangeable, everywhere))
+    return exchanges(options) and any(map(exchangeable, everywhere))
 
 
 def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:
@@ -264,9 +266,14 @@ def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list
     that index has to be in a tensor.
 
     Data is not read: the format has no checksums, so any bytes are valid. `path` is as for `open_checkpoint`, and of
-    `options`, `storage_options` count.
+    `options`, `storage_options` count. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
+    checked. Of that, each array has to open, and chunks are not read.
+
+    Raises `StorageError` if there is no checkpoint, or one that was never finished.
     """
     storage_options = (options or SafetensorsOptions()).storage_options
+    if is_orbax(place(path), storage_options):
+        return find_step_faults(path)
     faults = find_faults(path, storage_options)
     return faults or _index_faults(path, storage_options)
 

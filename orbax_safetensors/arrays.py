@@ -37,9 +37,10 @@ def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tupl
 
     Raises `TensorMismatchError` where JAX cannot shard the shape that way.
     """
+    _check_entries(sharding, shape)
     try:
         indices = sharding.addressable_devices_indices_map(shape)
-    except (ValueError, IndexError) as error:  # an IndexError where the spec has more entries than the shape
+    except (ValueError, IndexError) as error:
         raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
     return tuple(dict.fromkeys(box_of(index, shape) for index in indices.values()))
 
@@ -109,6 +110,7 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> lis
     A dimension that does not divide is cut as XLA cuts it: equal blocks, rounded up, of which the last may be short or
     empty. Raises `TensorMismatchError` where the sharding does not fit the shape.
     """
+    _check_entries(sharding, shape)
     if isinstance(sharding, jax.sharding.NamedSharding):
         return _named_boxes(sharding, shape)
     try:
@@ -143,11 +145,17 @@ def is_abstract(sharding: jax.sharding.Sharding) -> bool:
     return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
 
 
+def _check_entries(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> None:
+    """Raises `TensorMismatchError` if a partition has more entries than the shape has dimensions."""
+    if isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.spec) > len(shape):
+        raise TensorMismatchError(
+            f"shape {shape} cannot be sharded as {sharding.spec}: expected a partition of at most {len(shape)} entries"
+        )
+
+
 def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     """The box of each device of a mesh, in the order of the mesh."""
     sizes = dict(sharding.mesh.shape)
-    if len(sharding.spec) > len(shape):
-        raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding.spec}: it has too few dimensions")
     places = {axis: place for place, axis in enumerate(sizes)}
     coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T
     ranges = []

@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
@@ -202,10 +202,15 @@ def read_checkpoint(path: str | os.PathLike[str], storage_options: Mapping[str, 
 def find_faults(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> list[SafetensorsError]:
-    """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first."""
+    """Everything for which `read_checkpoint` would refuse a checkpoint, where it stops at the first.
+
+    Raises `StorageError` if there is no checkpoint, or nothing can be said of it.
+    """
     faults: list[SafetensorsError] = []
     try:
         _open(path, storage_options, faults.append)
+    except StorageError:
+        raise
     except SafetensorsError as fault:
         faults.append(fault)
     return faults
@@ -220,7 +225,11 @@ def _open(
     store, path = store_of(path, storage_options)
     paths, index = _files(store, path, report)
     files = []
+    # Nothing but the caller, or the usual name, says that there is such a file.
+    assumed = paths == [path] or (index is None and not store.lists)
     for stored_or_fault in _read_headers(store, paths):
+        if assumed and isinstance(stored_or_fault, StorageError):
+            raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
             report(stored_or_fault)
         else:
@@ -308,11 +317,11 @@ def _file_names(
     present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     if index is None:
         if not present:
-            raise StorageError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
+            raise MissingError(f"{path}: holds no {SUFFIX} file and no *{INDEX_SUFFIX}")
         return present
     there = set(names)
     for name in sorted(set(index.files) - there):
-        report(StorageError(f"{posixpath.join(path, name)}: is named by the index and missing"))
+        report(MissingError(f"{posixpath.join(path, name)}: is named by the index and missing"))
     if unnamed := sorted(set(present) - set(index.files)):
         logger.info("%s: the index does not name these files, they are ignored: %s", path, ", ".join(unnamed))
     return [name for name in index.files if name in there]

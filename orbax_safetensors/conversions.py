@@ -14,6 +14,7 @@ import numpy as np
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.io.paths import SCHEMES, as_text, is_url
@@ -184,7 +185,7 @@ def _safetensors_to_orbax(
     checkpoint = mapped(read_checkpoint(path), family, variant, complete=True, dequantize=True)
     found = registry.find(family, read_config(checkpoint))
     dtypes = casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
-    sharding.check_used(checkpoint.leaves)
+    sharding.check((name, view.shape) for name, view in checkpoint.leaves.items())
     around = envelope(found, variant)
     above = around.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
@@ -223,7 +224,7 @@ def _reshard_orbax(asked: Asked, sharding: Partition | None, compression: bool) 
     stored = {array: (items[name], own) for array, (name, own) in names.items()}
     source = OrbaxSource(step, stored, asked.memory_bytes)
     cut = sharding or partition(None, None)
-    cut.check_used(own for _, own in names.values())
+    cut.check((own, item.leaves[own].shape) for item, own in stored.values())
 
     def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
         if facts.kind not in ARRAYS:
@@ -316,7 +317,7 @@ def _reshard_safetensors(asked: Asked, sharding: Partition | None, max_file_byte
         )
         files = layouts.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:
-        sharding.check_used(stored)
+        sharding.check((name, shape) for name, (_, shape) in stored.items())
         boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
         for name, (dtype, shape) in stored.items():
             if dtype.bits < 8 and sharding.shard(name, shape) != shape:
@@ -345,17 +346,19 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
         raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
 
 
-def is_orbax(path: str) -> bool:
+def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
     if is_remote(path):
-        store, path = store_of(path, None)
+        if path.endswith(SUFFIX):  # who may read an object may not be allowed to list what is beside it
+            return False
+        store, path = store_of(path, storage_options)
         names = store.list(path)
     else:
         try:
             names = os.listdir(path) if os.path.isdir(path) else None
         except OSError as error:
             raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
-    return names is not None and not any(name.endswith(SUFFIX) for name in names)
+    return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
@@ -372,7 +375,8 @@ def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
 def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
     """The leaves to store as tensors, and the names of their arrays.
 
-    Of MaxText, parameters only, which families have below `params`, training states below `params.params`.
+    Of MaxText, parameters only, which families have below `params`. Its training states have them below
+    `params.params`, those of NNX below `params`, and the state of an NNX model by themselves.
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
     if not maxtext:
@@ -383,5 +387,7 @@ def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
             if lost:
                 logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
         return {name: name for name in names}
-    above = "params." if any(name.startswith("params.params.") for name in names) else ""
-    return {name.removeprefix(above): name for name in names if name.startswith(f"{above}params.")}
+    for above in ("params.params.", "params.", ""):
+        if parameters := [name for name in names if name.startswith(above)]:
+            break
+    return {f"params.{name.removeprefix(above)}": name for name in parameters}

@@ -147,8 +147,9 @@ def reshard(
       mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
       spec: by pattern (`re.search`) of a name, that which an array has in its item, for each leading dimension of the
         array the axis that shards it, several in a tuple, or None. The first pattern counts that is found in a name,
-        and arrays that none is found in are not sharded; each has to count for one. Axes must divide the dimensions,
-        as JAX wants it. A `PartitionSpec` says it as well.
+        and arrays that none is found in are not sharded. Axes have to divide the dimensions, as JAX wants it: arrays
+        that a pattern does not fit are left whole, with a warning, and each pattern has to fit one. A `PartitionSpec`
+        says it as well.
       like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
         `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.

@@ -1,8 +1,8 @@
 """Restoring together: what several processes need is read once, in parts, and sent from device to device.
 
-The leaves for which that pays, as `exchanges` finds, take this way, and all others the direct one. All processes agree
-on them once each has opened the checkpoint. Then in batches: every process reads its parts, all processes agree that
-none has failed, and the devices exchange the parts.
+With `SafetensorsOptions(cooperative=True)`, the leaves for which that saves bytes, as `exchanges` finds, take this way,
+and all others the direct one. All processes agree on them once each has opened the checkpoint. Then in batches: every
+process reads its parts, all processes agree that none has failed, and the devices exchange the parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from orbax_safetensors import arrays, replicas
+from orbax_safetensors import arrays, collectives, replicas
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.exchanges import Way, reading, spec
 from orbax_safetensors.leaves import Target
@@ -67,7 +67,10 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
         return Decided(*resolve())
     earlier = _left.copy()
     try:
-        decided = together(f"{key}/decided", lambda: _decided(*resolve(), options, key), _facts, otherwise=_OTHERWISE)
+        with collectives.ended_by_sigterm():
+            decided = together(
+                f"{key}/decided", lambda: _decided(*resolve(), options, key), _facts, otherwise=_OTHERWISE
+            )
     finally:
         _left.add(key)
     for one in earlier:
@@ -78,7 +81,7 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
 
 def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions, key: str) -> Decided:
     chosen = dealt(checkpoint, request.targets, None, options).chosen
-    ways = {at: found.way for at, found in enumerate(chosen) if found is not None}
+    ways = {at: way for at, way in enumerate(chosen) if way is not None}
     leaves = {at: request.targets[at] for at in ways}
     numbers = list(leaves)
     groups = in_file_order(checkpoint, list(leaves.values()))
@@ -92,7 +95,7 @@ def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptio
 
 
 def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
-    """Fills the targets of a request with what this process holds of them, with all other processes where that pays.
+    """Fills the targets of a request with what this process holds of them, with all other processes if they agreed.
 
     Raises:
       TensorMismatchError: a cast that nobody asked for would change values.
@@ -103,7 +106,9 @@ def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
     values: dict[int, Any] = {}
     with filling(decided.checkpoint, options) as fillings:
         # First, so that whoever fails to read what it alone needs leaves nobody waiting.
-        values |= _exchanged(fillings, decided)
+        if decided.batches:
+            with collectives.ended_by_sigterm():
+                values |= _exchanged(fillings, decided)
         rest = [at for at in range(len(targets)) if at not in values]
         values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
     return [values[at] for at in range(len(targets))]
@@ -121,10 +126,9 @@ def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
         before = f"{decided.key}/{number}"
         # Until then the parts of the batch before are in the devices' memory.
         jax.block_until_ready(sent)
-        sent = []
-        for at, leaf, part in zip(batch, leaves, parts, strict=True):
-            values[at] = _shards(*leaf, part)
-            sent.append(values[at])
+        sent = collectives.start(partial(_shards, *leaf, part) for leaf, part in zip(leaves, parts, strict=True))
+        values |= zip(batch, sent, strict=True)
+    jax.block_until_ready(sent)
     return values
 
 

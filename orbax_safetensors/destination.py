@@ -1,14 +1,18 @@
-"""The directory of an object store that a save goes to: what may be there before, and what becomes of it.
+"""The directory that a save goes to: what may be there before, and what becomes of it.
 
-A file system gives a save a directory of its own, which takes its name when it is whole. Objects have theirs from the
-beginning, and one that is written replaces another without a word: files that an earlier save has left beside those of
-this one, perhaps under an index that names neither, would make a checkpoint that nobody saved.
+On a file system, `ocp.Checkpointer` gives a save a directory of its own, which takes its name when it is whole. Objects
+have their names from the beginning, and so do the files of a handler that is called without a checkpointer. Files that
+an earlier save has left beside those of this one, perhaps under an index that names neither, would make a checkpoint
+that nobody saved.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal
+
+import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint import SUFFIX
 from orbax_safetensors.errors import StorageError
@@ -27,6 +31,11 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
 
     Raises `StorageError` where there is one and nobody has asked to delete it, or where nothing can be written.
     """
+    if not store.whole:  # a file system
+        _check_text(directory)
+        # What a killed save has left in a temporary directory Orbax deletes, perhaps in the background after this.
+        if not os.path.isdir(directory) or ocp.path.atomicity.TMP_DIR_SUFFIX in directory:
+            return
     if not store.writes:
         raise StorageError(f"{directory}: {READ_ONLY}")
     if existing == "deleted":
@@ -35,10 +44,18 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
     names = store.list(directory) or []
     in_the_way = names if existing == "refused" else _of_checkpoints(names)
     if in_the_way:
-        raise StorageError(
-            f"{directory}: already exists, and holds {some(in_the_way)}; save elsewhere, or with force=True, which "
-            "deletes all that is there"
-        )
+        instead = "delete these files, or save elsewhere"
+        if existing == "refused":
+            instead = "save elsewhere, or with force=True, which deletes all that is there"
+        raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}; {instead}")
+
+
+def _check_text(directory: str) -> None:
+    """Orbax writes a checkpoint's path into a file once all else is written, and fails if the path is not text."""
+    try:
+        directory.encode()
+    except UnicodeEncodeError as error:
+        raise StorageError(f"{directory}: nothing can be saved at a path that is not UTF-8") from error
 
 
 def _of_checkpoints(names: Sequence[str]) -> list[str]:

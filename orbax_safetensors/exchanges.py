@@ -1,9 +1,6 @@
-"""Which leaves of a restore had better be read in parts that devices exchange, rather than by every process that needs
-them: what-if plans, made of facts that all processes have, so that all choose the same.
+"""How the leaves of a restore are read in parts that devices exchange, where that saves bytes.
 
-The cost of either way is that of its slowest process. A store says what bytes and requests cost; what devices receive
-from one another is taken to come at `LINK_BYTES_PER_SECOND`, and a program that sends it costs `LAUNCH_SECONDS` for
-every leaf and `COMPILE_SECONDS` for leaves that are alike.
+All processes find the same, because they find it by facts that all of them have: shardings, headers, options.
 """
 
 from __future__ import annotations
@@ -18,23 +15,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from orbax_safetensors import arrays
 from orbax_safetensors.advice import axes_of, deal, form
-from orbax_safetensors.io.store import Cost, Pace
+from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Asked, Target
 from orbax_safetensors.plan.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Location
-from orbax_safetensors.plan.report import Leaf, ProcessCost, restore_plan
+from orbax_safetensors.plan.report import Leaf, restore_plan
 from orbax_safetensors.plan.tiling import storage_order
 from orbax_safetensors.plan.view import Box
 
-# What a device receives from devices of other hosts, where several share a card of 100 to 400 Gbit/s. Links between
-# accelerators are faster by far.
-LINK_BYTES_PER_SECOND = 2.0**32
-# To start one program on many devices.
-LAUNCH_SECONDS = 2.0**-10
-# A program of a few moves, which XLA compiles once for leaves of one shape and sharding.
-COMPILE_SECONDS = 0.25
-# Processes for which either way is planned before one is chosen, from the first to the last. Others are much the same.
+# Processes for which reads are planned before a way is chosen, from the first to the last. Others are much the same.
 SOME_PROCESSES = 16
 
 Boxes = Sequence[tuple[Box, ...]]  # for every process
@@ -63,14 +53,6 @@ class Way:
         return Way(exchange, owners, boxes, exchange.received(owners))
 
 
-@dataclass(frozen=True, eq=False)
-class Exchanged:
-    """A leaf that fewer bytes are read of where devices exchange them; `worthwhile` where that takes less time."""
-
-    way: Way
-    worthwhile: bool
-
-
 def exchangeable(leaf: Asked | Target) -> bool:
     """Whether the devices of a leaf can exchange parts of it at all."""
     sharding = leaf.sharding
@@ -83,16 +65,15 @@ def exchangeable(leaf: Asked | Target) -> bool:
 
 
 class Chooser:
-    """Finds the leaves of a restore that it pays to exchange."""
+    """Finds the leaves of a restore of which fewer bytes are read where devices exchange parts."""
 
     def __init__(
-        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, cost: Cost, pace: Pace
+        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, pace: Pace
     ) -> None:
-        """`cost` and `pace` are those of the store; the others are the arguments of `restore_plan`."""
+        """`pace` is that of the store; the others are the arguments of `restore_plan`."""
         self._locate = locate
         self._files = files
         self._process_count = process_count
-        self._cost = cost
         self._pace = pace
         self._ways: dict[Hashable, list[Way]] = {}
         count = min(process_count, SOME_PROCESSES)
@@ -103,7 +84,7 @@ class Chooser:
         leaves: Sequence[Leaf],
         shardings: Sequence[Sharding | None],
         owners: Sequence[tuple[int, ...] | None],
-    ) -> list[Exchanged | None]:
+    ) -> list[Way | None]:
         """For each leaf how it is exchanged, None where that saves no bytes.
 
         `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
@@ -118,13 +99,13 @@ class Chooser:
                     for leaf in (leaves[at],)
                 )
                 kinds.setdefault(key, []).append(group)
-        out: list[Exchanged | None] = [None] * len(leaves)
+        out: list[Way | None] = [None] * len(leaves)
         for groups in kinds.values():
             ways = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
-            best = self._best([leaves[at] for at in groups[0]], ways, len(groups))
+            best = self._best([leaves[at] for at in groups[0]], ways)
             for group in groups if best else ():
-                for at, found in zip(group, best, strict=True):
-                    out[at] = found
+                for at, way in zip(group, best, strict=True):
+                    out[at] = way
         return out
 
     def _of_leaf(self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
@@ -143,25 +124,21 @@ class Chooser:
             self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
         return self._ways[key]
 
-    def _best(self, leaves: list[Leaf], ways: list[list[Way]], count: int) -> list[Exchanged]:
-        """The fastest way to exchange leaves of which there are `count` alike; empty where none saves bytes."""
-        direct = self._costs(leaves, [None] * len(leaves))
-        out: list[Exchanged] = []
-        fastest = inf
+    def _best(self, leaves: list[Leaf], ways: list[list[Way]]) -> list[Way]:
+        """The way in which the slowest process reads least of leaves; empty where none saves bytes."""
+        direct = sum(self._read_bytes(leaves, [None] * len(leaves)))
+        least = inf
+        out: list[Way] = []
         for number in range(max(map(len, ways))):
             tried = [own[min(number, len(own) - 1)] for own in ways]
-            costs = self._costs(leaves, [way.boxes for way in tried])
-            received = sum(way.received * leaf.dtype.itemsize for way, leaf in zip(tried, leaves, strict=True))
-            seconds = self._seconds(costs) + received / LINK_BYTES_PER_SECOND + len(leaves) * LAUNCH_SECONDS
-            if _read_bytes(costs) < _read_bytes(direct) and seconds < fastest:
-                fastest = seconds
-                saved = count * (self._seconds(direct) - seconds) - len(leaves) * COMPILE_SECONDS
-                out = [Exchanged(way, saved > 0) for way in tried]
+            read = self._read_bytes(leaves, [way.boxes for way in tried])
+            if sum(read) < direct and max(read) < least:
+                least, out = max(read), tried
         return out
 
-    def _costs(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> tuple[ProcessCost, ...]:
-        """What some of the processes read of leaves, directly or in parts."""
-        return restore_plan(
+    def _read_bytes(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> list[int]:
+        """The bytes that each of some processes reads of leaves, directly or in parts."""
+        plan = restore_plan(
             [
                 replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if own is None else self._of_some(own))
                 for leaf, own in zip(leaves, parts, strict=True)
@@ -172,22 +149,11 @@ class Chooser:
             max_gap_bytes=self._pace.max_gap_bytes,
             threads=1,
             max_request_bytes=self._pace.max_request_bytes,
-        ).processes
+        )
+        return [cost.read_bytes for cost in plan.processes]
 
     def _of_some(self, boxes: Boxes) -> Boxes:
         return [boxes[process] for process in self._some]
-
-    def _seconds(self, costs: Sequence[ProcessCost]) -> float:
-        """How long the slowest process reads, with as many requests at once, taking turns, as on most hosts."""
-        return max(
-            (cost.num_requests * self._cost.request_seconds + cost.read_bytes / self._cost.bytes_per_second)
-            / self._cost.usual_requests
-            for cost in costs
-        )
-
-
-def _read_bytes(costs: Sequence[ProcessCost]) -> int:
-    return sum(cost.read_bytes for cost in costs)
 
 
 def reading(exchange: Exchange, devices: np.ndarray | None = None) -> NamedSharding:

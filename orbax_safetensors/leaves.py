@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,8 +17,11 @@ from jax.experimental.layout import Format, Layout
 from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
 from orbax_safetensors.plan.view import Box, View
+
+# The types of NumPy's scalars that tensors can have: not `np.number` and the like, which are none of one dtype.
+_SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
 
 # The most dimensions that NumPy has, and the longest one.
 _MAX_RANK = 64
@@ -35,10 +38,11 @@ class Target:
       shape: global shape of the leaf; where it differs from the view's, the view is cut or padded with zeros at the
         end of each dimension.
       dtype: of the leaf.
-      kind: `jax.Array`, `np.ndarray`, or the Python scalar type that is returned.
+      kind: `jax.Array`, `np.ndarray`, or the scalar type of NumPy or Python that is returned.
       sharding: of a `jax.Array`; None until `targets.placed` where the caller gave none.
       lossless: the caller did not ask for this dtype, so values must survive the cast.
       broadcast: one replica of the mesh reads, the others receive from it.
+      unplaced: the caller described an array and did not say where it goes, so it is a NumPy array.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Target:
     sharding: jax.sharding.Sharding | Format | None
     lossless: bool
     broadcast: bool = False
+    unplaced: bool = False
 
     def local_boxes(self) -> tuple[Box, ...]:
         """The distinct boxes that this process fills."""
@@ -75,6 +80,9 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
         raise TensorMismatchError(f"{where}: an array of shape {view.shape} cannot be held")
     kind = _kind(leaf, args, where)
     stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
+    sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
+    if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
+        kind = np.ndarray
     dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)
     shape = _shape(view, kind, leaf, args, where)
     return Target(
@@ -83,9 +91,10 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
         shape=shape,
         dtype=dtype,
         kind=kind,
-        sharding=_sharding(len(shape), leaf, args, where) if kind is jax.Array else None,
+        sharding=sharding,
         lossless=lossless,
         broadcast=_is_broadcast(args),
+        unplaced=unplaced,
     )
 
 
@@ -128,12 +137,15 @@ def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
     """What the leaf is returned as."""
     asked: Any = args.restore_type
     if asked is not None:
-        if isinstance(asked, type) and issubclass(asked, np.generic):
-            return np.ndarray
-        if asked in (jax.Array, np.ndarray, int, float, bool):
-            return cast(type, asked)
+        if isinstance(asked, type):
+            if asked in _SCALARS:
+                return asked
+            for kind in (jax.Array, np.ndarray, bool, int, float):
+                if issubclass(asked, kind):
+                    return kind
         raise TensorMismatchError(
-            f"{where}: restore_type is {asked!r}, can be jax.Array, np.ndarray, int, float or bool"
+            f"{where}: restore_type is {asked!r}, can be jax.Array, np.ndarray, a scalar type of NumPy, int, float or "
+            "bool"
         )
     # NumPy's float64 is a float, and a bool is an int.
     if leaf is None or isinstance(leaf, np.ndarray | np.generic):
@@ -170,7 +182,9 @@ def _dtype(
 ) -> tuple[np.dtype, bool]:
     """The leaf's dtype, and whether values have to survive the way to it."""
     asked = args.dtype
-    if asked is None and kind in (jax.Array, np.ndarray):
+    if kind in _SCALARS:
+        asked = kind
+    elif asked is None and kind in (jax.Array, np.ndarray):
         asked = getattr(leaf, "dtype", None)
     dtype = held if asked is None else _checked_dtype(asked, where)
     if dtype != held and (packed := [one.name for one in stored if one.numpy is None]):
@@ -198,7 +212,7 @@ def _checked_dtype(asked: Any, where: str) -> np.dtype:
             "jax.random.wrap_key_data"
         )
     try:
-        dtype: np.dtype = np.dtype(asked)
+        dtype: np.dtype = np.dtype(asked).newbyteorder("=")
         if dtype != np.dtype(np.complex128):
             from_numpy(dtype)
     except (TypeError, TensorMismatchError) as error:

@@ -13,6 +13,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.names import by_same
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
@@ -24,7 +25,7 @@ from orbax_safetensors.sources import Source
 
 CONFIG_NAME = "config.json"
 # Configs are a few kilobytes. What is much longer is something else.
-_MAX_CONFIG_BYTES = 16 * 2**20
+_MAX_CONFIG_BYTES = 4 * 2**20
 
 # `transformers`' name of it, and that of `compressed-tensors` in older files.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -98,7 +99,7 @@ def _mapped(
         bound.add(name)
         return checkpoint.view(stored[name])
 
-    tree = family.describe(config, variant, bind)
+    tree = family.describe(config, variant, bind, stored=len(shapes))
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
     check_shapes(family.name, tree, unbound, shapes)
     if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
@@ -161,11 +162,12 @@ def taken_apart(
             raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
-    tree = family.describe(config, variant or {}, bind)
-    tree = check_leaves(family.name, tree, {source.name: source.shape for source in sources})
+    tree = family.describe(config, variant or {}, bind, stored=len(sources))
+    paths = by_same({source.name: source for source in sources}, tree)
+    tree = check_leaves(family.name, tree, {path: source.shape for path, source in paths.items()})
     viewed, tensors = [], Tensors()
-    for source in sources:
-        view = replace(tree[source.name], dtype=source.value.dtype)
+    for path, source in paths.items():
+        view = replace(tree[path], dtype=source.value.dtype)
         asked_for = source.dtype != source.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +42,19 @@ class SafetensorsOptions:
         of its own with the pieces that it holds, in the form of PyTorch's sharded checkpoints. It needs device memory
         for 256 MiB of tensors, or one that is longer, and host memory for what each process writes.
       cooperative: of leaves that several processes need the same bytes of, because they are replicated or sharded in
-        inner dimensions, each process reads a part, and the devices exchange the parts. With "auto" where that saves
-        time by the costs that `plan_restore` counts with, but not where files are mounted; with True wherever it saves
-        bytes; with False nowhere. Where it might exchange anything, all processes have to make the restore. It needs
-        twice the memory of what is exchanged at a time, which is at most half of `in_flight_bytes` for each process, or
-        one leaf where that is more.
+        inner dimensions, each process reads a part, and the devices exchange the parts. All processes have to make the
+        restore, with the same options. It needs twice the memory of what is exchanged at a time, which is at most half
+        of `in_flight_bytes` for each process, or one leaf if that is more.
       storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
         `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
         `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.
+        `default_headers` go to the server of a URL, and not to others that it leads to.
         Besides, `max_retries` and `retry_timeout`, in seconds, say how often and for how long a request that failed in
         passing is made again: 9 times and for 120 seconds. For the Hugging Face Hub, `endpoint` and `token` (False for
         none) come before `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600. Not for local files.
 
     Raises:
-      SafetensorsError: a number is out of range.
+      SafetensorsError: a number is out of range, or a header cannot be sent.
     """
 
     alias: bool = False
@@ -63,7 +65,7 @@ class SafetensorsOptions:
     fsync: bool = False
     dequantize: bool = True
     whole_tensors: bool = False
-    cooperative: bool | Literal["auto"] = "auto"
+    cooperative: bool = False
     # They can have secrets, and are no key.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
@@ -78,9 +80,31 @@ class SafetensorsOptions:
                 )
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
-        if self.cooperative not in ("auto", True, False):
-            raise SafetensorsError(
-                f'SafetensorsOptions: cooperative is {self.cooperative!r}, must be "auto", True or False'
-            )
+        _check_headers(self.storage_options or {})
+        if not isinstance(self.cooperative, bool):
+            raise SafetensorsError(f"SafetensorsOptions: cooperative is {self.cooperative!r}, must be True or False")
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")
+
+
+def _check_headers(storage_options: Mapping[str, Any]) -> None:
+    """Raises `SafetensorsError` for headers that no request can have. Values are secrets, and so may be wrong names."""
+    given = storage_options.get("default_headers", {})
+    if not isinstance(given, Mapping):
+        raise SafetensorsError("storage_options: default_headers must be a dict of names and values of headers")
+    for number, (name, value) in enumerate(given.items(), 1):
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise SafetensorsError(
+                f"storage_options: default_headers: name {number} of {len(given)} is not a name of a header, which has "
+                "letters, digits and any of !#$%&'*+-.^_`|~"
+            )
+        _check_value(f"default_headers: the value of {name!r}", value)
+    _check_value("user_agent", storage_options.get("user_agent", ""))
+
+
+def _check_value(what: str, value: Any) -> None:
+    if not isinstance(value, str | bytes):
+        raise SafetensorsError(f"storage_options: {what} must be text, is a {type(value).__name__}")
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    if not text.isascii() or not text.replace("\t", " ").isprintable():
+        raise SafetensorsError(f"storage_options: {what} has a character that no header can have, as a line break is")

@@ -87,7 +87,7 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
     """Counts what each of `process_count` processes reads to restore all arrays of a checkpoint.
 
     The devices of the mesh are dealt to processes evenly and in order. Raises `TensorMismatchError` where the partition
-    does not fit the arrays: its axes have to divide them, and each of its patterns has to count for one.
+    does not fit the arrays: each of its patterns has to count for one whose dimensions its axes divide.
     """
     leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
     return plan_arrays(leaves, sharding, process_count, checkpoint.stored_bytes())
@@ -97,7 +97,7 @@ def plan_arrays(
     leaves: Mapping[str, OrbaxLeaf], sharding: Partition, process_count: int, file_bytes: int | None
 ) -> OrbaxRestorePlan:
     """`plan_orbax_restore` of arrays by name, which are in files of `file_bytes`."""
-    sharding.check_used(name for name, leaf in leaves.items() if leaf.kind in ARRAYS)
+    sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
     known: dict[tuple[object, ...], tuple[OrbaxProcessCost, ...]] = {}

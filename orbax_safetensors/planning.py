@@ -16,8 +16,7 @@ from orbax_safetensors import arrays, replicas, targets
 from orbax_safetensors.advice import Advisor, Instead, deal
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.exchanges import Chooser, Exchanged, Way, exchangeable
-from orbax_safetensors.io.paths import is_url
+from orbax_safetensors.exchanges import Chooser, Way, exchangeable
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
@@ -54,47 +53,32 @@ class Planned:
         return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
     @cached_property
-    def possible(self) -> list[Exchanged | None]:
+    def possible(self) -> list[Way | None]:
         """For each leaf how devices would exchange it, None where that saves no bytes."""
         if self.process_count == 1:
             return [None] * len(self.leaves)
-        chooser = Chooser(
-            self.checkpoint.location,
-            self.files,
-            process_count=self.process_count,
-            cost=self.checkpoint.store.cost,
-            pace=self.pace,
-        )
+        chooser = Chooser(self.checkpoint.location, self.files, process_count=self.process_count, pace=self.pace)
         return chooser.choose(self.leaves, self.shardings, self.owners)
 
     @property
-    def _may_exchange(self) -> bool:
-        return may_exchange(self.options, self.checkpoint.path)
-
-    @property
-    def chosen(self) -> list[Exchanged | None]:
-        """Those of the possible exchanges that the restore makes."""
-        if not self._may_exchange:
-            return [None] * len(self.leaves)
-        forced = self.options.cooperative is True
-        return [found if found and (forced or found.worthwhile) else None for found in self.possible]
+    def chosen(self) -> list[Way | None]:
+        """Those of the possible exchanges that the restore makes: all or none."""
+        return self.possible if exchanges(self.options) else [None] * len(self.leaves)
 
     def plan(self, *, compared: bool = False) -> RestorePlan:
         """What it costs every process.
 
-        With `compared` also what cooperation would save where the options or the store rule it out.
+        With `compared` also what cooperation would save where the options rule it out.
         """
         direct = self._plan([None] * len(self.leaves))
-        if self.process_count == 1 or not (compared or self._may_exchange):
+        if self.process_count == 1 or not (compared or exchanges(self.options)):
             return direct
-        possible, chosen = (sum(found is not None for found in own) for own in (self.possible, self.chosen))
-        cooperative = self._plan(self.possible) if possible else direct
-        own = direct if chosen == 0 else cooperative if chosen == possible else self._plan(self.chosen)
+        count = sum(way is not None for way in self.possible)
+        cooperative = self._plan(self.possible) if count else direct
         return replace(
-            own,
+            cooperative if exchanges(self.options) else direct,
             cooperation=Cooperation(
-                possible_arrays=possible,
-                chosen_arrays=chosen,
+                num_arrays=count,
                 direct=_ways(direct, [0] * self.process_count),
                 cooperative=_ways(cooperative, self._received_bytes()),
             ),
@@ -103,21 +87,21 @@ class Planned:
     def _received_bytes(self) -> list[int]:
         """What the devices of every process receive from others where all that is possible is exchanged."""
         by_way: dict[Way, int] = {}  # bytes of one device
-        for leaf, found in zip(self.leaves, self.possible, strict=True):
-            if found is not None:
-                by_way[found.way] = by_way.get(found.way, 0) + found.way.received * leaf.dtype.itemsize
+        for leaf, way in zip(self.leaves, self.possible, strict=True):
+            if way is not None:
+                by_way[way] = by_way.get(way, 0) + way.received * leaf.dtype.itemsize
         out = np.zeros(self.process_count, np.int64)
         for way, nbytes in by_way.items():
             out += nbytes * np.bincount(way.owners, minlength=self.process_count)
         received: list[int] = out.tolist()
         return received
 
-    def _plan(self, exchanged: Sequence[Exchanged | None]) -> RestorePlan:
+    def _plan(self, ways: Sequence[Way | None]) -> RestorePlan:
         """`plan`, where these leaves are exchanged."""
         return restore_plan(
             [
-                leaf if found is None else replace(leaf, parts=found.way.boxes)
-                for found, leaf in zip(exchanged, self.leaves, strict=True)
+                leaf if way is None else replace(leaf, parts=way.boxes)
+                for way, leaf in zip(ways, self.leaves, strict=True)
             ],
             self.checkpoint.location,
             self.files,
@@ -145,13 +129,9 @@ class Planned:
         return out
 
 
-def may_exchange(options: SafetensorsOptions, path: str) -> bool:
-    """Whether a restore may exchange anything: of mounted files, whose disk nobody knows, only where it is told to.
-
-    Memory that is shared with a file is not read.
-    """
-    told = options.cooperative is True or (options.cooperative == "auto" and is_url(path))
-    return told and not options.alias
+def exchanges(options: SafetensorsOptions) -> bool:
+    """Whether devices exchange what processes read. Memory that is shared with a file is not read."""
+    return options.cooperative and not options.alias
 
 
 def _ways(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:

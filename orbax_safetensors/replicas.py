@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors import arrays
+from orbax_safetensors import arrays, collectives
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.restore import Filling
@@ -39,12 +39,17 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
         for target, among in zip(targets, reading, strict=True)
         if among is None or process in among
     ]
-    values = iter(filling.fill(own))
-    out = []
-    for target, among in zip(targets, reading, strict=True):
-        value = next(values) if among is None or process in among else None
-        out.append(value if among is None else _broadcast(target, value))
-    return out
+    filled = iter(filling.fill(own))
+    values = [next(filled) if among is None or process in among else None for among in reading]
+    spread = [at for at, among in enumerate(reading) if among is not None]
+    if not spread:
+        return values
+    with collectives.ended_by_sigterm():
+        sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
+        jax.block_until_ready(sent)
+    for at, value in zip(spread, sent, strict=True):
+        values[at] = value
+    return values
 
 
 def readers(target: Target, process_count: int | None) -> frozenset[int] | None:

@@ -208,6 +208,8 @@ def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
         boxes = dict(zip(target.local_boxes(), shards, strict=True))
         return arrays.assemble(target.sharding, target.shape, target.dtype, boxes)
     (array,) = shards
+    if issubclass(target.kind, np.generic):
+        return array[()]
     return array if target.kind is np.ndarray else _scalar(target, array.item())
 
 

@@ -117,9 +117,12 @@ def plan_save(
         groups = tuple(_owned(grouped(sources)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
         plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options), saved)
-        if plan.store.whole and jax.process_count() > 1:
-            return plan  # these files are not of this layout
-        return plan._replace(save=replace(save, index=indexed(plan, layout)))
+        if plan.store.whole:
+            return plan if jax.process_count() > 1 else plan._replace(save=replace(save, index=indexed(plan, layout)))
+        plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
+        if jax.process_index() == 0:
+            make_room(plan.store, plan.path, existing)
+        return plan
 
     def indexed(plan: _Planned, layout: Layout) -> SavedIndex | None:
         return _indexed(item, plan, layout, index)

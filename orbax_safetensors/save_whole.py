@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import arrays
+from orbax_safetensors.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.plan.plan import Block, Location, locations
@@ -136,7 +137,7 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
         if isinstance(value, jax.Array) and _is_spread(value):
             waiting.append((move, _gathered(value, move.hull)))
             held += waiting[-1][1].nbytes
-            if held >= _BATCH_BYTES:
+            if held >= _BATCH_BYTES or len(waiting) == MAX_IN_FLIGHT:
                 take()
                 held = 0
         elif move.owner == process:

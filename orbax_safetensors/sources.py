@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.plan.view import View
-from orbax_safetensors.trees import flatten
+from orbax_safetensors.trees import empty_nodes, flatten
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Source:
 def resolve(item: Any, save_args: Any) -> list[Source]:
     """The leaves of a tree in its order.
 
-    `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded.
+    `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded. It may have
+    entries at empty nodes. NumPy arrays of the other byte order are swapped.
 
     Raises:
       TensorMismatchError: a leaf that cannot be stored, two of one name, or none at all.
@@ -49,8 +50,9 @@ def resolve(item: Any, save_args: Any) -> list[Source]:
     args = flatten(save_args)[1] if save_args is not None else {}
     if not leaves:
         raise TensorMismatchError("the tree to save has no leaves")
-    if unknown := sorted(set(args) - set(leaves)):
-        raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(unknown[:8])}")
+    unknown = args.keys() - leaves.keys()
+    if unknown and (unknown := unknown - empty_nodes(item)):
+        raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(sorted(unknown)[:8])}")
     return [_source(name, leaf, args.get(name, ocp.SaveArgs())) for name, leaf in leaves.items()]
 
 
@@ -69,11 +71,12 @@ def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
         if leaf.is_deleted():
             raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
     elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not np.ma.isMaskedArray(leaf):
-        value = np.asarray(leaf)
+        array = np.asarray(leaf)
+        value = array.astype(array.dtype.newbyteorder("="), copy=False)
     else:
         raise TensorMismatchError(f"{name!r}: a leaf of type {type(leaf).__name__} cannot be stored: {leaf!r:.80}")
     try:
-        dtype: np.dtype = np.dtype(value.dtype if args.dtype is None else args.dtype)
+        dtype: np.dtype = np.dtype(value.dtype if args.dtype is None else args.dtype).newbyteorder("=")
         from_numpy(dtype)
     except (TypeError, TensorMismatchError) as error:
         raise TensorMismatchError(f"{name!r}: {error}") from error

@@ -5,7 +5,7 @@ Everything that can be wrong with a request is found here, before memory is allo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import nearest, some
+from orbax_safetensors.format.names import by_same, nearest, some
 from orbax_safetensors.leaves import Asked, Target, asked, target
-from orbax_safetensors.trees import flatten
+from orbax_safetensors.trees import empty_nodes, flatten
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,25 @@ class Request:
 
 
 def placed(request: Request, checkpoint: Checkpoint) -> Request:
-    """The request with devices for all arrays: JAX's default device for those that have no sharding.
+    """The request with devices for all `jax.Array`s: JAX's default device for those that have no sharding.
 
     Abstract meshes, as `jax.eval_shape` leaves them under `jax.set_mesh`, become the mesh that is set. Raises
-    `TensorMismatchError` where that is another, and where an array has no sharding and there are several processes,
-    which have no device in common.
+    `TensorMismatchError` if that is another, and if nobody said where an array goes and there are several processes,
+    which have no device in common and would each read all of it.
     """
     default: list[jax.sharding.Sharding] = []
 
     def place(target: Target) -> Target:
-        if target.kind is not jax.Array:
-            return target
         where = f"{checkpoint.path}: {target.name!r}"
+        is_array = target.kind is jax.Array
+        if target.sharding is None and (is_array or target.unplaced) and jax.process_count() > 1:
+            raise TensorMismatchError(
+                f"{where} has no sharding, and there are {jax.process_count()} processes; give it one in restore_args "
+                "or in the item"
+            )
+        if not is_array:
+            return target
         if target.sharding is None:
-            if jax.process_count() > 1:
-                raise TensorMismatchError(
-                    f"{where} has no sharding, and there are {jax.process_count()} processes; give it one in "
-                    "restore_args or in the item"
-                )
             if not default:
                 default.append(arrays.default_sharding())
             return replace(target, sharding=default[0])
@@ -95,20 +96,25 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
 
     `item` is a tree of arrays, `jax.ShapeDtypeStruct`s, Orbax metadata or scalars; `restore_args` a tree of
     `ocp.RestoreArgs` of the same structure; either may be None, not both. What `restore_args` says of a leaf comes
-    first. Unless `partial`, every tensor of the checkpoint must be asked for or have a placeholder.
+    first; None says nothing. Unless `partial`, every tensor of the checkpoint must be asked for or have a placeholder
+    or an empty node, as None, in its place. If `partial`, `restore_args` may have leaves that `item` does not have.
 
     Raises:
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
     """
     structure, leaves, args = _flattened(item, restore_args)
+    leaves, args = by_same(leaves, checkpoint.leaves), by_same(args, checkpoint.leaves)
     wanted = dict(_without_placeholders(leaves, args))
     if restore_args is not None:
-        for one, names in (("item", set(args) - set(leaves)), ("restore_args", set(wanted) - set(args))):
-            if names:
+        beyond: Set[str] = set() if partial else args.keys() - leaves.keys()
+        lacking = wanted.keys() - args.keys()
+        for one, tree, differing in (("item", item, beyond), ("restore_args", restore_args, lacking)):
+            if names := _not_empty(differing, tree):
                 raise TensorMismatchError(
                     f"item and restore_args differ: {one} does not have {some(sorted(names), shown)}"
                 )
-    _check_names(checkpoint, wanted, None if partial else leaves)
+    unexpected = set() if partial else checkpoint.leaves.keys() - leaves.keys()
+    _check_names(checkpoint, wanted, _not_empty(unexpected, restore_args if item is None else item))
     out: list[Target | Any] = []
     for name, leaf in leaves.items():
         if name not in wanted:
@@ -139,8 +145,13 @@ def are_restore_args(tree: Any) -> bool:
     return any(isinstance(leaf, ocp.RestoreArgs) for leaf in jax.tree_util.tree_leaves(tree))
 
 
-def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], known: Mapping[str, Any] | None) -> None:
-    """Every wanted name is stored, and every stored name is known; None knows all."""
+def _not_empty(names: Set[str], tree: Any) -> Set[str]:
+    """The names that are not of empty nodes, which nobody looks for unless there is a reason to."""
+    return names - empty_nodes(tree) if names else names
+
+
+def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], unexpected: Set[str]) -> None:
+    """Raises `TensorMismatchError` if a wanted name is not stored, or if a stored name is unexpected."""
     stored = checkpoint.leaves
     problems = []
     if missing := [name for name in wanted if name not in stored]:
@@ -150,10 +161,10 @@ def _check_names(checkpoint: Checkpoint, wanted: Mapping[str, Any], known: Mappi
             return shown(name) + (f" (nearest stored: {shown(found)})" if found else "")
 
         problems.append(f"not in the checkpoint: {some(missing, with_nearest)}")
-    if known is not None and (unexpected := [name for name in stored if name not in known]):
+    if unexpected:
         problems.append(
             "in the checkpoint but not in the tree (pass partial_restore=True to leave them out): "
-            + some(unexpected, shown)
+            + some([name for name in stored if name in unexpected], shown)
         )
     if problems:
         raise TensorMismatchError(f"{checkpoint.path}: " + "; ".join(problems))

@@ -17,8 +17,23 @@ def flatten(tree: Any) -> tuple[jax.tree_util.PyTreeDef, dict[str, Any]]:
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
     for path, leaf in paths:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = _name(path)
         if name in leaves:
             raise TensorMismatchError(f"two leaves of the tree have the name {name!r}")
         leaves[name] = leaf
     return structure, leaves
+
+
+def empty_nodes(tree: Any) -> set[str]:
+    """Return the names of the nodes of a tree that have no children: None, empty containers and states."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
+    return {_name(path) for path, node in paths if _is_empty(node)}
+
+
+def _is_empty(node: Any) -> bool:
+    level = jax.tree_util.default_registry.flatten_one_level(node)
+    return level is not None and not list(level[0])
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

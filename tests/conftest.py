@@ -24,3 +24,16 @@ hypothesis.settings.load_profile("default")
 def mesh() -> jax.sharding.Mesh:
     """Eight devices as a 2 x 4 mesh with the axes `x` and `y`."""
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+
+
+@pytest.fixture
+def scalars():
+    """The latest of each scalar that is reported to `jax.monitoring` during the test, by name."""
+    found = {}
+
+    def listen(name, value, **_):
+        found[name] = value
+
+    jax.monitoring.register_scalar_listener(listen)
+    yield found
+    jax.monitoring.unregister_scalar_listener(listen)

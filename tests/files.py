@@ -3,7 +3,10 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -12,6 +15,8 @@ import safetensors
 
 from orbax_safetensors.format.dtypes import from_numpy
 
+# TensorStore closes its files in the background, soon after it has said that it is done.
+_CLOSING_SECONDS = 5.0
 # The reference writer's names for dtypes.
 _NAMES = {
     np.dtype("?"): "bool", np.dtype("u1"): "uint8", np.dtype("i1"): "int8", np.dtype("u2"): "uint16",
@@ -60,10 +65,26 @@ def write_indexed(directory: Path, parts: list[Mapping[str, np.ndarray]]) -> Non
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def open_files():
-    """Paths of the files that this process has open. Connections are none: those of other tests come and go."""
-    found = []
+@contextlib.contextmanager
+def nothing_left(*places: str | Path) -> Iterator[None]:
+    """Fails if a file at or below `places` stays open, or a thread that the package has started meanwhile runs on.
+
+    Whatever else there is in this process, other tests may have left, and it may end at any time.
+    """
+    before = _opened(places)
+    yield
+    until = time.monotonic() + _CLOSING_SECONDS
+    while (left := _opened(places) - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left, f"left open: {list(left)}"
+
+
+def _opened(places: tuple[str | Path, ...]) -> Counter[str | threading.Thread]:
+    """Paths of open files, each as often as it is open, and threads of the package's pools."""
+    opened: Counter[str | threading.Thread] = Counter()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(path for path in found if path.startswith("/"))
+        with contextlib.suppress(FileNotFoundError):  # closed since, as that of the listing itself
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            opened[path] += path.startswith(tuple(map(str, places)))
+    opened.update(thread for thread in threading.enumerate() if thread.name.startswith(("safetensors", "writer")))
+    return opened

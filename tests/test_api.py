@@ -46,16 +46,15 @@ def target(mesh, specs, dtype=None):
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("max_gap_bytes", [0, 16384, 10**9])
-def test_a_plan_says_what_a_restore_reads(directory, mesh, specs, dtype, max_gap_bytes):
+def test_a_plan_says_what_a_restore_reads(directory, mesh, specs, dtype, max_gap_bytes, scalars):
     wanted = target(mesh, specs, dtype)
     options = ost.SafetensorsOptions(max_gap_bytes=max_gap_bytes)
     (cost,) = ost.plan_restore(directory, wanted, options=options).processes
-    found = {}
-    jax.monitoring.register_scalar_listener(lambda name, value, **_: found.update({name.split("/")[-1]: value}))
     restored = ost.SafetensorsHandler(options=options).restore(
         epath.Path(directory), ost.SafetensorsRestore(item=wanted)
     )
-    assert found == {"bytes_read": cost.read_bytes, "num_reads": cost.num_requests, "storage_reads": cost.num_requests}
+    expected = {"bytes_read": cost.read_bytes, "num_reads": cost.num_requests, "storage_reads": cost.num_requests}
+    assert {name: scalars[f"/jax/orbax/read/safetensors/{name}"] for name in expected} == expected
     for name, array in ARRAYS.items():
         with np.errstate(all="ignore"):
             expected = array.astype(dtype or array.dtype)
@@ -96,8 +95,8 @@ def test_a_plan_of_a_part(directory, mesh):
 
 
 def test_a_plan_of_numpy_arrays_and_single_devices(directory):
-    item = {"small": np.zeros(8, np.int8), "wide": jax.ShapeDtypeStruct((64, 16384), jnp.float32)}
-    plan = ost.plan_restore(directory, item, process_count=3)
+    args = {"small": ocp.RestoreArgs(), "wide": ocp.ArrayRestoreArgs()}
+    plan = ost.plan_restore(directory, args, process_count=3)
     assert [cost.needed_bytes for cost in plan.processes] == [8 + 64 * 16384 * 4, 8, 8]
 
 
@@ -115,6 +114,16 @@ def test_a_plan_that_does_not_fit(directory):
         ost.plan_restore(directory, {"small": ocp.ArrayRestoreArgs(sharding=sharding)})
     with pytest.raises(ost.TensorMismatchError, match="nearest stored: 'small'"):
         ost.plan_restore(directory, {"smal": jax.ShapeDtypeStruct((8,), jnp.int8)})
+
+
+def test_a_plan_and_a_restore_of_a_scalar_that_is_sharded_say_the_same(tmp_path, mesh):
+    write(tmp_path / "x.safetensors", {"step": np.array(3, np.int32)})
+    args = {"step": ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, P("x")))}
+    message = r"^'step': shape \(\) cannot be sharded as P.*: expected a partition of at most 0 entries$"
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        ost.plan_restore(tmp_path, args)
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        ost.SafetensorsHandler().restore(epath.Path(tmp_path), ost.SafetensorsRestore(restore_args=args))
 
 
 def test_planning_starts_no_backend(directory):
@@ -143,4 +152,18 @@ def test_verify(directory):
     assert ost.verify(directory) == []
     (directory / "model-00001-of-00002.safetensors").write_bytes(b"")
     (directory / "model-00002-of-00002.safetensors").unlink()
-    assert [type(fault) for fault in ost.verify(directory)] == [ost.StorageError, ost.HeaderError]
+    assert [type(fault) for fault in ost.verify(directory)] == [ost.MissingError, ost.HeaderError]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "nowhere.safetensors", "empty"])
+def test_verify_raises_if_there_is_nothing(tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ost.StorageError, match=path):
+        ost.verify(tmp_path / path)
+
+
+def test_verify_raises_if_an_object_is_not_there(gcs):
+    with pytest.raises(ost.StorageError, match="nowhere"):
+        ost.verify(f"{gcs.url}/nowhere.safetensors", options=ost.SafetensorsOptions(storage_options=gcs.options))
+    with pytest.raises(ost.StorageError, match="nowhere"):
+        ost.verify(f"{gcs.url}/nowhere", options=ost.SafetensorsOptions(storage_options=gcs.options))

@@ -11,7 +11,7 @@ import safetensors
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import find_faults
 from orbax_safetensors.io import local
-from tests.files import DTYPES, open_files, random_bits, write, write_indexed
+from tests.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
 A, B, C = (random_bits(RNG, shape, np.dtype("f4")) for shape in ((4, 3), (5,), ()))
@@ -104,7 +104,6 @@ def corrupt(path):
 
 
 FAULTS = {
-    "nothing there": (lambda d: None, ost.StorageError, "holds no .safetensors file"),
     "truncated": (
         lambda d: (write(d / "x.safetensors", {"a": A}), corrupt(d / "x.safetensors")),
         ost.HeaderError,
@@ -123,12 +122,12 @@ FAULTS = {
     ),
     "a link to nowhere": (
         lambda d: (d / "x.safetensors").symlink_to("nowhere"),
-        ost.StorageError,
+        ost.MissingError,
         "cannot be opened: No such file",
     ),
     "index names a missing file": (
         lambda d: (write_indexed(d, [{"a": A}, {"b": B}]), (d / "model-00002-of-00002.safetensors").unlink()),
-        ost.StorageError,
+        ost.MissingError,
         "model-00002-of-00002.safetensors: is named by the index and missing",
     ),
     "file lacks what the index says": (
@@ -181,6 +180,12 @@ def test_a_fault_is_one_typed_error(tmp_path, make, error, message):
     assert {type(fault) for fault in find_faults(tmp_path)} == {error}
 
 
+def test_an_empty_directory_has_no_faults_but_is_an_error(tmp_path):
+    for call in (ost.open_checkpoint, find_faults):
+        with pytest.raises(ost.StorageError, match="holds no .safetensors file"):
+            call(tmp_path)
+
+
 def test_an_unreadable_file(tmp_path, monkeypatch):
     """Refused by the system call, because root, as whom tests may run, reads every file."""
     write(tmp_path / "x.safetensors", {"a": A})
@@ -199,7 +204,7 @@ def test_faults_are_found_together(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     write(tmp_path / "model-00003-of-00003.safetensors", {"d": C})
     faults = find_faults(tmp_path)
-    assert [type(fault) for fault in faults] == [ost.StorageError, ost.HeaderError, ost.IndexFileError]
+    assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, ost.IndexFileError]
 
 
 def test_no_such_path_and_remote_paths(tmp_path):
@@ -216,10 +221,8 @@ def test_no_such_path_and_remote_paths(tmp_path):
 def test_no_descriptor_stays_open(tmp_path):
     write(tmp_path / "x.safetensors", {"a": A})
     corrupt(tmp_path / "x.safetensors")
-    before = open_files()
-    with pytest.raises(ost.HeaderError):
+    with nothing_left(tmp_path), pytest.raises(ost.HeaderError):
         ost.open_checkpoint(tmp_path)
-    assert open_files() == before
 
 
 def test_an_unknown_tensor(tmp_path):

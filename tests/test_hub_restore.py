@@ -154,14 +154,14 @@ def test_a_branch_that_moves_on_half_way(hub, commit, files):
 
 
 def test_what_is_missing(hub, commit, files):
-    with pytest.raises(ost.StorageError, match=f"{hub.url}@{commit}/no: cannot be opened: there is no such file"):
+    with pytest.raises(ost.MissingError, match=f"{hub.url}@{commit}/no: cannot be opened: there is no such file"):
         ost.open_checkpoint(f"{hub.url}/no")
     del files[SECOND]
     commit = hub.commit(files)
     faults = [str(fault) for fault in ost.verify(hub.url)]
     assert faults == [f"{hub.url}@{commit}/{SECOND}: is named by the index and missing"]
     commit = hub.commit({"README.md": b""})
-    with pytest.raises(ost.StorageError, match=rf"{hub.url}@{commit}: holds no .safetensors file"):
+    with pytest.raises(ost.MissingError, match=rf"{hub.url}@{commit}: holds no .safetensors file"):
         ost.open_checkpoint(hub.url)
 
 

@@ -85,7 +85,7 @@ def test_rooms(module):
     "module", [module for module in MODULES if module.startswith(("format/", "plan/", "mapping/", "io/"))]
 )
 def test_facts_and_geometry_know_no_jax(module):
-    assert others(module) <= {"numpy", "ml_dtypes", "obstore"}
+    assert others(module) <= {"numpy", "ml_dtypes", "obstore", "boto3", "botocore"}
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("io/")])

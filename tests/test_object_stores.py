@@ -99,7 +99,7 @@ def test_a_file_that_somebody_else_wrote(place, tmp_path):
     for path in ("d", "d/", "d/any.safetensors"):
         restored = restore(place, f"{place.url}/{path}")
         assert all(same(restored[name], NAMES[name]) for name in NAMES)
-    with pytest.raises(ost.StorageError, match=rf"{place.url}/none: cannot be opened: there is no such object"):
+    with pytest.raises(ost.MissingError, match=rf"{place.url}/none: cannot be opened: there is no such object"):
         restore(place, f"{place.url}/none")
 
 

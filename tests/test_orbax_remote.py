@@ -312,7 +312,9 @@ def test_the_state_tells_what_has_changed(url, objects, ocdbt, zarr3):
 
 
 def test_where_nothing_is(orbax_gcs, url):
-    with pytest.raises(StorageError, match=f"^{url}: expected the directory of an Orbax checkpoint, found nothing"):
+    with pytest.raises(
+        FileNotFoundError, match=f"^{url}: expected the directory of an Orbax checkpoint, found nothing"
+    ):
         open_orbax(url)
     (epath.Path(url) / "file").write_text("")
     with pytest.raises(StorageError, match="found a file"):

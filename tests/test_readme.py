@@ -48,7 +48,12 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
     hub.hub.commit("Qwen/Qwen3-0.6B", {path.name: path.read_bytes() for path in QWEN3.iterdir()})
     for name in ("llama", "mine", "state"):
         (tmp_path / name).mkdir()
-    llama = {"model.norm.weight": NORM, "model.embed_tokens.weight": EMBEDDING}
+    llama = {
+        "model.norm.weight": NORM,
+        "model.embed_tokens.weight": EMBEDDING,
+        "model.scale": np.array(3, np.int32),
+        "model.odd": random_bits(RNG, (3, 8), BF16),
+    }
     write_indexed(tmp_path / "llama", [{name: array} for name, array in llama.items()])
     write(tmp_path / "model.safetensors", llama)
     write(tmp_path / "state" / "model.safetensors", {"params.w": EMBEDDING})
@@ -85,6 +90,8 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
     for number in (0, 2):
         for name, array in llama.items():
             assert np.asarray(found[number]["params"][name]).tobytes() == array.tobytes()
+    assert ost.plan_restore(tmp_path / "llama", found[0]["args"]).processes[0].over_read == 1
+    assert found[0]["params"]["model.embed_tokens.weight"].sharding.spec == P("model")
     assert found[1]["arrays"]["model.norm.weight"].tobytes() == NORM.tobytes()
     assert np.asarray(found[3]["state"].params["w"]).tobytes() == EMBEDDING.tobytes()
     assert np.asarray(found[4]["norm"]["model"]["norm"]["weight"]).tobytes() == NORM.tobytes()

@@ -98,7 +98,7 @@ def test_gaps_that_cost_less_than_a_request_are_read_along(server, mesh):
     column = NamedSharding(mesh, P(None, "y"))
     item = {"tall": jax.ShapeDtypeStruct((2**18, 8), np.float16, sharding=column)}
     for gap, over_read in ((None, 4), (3, 1)):
-        options = ost.SafetensorsOptions(max_gap_bytes=gap, cooperative=False)
+        options = ost.SafetensorsOptions(max_gap_bytes=gap)
         costs = ost.plan_restore(url, item, process_count=8, options=options).processes
         assert {round(cost.over_read) for cost in costs} == {over_read}
         assert {cost.num_requests for cost in costs} == {1 if gap is None else 2**18}
@@ -122,7 +122,7 @@ def test_a_file_that_is_replaced_while_it_is_restored(server, tmp_path):
 
 
 def test_what_is_missing(server, tmp_path):
-    with pytest.raises(ost.StorageError, match=rf"{server.url}/no/model.safetensors: cannot be opened"):
+    with pytest.raises(ost.MissingError, match=rf"{server.url}/no/model.safetensors: cannot be opened"):
         ost.open_checkpoint(f"{server.url}/no")
     (tmp_path / "many" / "model-00002-of-00002.safetensors").unlink()
     faults = ost.verify(f"{server.url}/many")

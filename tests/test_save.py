@@ -27,7 +27,7 @@ from orbax_safetensors import api, processes
 from orbax_safetensors import save as saving
 from orbax_safetensors.io import local
 from tests import files
-from tests.files import DTYPES, open_files, random_bits
+from tests.files import DTYPES, nothing_left, random_bits
 from tests.strategies import tensor_names
 
 RNG = np.random.default_rng(0)
@@ -450,10 +450,6 @@ def faulty_tree():
     }
 
 
-def descriptors_and_threads():
-    return open_files(), [thread.name for thread in threading.enumerate()]
-
-
 @contextlib.contextmanager
 def failing(function, number, code, only=lambda *_: True):
     """The `number`-th call of `os.<function>` for which `only` holds fails; yields a list of these calls."""
@@ -488,21 +484,32 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_a_failure_of_any_call(tmp_path, operation):
-    """Whichever call fails: one error, nothing that restores, nothing left open, and another save succeeds."""
+    """Whichever call fails: one error, nothing that restores, nothing left open.
+
+    Another save names what was left, and succeeds without it.
+    """
     function, code, only = OPERATIONS[operation]
     settings = {"max_file_bytes": 4200, "fsync": True}
     with failing(function, -1, code, only) as calls:
         save(tmp_path / "whole", faulty_tree(), **settings)
     assert len(calls) >= 5
-    before = descriptors_and_threads()
     restorable = []
     for number in range(1, len(calls) + 1):
         directory = tmp_path / str(number)
-        with failing(function, number, code, only), pytest.raises(ost.StorageError, match=os.strerror(code)):
+        with (
+            nothing_left(tmp_path),
+            failing(function, number, code, only),
+            pytest.raises(ost.StorageError, match=os.strerror(code)),
+        ):
             save(directory, faulty_tree(), **settings)
-        assert descriptors_and_threads() == before
         with contextlib.suppress(ost.SafetensorsError):
             restorable.append((number, ost.open_checkpoint(directory).path, sorted(os.listdir(directory))))
+        if left := sorted(path.name for path in directory.iterdir()):
+            with pytest.raises(ost.StorageError, match=f"holds {', '.join(left)}; delete these files"):
+                save(directory, faulty_tree(), **settings)
+            assert sorted(path.name for path in directory.iterdir()) == left
+        for name in left:
+            (directory / name).unlink()
         save(directory, faulty_tree(), **settings)
         for name, array in restore(directory).items():
             assert_same_bits(array, FAULTY[name])
@@ -516,10 +523,12 @@ def test_a_directory_that_cannot_be_flushed(tmp_path):
     def is_directory(descriptor):
         return os.path.isdir(f"/proc/self/fd/{descriptor}")
 
-    before = descriptors_and_threads()
-    with failing("fsync", 1, errno.EIO, is_directory), pytest.raises(ost.StorageError, match="flushing"):
+    with (
+        nothing_left(tmp_path),
+        failing("fsync", 1, errno.EIO, is_directory),
+        pytest.raises(ost.StorageError, match="flushing"),
+    ):
         save(tmp_path, faulty_tree(), fsync=True)
-    assert descriptors_and_threads() == before
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -528,17 +537,16 @@ def test_a_file_that_cannot_be_closed(tmp_path, monkeypatch, number):
     real, closed = os.close, []
 
     def close(descriptor):
-        written = os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors")
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        written = path.is_relative_to(tmp_path) and path.suffix == ".safetensors"
         real(descriptor)
         closed.extend([descriptor] * written)
         if written and len(closed) == number:
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    before = descriptors_and_threads()
     monkeypatch.setattr(local.os, "close", close)
-    with pytest.raises(ost.StorageError, match="closing failed: Disk quota exceeded"):
+    with nothing_left(tmp_path), pytest.raises(ost.StorageError, match="closing failed: Disk quota exceeded"):
         save(tmp_path, faulty_tree(), max_file_bytes=4200)
-    assert descriptors_and_threads() == before
     with pytest.raises(ost.SafetensorsError):
         ost.open_checkpoint(tmp_path)
 
@@ -547,19 +555,19 @@ def test_memory_that_runs_out_is_a_storage_error(tmp_path, monkeypatch):
     def no_memory(*_, **__):
         raise MemoryError("no memory for a staging buffer")
 
-    before = descriptors_and_threads()
     monkeypatch.setattr(saving, "transfer_plan", no_memory)
-    with pytest.raises(ost.StorageError, match="no memory for a staging buffer") as caught:
+    with nothing_left(tmp_path), pytest.raises(ost.StorageError, match="no memory for a staging buffer") as caught:
         save(tmp_path, faulty_tree())
     assert isinstance(caught.value.__cause__, MemoryError)
-    assert descriptors_and_threads() == before
 
 
 def test_an_interrupt_is_not_swallowed(tmp_path):
-    before = descriptors_and_threads()
-    with mock.patch.object(local.os, "pwritev", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        nothing_left(tmp_path),
+        mock.patch.object(local.os, "pwritev", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         save(tmp_path, faulty_tree())
-    assert descriptors_and_threads() == before
     with pytest.raises(ost.SafetensorsError):
         ost.open_checkpoint(tmp_path)
 
@@ -602,10 +610,8 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_full(small_disk, rows):
     """Full amid the data, or so that all of it fits and the index does not."""
     tree = {f"w{number:02}": np.full((1024,), number, np.float32) for number in range(rows)}
-    before = descriptors_and_threads()
-    with pytest.raises(ost.StorageError, match="No space left on device"):
+    with nothing_left(small_disk), pytest.raises(ost.StorageError, match="No space left on device"):
         save(small_disk / "saved", tree, max_file_bytes=4096)
-    assert descriptors_and_threads() == before
     with pytest.raises(ost.SafetensorsError):
         ost.open_checkpoint(small_disk / "saved")
     for path in (small_disk / "saved").iterdir():

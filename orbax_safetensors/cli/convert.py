@@ -37,10 +37,10 @@ partitions:
   names REGEX is found (as by re.search); the first --spec that matches counts.
   AXES has an entry for each dimension, separated by commas: a mesh axis,
   several joined by +, or - (or nothing) where the dimension is not sharded.
-  Dimensions at the end may be left out. Axes have to divide the dimensions.
-  Arrays that no --spec matches are not sharded. A --spec that is used for no
-  array is an error. Names are those that orbax-safetensors plan prints for
-  the same SOURCE and --family.
+  Dimensions at the end may be left out. Arrays that no --spec matches are not
+  sharded. Arrays whose dimensions AXES do not divide, or that have fewer, are
+  left whole with a warning. A --spec that fits no array is an error. Names are
+  those that orbax-safetensors plan prints for the same SOURCE and --family.
 """
 
 RUN_HELP = """\

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint holds, from its headers. No JAX and no devices."""
+"""`inspect`: what a checkpoint holds, from its headers. No device is started."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from math import prod
 from typing import Any
 
 from orbax_safetensors.checkpoint import Checkpoint, StoredFile, read_checkpoint
-from orbax_safetensors.cli import inspect_tree
+from orbax_safetensors.cli import inspect_orbax, inspect_tree
 from orbax_safetensors.cli.family import FAMILY_HELP, add_family
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
+from orbax_safetensors.conversions import is_orbax, place
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Prints name, dtype, shape, bytes and file of every tensor, and totals. With
 --family instead the leaves of a model's own tree, and which stored tensors
-each is made of. Reads headers only."""
+each is made of. Of a checkpoint of Orbax, the arrays and how they are stored.
+Reads headers only."""
 
 _EPILOG = (
     FAMILY_HELP
@@ -50,6 +52,17 @@ with --family and --json, one object:
   dtypes    {dtype: {leaves, parameters, bytes}}
   unused    names of stored tensors that no leaf uses
   totals    {leaves, parameters, bytes, tensors, unused_tensors}
+
+of a checkpoint of Orbax, with --json, one object:
+  path        the directory of the item or of the step
+  items       their names; of several, names of arrays begin with them
+  arrays      a list of {name, kind, dtype, shape, parameters, bytes,
+              chunk_shape, chunks}; bytes is the size in memory, kind is what
+              Orbax restores it as
+  metadata    what Orbax has recorded of it
+  dtypes      {dtype: {arrays, parameters, bytes}}
+  file_bytes  of all files; null on an object store
+  totals      {arrays, parameters, bytes}
 """
 )
 
@@ -67,6 +80,8 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Prints the tensors of `args.path`, or the leaves that a family makes of them, and totals."""
+    if is_orbax(place(args.path)):
+        return inspect_orbax.run(args, output)
     if args.family is not None or args.variant:
         return inspect_tree.run(args, output)
     checkpoint = read_checkpoint(args.path)

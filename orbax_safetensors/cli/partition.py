@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from orbax_safetensors.streaming.patterns import check_used, first_found
+from orbax_safetensors.streaming.patterns import Misfit, check_fit, check_used, first_found
 
 Axes = tuple[tuple[str, ...], ...]
 """For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
@@ -65,10 +65,10 @@ def parse_rule(text: str) -> Rule:
 def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
     """The axes of every array: those of the first rule whose regex is found in its name, none where there is none.
 
-    A scalar has none in any case.
+    A scalar has none in any case. An array of fewer dimensions than its rule has none either, with a warning.
 
-    Raises `UsageError` where a rule names an axis that the mesh does not have, or has more dimensions than an array
-    that it is for, and `RuleError` where it counts for none.
+    Raises `UsageError` if a rule names an axis that the mesh does not have, and `RuleError` if it counts for no array,
+    or for none of so many dimensions.
     """
     for rule in rules:
         for axis in (axis for entry in rule.axes for axis in entry):
@@ -76,18 +76,20 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
                 raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
     patterns = [rule.pattern for rule in rules]
     check_used("spec", patterns, shapes)
-    out: dict[str, Axes] = {}
+    out: dict[str, Axes] = dict.fromkeys(shapes, ())
+    misfits: list[list[Misfit]] = [[] for _ in rules]
+    fitting = [0] * len(rules)
     for name, shape in shapes.items():
         number = first_found(patterns, name)
         if number is None or not shape:
-            out[name] = ()
             continue
-        out[name] = rules[number].axes
-        if len(out[name]) > len(shape):
-            raise UsageError(
-                f"--spec {rules[number].text!r}: is for {len(out[name])} dimensions, the array {name!r} has "
-                f"{len(shape)}: {shape}"
-            )
+        if len(rules[number].axes) > len(shape):
+            misfits[number].append((name, shape, f"expected at most {len(shape)} entries"))
+        else:
+            out[name] = rules[number].axes
+            fitting[number] += 1
+    for rule, count, found in zip(rules, fitting, misfits, strict=True):
+        check_fit(f"spec: {rule.pattern.pattern!r}", axes_text(rule.axes), count, found)
     return out
 
 

@@ -58,8 +58,9 @@ partitions:
   those of the stored tensors, with --family the paths of the leaves. AXES has
   an entry for each dimension, separated by commas: a mesh axis, several joined
   by +, or - (or nothing) where the dimension is not sharded. Dimensions at the
-  end may be left out. Arrays that no --spec matches are replicated. A --spec
-  that is used for no array is an error.
+  end may be left out. Arrays that no --spec matches are replicated, and so,
+  with a warning, are those of fewer dimensions than AXES. A --spec that is
+  used for no array is an error.
 
   Without any --spec, every mesh axis in turn shards the first dimension whose
   shards so far it divides, or none. So all shards are even. With --family that
@@ -80,6 +81,9 @@ columns:
   staging      memory that it copies through
   destination  memory of its distinct shards
   time         with --bandwidth only: see below
+
+  With several processes, a table has what each would read, and its devices
+  receive, with SafetensorsOptions(cooperative=True), where that is less.
 
   A last table has the leaves for which all processes together read more than
   1.1 times the bytes that they need, because their shards are short runs in
@@ -104,7 +108,8 @@ checkpoints of Orbax:
   The last table has the leaves whose chunks make processes read more than 1.1
   times what they need, with the chunks that they have, and instead those with
   which nothing else is read. The command below it stores them so. It takes one
-  --mesh, and no --family, --save, --files or --picture. Axes have to divide.
+  --mesh, and no --family, --save, --files or --picture. Arrays that AXES do
+  not divide are replicated, with a warning.
 
 saving:
   With --save what is planned is a save of that tree, sharded like that, into
@@ -139,6 +144,9 @@ with --json, one object:
                      num_requests, staging_bytes, destination_bytes, files};
                      files is a list of {file, needed_bytes, read_bytes,
                      num_requests}
+  cooperation        null with one process; else {num_arrays, direct,
+                     cooperative}: leaves that devices could exchange, and two
+                     lists of {read_bytes, num_requests, received_bytes}
   over_reads         a list of {name, needed_bytes, read_bytes, over_read,
                      instead}: all of the last table; instead is a list of
                      {axes, needed_bytes, read_bytes, over_read}, all that

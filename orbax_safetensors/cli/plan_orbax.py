@@ -10,7 +10,7 @@ from dataclasses import asdict
 from math import prod
 
 from orbax_safetensors.cli.braces import in_braces
-from orbax_safetensors.cli.partition import Axes, UsageError, assign, mesh_text, spread
+from orbax_safetensors.cli.partition import Axes, UsageError, mesh_text, spread
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
 from orbax_safetensors.orbax_planning import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
@@ -18,6 +18,7 @@ from orbax_safetensors.orbax_store.leaves import ARRAYS
 from orbax_safetensors.orbax_store.places import requests_at_once
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate
 from orbax_safetensors.streaming.partition import Partition, partition
+from orbax_safetensors.streaming.patterns import check_used
 
 # Leaves that a terminal shows of those that force over-read.
 _WORST = 10
@@ -60,7 +61,7 @@ def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse
     """That of the `--spec`; without any, what a plan of safetensors has, too."""
     shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
     if args.spec:
-        assign(shapes, args.spec, mesh)  # which says what does not fit the command line
+        check_used("spec", [rule.pattern for rule in args.spec], shapes)  # of two that are alike, too
         return partition(mesh, {rule.pattern.pattern: _spec(rule.axes) for rule in args.spec})
     names: dict[Axes, list[str]] = {}
     for name, shape in shapes.items():

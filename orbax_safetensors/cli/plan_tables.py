@@ -203,13 +203,13 @@ def _together(scenarios: Sequence[Scenario], output: Output) -> None:
     rows: list[list[Cell]] = []
     for scenario in scenarios:
         found = scenario.plan.cooperation
-        if found is None or not found.possible_arrays:
+        if found is None or not found.num_arrays:
             continue
         costs = [(number, *cost) for number, cost in enumerate(zip(found.direct, found.cooperative, strict=True))]
         if len(scenarios) > 1:
             costs = [max(costs, key=lambda cost: cost[1].read_bytes - cost[2].read_bytes)]
         for number, direct, own in costs:
-            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), found.possible_arrays]
+            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), found.num_arrays]
             row += [Size(direct.read_bytes), direct.num_requests]
             rows.append([*row, Size(own.read_bytes), own.num_requests, Size(own.received_bytes)])
     if rows:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from orbax_safetensors.checkpoint import find_faults, read_checkpoint
+from orbax_safetensors import api
+from orbax_safetensors.checkpoint import read_checkpoint
 from orbax_safetensors.cli.tables import Output
+from orbax_safetensors.conversions import is_orbax, place
+from orbax_safetensors.orbax_store import open_step
+from orbax_safetensors.orbax_store.leaves import STRING
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Checks every header, the size of every file, and the index against the files.
 Prints a line for each fault and exits with 1, or one line that says OK and
-exits with 0. Data is not read: the format has no checksums."""
+exits with 0. Data is not read: the format has no checksums. Of a checkpoint
+of Orbax, checks that it is finished and that every array opens."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -24,14 +29,22 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Prints one line for each fault of `args.path`, or that there is none."""
-    faults = find_faults(args.path)
+    faults = api.verify(args.path)
     for fault in faults:
         output.line(str(fault))
     if faults:
         return 1
-    checkpoint = read_checkpoint(args.path)
-    files = len(checkpoint.files)
-    output.line(
-        f"{checkpoint.path}: OK, {len(checkpoint.tensors):,} tensors in {files:,} file{'s' if files != 1 else ''}"
-    )
+    if is_orbax(place(args.path)):
+        step = open_step(args.path)
+        path, what, places = step.path, "Orbax arrays", _count(len(step.items), "item")
+        number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
+    else:
+        checkpoint = read_checkpoint(args.path)
+        path, what, places = checkpoint.path, "tensors", _count(len(checkpoint.files), "file")
+        number = len(checkpoint.tensors)
+    output.line(f"{path}: OK, {number:,} {what} in {places}")
     return 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"

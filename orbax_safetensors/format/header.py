@@ -8,7 +8,8 @@ implementation accepts, with one exception: a duplicate key is an error here.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import Any
 
 from orbax_safetensors.errors import HeaderError
 from orbax_safetensors.format.dtypes import DTYPES, DType
+from orbax_safetensors.format.json_reader import JsonReader, check_encodable
 
 PREFIX_BYTES = 8
 """Size of `N`, in bytes."""
@@ -26,7 +28,13 @@ MAX_HEADER_BYTES = 100_000_000
 _U64_MAX = 2**64 - 1
 _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
-_MAX_DEPTH = 127  # levels of nesting that the reference's JSON parser follows
+_FIELD_DEPTH = 3  # level of nesting of the values in a tensor's entry
+_INTEGER = "(?:0|[1-9][0-9]{0,18})"
+# A tensor as all writers spell it, with or without a space after commas and colons. Other spellings take longer.
+_USUAL = re.compile(
+    rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}}+)?)\], ?'
+    rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}'
+)
 _MAX_SHOWN = 200  # characters of a file's own text in a message: a hostile name can be 100 MB long
 
 
@@ -83,14 +91,7 @@ class Header:
         to the size of the file.
         """
         try:
-            document = load_json_object(text, hook=_entry_or_object)
-            metadata = document.pop(_METADATA, None)
-            header = cls(
-                # Let go of each value as it is used: fewer live objects for the garbage collector to walk.
-                tensors={name: _entry(name, document.pop(name)) for name in list(document)},
-                metadata={} if metadata is None else metadata,
-                data_start=PREFIX_BYTES + len(text),
-            )
+            header = cls(*_read(text), data_start=PREFIX_BYTES + len(text))
         except ValueError as error:  # a HeaderError is one, too
             raise HeaderError(f"{file}: {error}") from error
         if header.file_bytes != file_nbytes:
@@ -165,41 +166,6 @@ def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
     return length
 
 
-def object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values. Raises ValueError if a key is there twice."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {shown(key)} twice in one object")
-            seen.add(key)
-    return result
-
-
-def load_json_object(
-    text: bytes, *, hook: Callable[[list[tuple[str, Any]]], Any] = object_of_unique_keys
-) -> dict[str, Any]:
-    """The JSON object in `text`, read as strictly as the reference reads it; `hook` sees to duplicate keys.
-
-    Integers of up to 20 digits are int; longer ones and `-0` are float, as are numbers with a point or an exponent,
-    all finite. Strings may still hold lone surrogates. Raises ValueError, and nothing else of `json`'s or `codecs`'.
-    """
-    try:
-        document = json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=hook,
-            parse_int=_integer,
-            parse_float=_finite,
-            parse_constant=_refuse_constant,
-        )
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a JSON object in UTF-8, found: {error}") from error
-    if type(document) is not dict:
-        raise ValueError(f"expected a JSON object in UTF-8, found {shown(document)}")
-    return document
-
-
 def shown(value: object) -> str:
     """`value` for a message, cut if it is long."""
     try:
@@ -209,87 +175,78 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
-def _integer(literal: str) -> int | float:
-    # 20 digits hold every u64. To the reference all longer integers are floats, and so is -0.
-    return _finite(literal) if len(literal) > 20 or literal == "-0" else int(literal)
+def _read(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensors and the metadata that JSON spells; the numbers and texts are left to `_validate`."""
+    reader = JsonReader(text)
+    tensors: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for name in reader.members():
+        if name == _METADATA:
+            metadata = _read_metadata(reader)
+        elif (usual := _USUAL.match(reader.text, reader.at)) and usual[1] in DTYPES:
+            dtype, shape, begin, end = usual.groups()
+            sizes = tuple(map(int, shape.split(","))) if shape else ()
+            tensors[name] = TensorEntry(name, DTYPES[dtype], sizes, int(begin), int(end))
+            reader.move(usual.end())
+        else:
+            tensors[name] = _read_entry(name, reader)
+    reader.end()
+    return tensors, metadata
 
 
-def _finite(literal: str) -> float:
-    value = float(literal)
-    if math.isinf(value):
-        raise ValueError(f"a number out of the range of a double: {literal[:_MAX_SHOWN]}")
-    return value
+def _read_metadata(reader: JsonReader) -> dict[str, str]:
+    if reader.next == "n":
+        reader.scalar()  # null is as good as none
+        return {}
+    if reader.next != "{":
+        raise HeaderError(f"{_METADATA}: expected an object, found {reader.excerpt}")
+    metadata = {}
+    for key in reader.members():
+        if reader.next != '"':
+            raise HeaderError(f"{_METADATA}: expected text, found {reader.excerpt} under {shown(key)}")
+        metadata[key] = reader.string()
+    return metadata
 
 
-def _refuse_constant(literal: str) -> float:
-    raise ValueError(literal)
+def _read_entry(name: str, reader: JsonReader) -> TensorEntry:
+    """Return one tensor, in whatever spelling the reference takes."""
+    try:
+        return _read_fields(name, reader)
+    except ValueError as error:
+        raise HeaderError(f"tensor {shown(name)}: {error}") from error
 
 
-def _entry_or_object(pairs: list[tuple[str, Any]]) -> tuple[Any, ...] | dict[str, Any]:
-    """What JSON spells as a tensor usually is, as `(dtype, shape, data_offsets)` of `(str, tuple, pair)`, else a dict.
-
-    A header has up to 10**5 of these. As dicts of lists they would cost more in garbage collection than in parsing.
-    """
-    fields = object_of_unique_keys(pairs)
-    if len(fields) == len(_FIELDS) and "data_offsets" in fields:
-        return _usual_fields(fields) or fields
-    return fields
-
-
-def _usual_fields(fields: dict[str, Any]) -> tuple[str, tuple[Any, ...], tuple[Any, Any]] | None:
-    dtype, shape, offsets = map(fields.get, _FIELDS)
-    if type(dtype) is str and type(shape) is list and type(offsets) is list and len(offsets) == 2:
-        return dtype, tuple(shape), (offsets[0], offsets[1])
-    return None
-
-
-def _entry(name: str, fields: Any) -> TensorEntry:
-    """One tensor as JSON spells it; the numbers are left to `_validate`."""
-    dtype, shape, (begin, end) = fields if type(fields) is tuple else _unusual_fields(name, fields)
-    if dtype not in DTYPES:
-        raise HeaderError(f"tensor {shown(name)}: expected a dtype of {', '.join(DTYPES)}, found {shown(dtype)}")
-    return TensorEntry(name, DTYPES[dtype], shape, begin, end)
-
-
-def _unusual_fields(name: str, fields: Any) -> tuple[str, tuple[Any, ...], tuple[Any, Any]]:
-    """The fields of an entry that is spelled in a way that no writer uses but the reference takes, if it is one."""
-    if type(fields) is list and len(fields) == len(_FIELDS):
-        fields = dict(zip(_FIELDS, fields, strict=True))  # the values alone, in order
-    if type(fields) is dict:
-        dtype = fields.get("dtype")
-        if type(dtype) is dict and list(dtype.values()) == [None]:
-            fields = {**fields, "dtype": next(iter(dtype))}  # {"F32": null} for "F32"
-        usual = _usual_fields(fields)
-        if usual is not None:
-            for key in fields.keys() - set(_FIELDS):
-                _check_ignored(name, {key: fields[key]}, depth=2)
-            return usual
-    raise HeaderError(
-        f"tensor {shown(name)}: expected an object with dtype (text), shape (a list) and data_offsets (two numbers), "
-        f"found {shown(fields)}"
+def _read_fields(name: str, reader: JsonReader) -> TensorEntry:
+    excerpt = reader.excerpt
+    found: dict[str, Any] = {}
+    in_order = reader.next == "["  # the values alone, as a list
+    for key in map((*_FIELDS, "").__getitem__, reader.items()) if in_order else reader.members():
+        if key == "dtype":
+            found[key] = _read_dtype(reader)
+        elif key in _FIELDS and reader.next == "[":
+            found[key] = reader.integers()
+        elif key in _FIELDS or in_order:
+            break
+        else:  # an unknown field, which may hold whatever the reference's parser can read
+            reader.skip(_FIELD_DEPTH)
+    else:
+        if len(found) == len(_FIELDS) and len(found["data_offsets"]) == 2:
+            return TensorEntry(name, found["dtype"], found["shape"], *found["data_offsets"])
+    raise ValueError(
+        f"expected an object with dtype (text), shape (a list) and data_offsets (two numbers), found {excerpt}"
     )
 
 
-def _check_ignored(name: str, value: Any, depth: int) -> None:
-    """An unknown field may hold whatever the reference's parser can read. `value` is at `depth` in the header."""
-    if type(value) is str:
-        _check_encodable(value, f"tensor {shown(name)}: ")
-    elif type(value) in (dict, list, tuple):
-        if depth > _MAX_DEPTH:
-            raise HeaderError(f"tensor {shown(name)}: expected at most {_MAX_DEPTH} levels of nesting, found more")
-        for item in value:
-            _check_ignored(name, item, depth + 1)
-        if type(value) is dict:
-            for item in value.values():
-                _check_ignored(name, item, depth + 1)
-
-
-def _check_encodable(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        surrogate = text[error.start]
-        raise HeaderError(f"{where}expected text that UTF-8 can hold, found a lone surrogate {surrogate!r}") from error
+def _read_dtype(reader: JsonReader) -> DType:
+    excerpt = reader.excerpt
+    if reader.next == "{":  # {"F32": null} for "F32"
+        keys = [key for key in reader.members() if reader.scalar() is None]
+        dtype = keys[0] if len(keys) == 1 else ""
+    else:
+        dtype = str(reader.scalar())
+    if dtype not in DTYPES:
+        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, found {excerpt}")
+    return DTYPES[dtype]
 
 
 def _validate(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], data_start: int) -> list[TensorEntry]:
@@ -303,7 +260,7 @@ def _validate(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], d
         if entry.name != name:
             raise HeaderError(f"tensor {shown(name)}: expected an entry of that name, found {shown(entry.name)}")
         if not name.isascii():
-            _check_encodable(name, f"tensor {shown(name)}: ")
+            _check_encodable(name, f"tensor {shown(name)}")
         begin, end = entry.begin, entry.end
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= _U64_MAX:
             raise HeaderError(
@@ -338,6 +295,13 @@ def _validate(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], d
     return in_file_order
 
 
+def _check_encodable(text: str, where: str) -> None:
+    try:
+        check_encodable(text)
+    except ValueError as error:
+        raise HeaderError(f"{where}: {error}") from error
+
+
 def _size_fault(entry: TensorEntry, bits: int) -> str:
     what = f"tensor {shown(entry.name)}: {entry.dtype.name} of shape {shown(entry.shape)}: expected"
     if bits > _U64_MAX:
@@ -353,7 +317,7 @@ def _validate_metadata(metadata: Mapping[str, str]) -> None:
     for key, value in metadata.items():
         if type(key) is not str or type(value) is not str:
             raise HeaderError(f"{_METADATA}: expected text, found {shown(value)} under {shown(key)}")
-        _check_encodable(key + value, f"{_METADATA}: ")
+        _check_encodable(key + value, _METADATA)
 
 
 def _json(header: Header) -> bytes:

@@ -7,15 +7,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from orbax_safetensors.errors import IndexFileError
-from orbax_safetensors.format.header import load_json_object, shown
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.format.json_reader import JsonReader
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """Every index is called so; the usual whole name is `model` and this."""
 
 _FILE_SUFFIX = ".safetensors"
+_TOTAL_SIZE = "total_size"
+_DEPTH = 2  # level of nesting of the values in an index
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Index:
             if type(name) is not str or name not in checked:
                 check_file_name(name, file=f"weight_map: tensor {shown(tensor)}")
                 checked.add(name)
-        size = self.metadata.get("total_size", 0)
+        size = self.metadata.get(_TOTAL_SIZE, 0)
         if not (type(size) is int or (type(size) is float and size.is_integer())) or size < 0:
-            raise IndexFileError(f"metadata: expected a whole number of bytes as total_size, found {shown(size)}")
+            raise IndexFileError(f"metadata: expected a whole number of bytes as {_TOTAL_SIZE}, found {shown(size)}")
         # Read-only copies: what has been checked stays as it was.
         object.__setattr__(self, "weight_map", MappingProxyType(dict(self.weight_map)))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
@@ -51,7 +53,7 @@ class Index:
     @property
     def total_size(self) -> int | None:
         """Bytes of all tensors' data, as the writer counted them, or None. Some writers put the files' sizes here."""
-        size = self.metadata.get("total_size")
+        size = self.metadata.get(_TOTAL_SIZE)
         return int(size) if isinstance(size, int | float) else None
 
     @property
@@ -61,11 +63,25 @@ class Index:
 
     @classmethod
     def parse(cls, text: bytes, *, file: str) -> "Index":
-        """The index whose whole text is `text`; `file` is for messages. Raises IndexFileError."""
+        """The index whose whole text is `text`; `file` is for messages. Raises IndexFileError.
+
+        Of the metadata, `total_size` is kept.
+        """
         try:
-            document = load_json_object(text)
-            weight_map: Any = document.get("weight_map")
-            return cls(weight_map, metadata=document.get("metadata", {}))
+            reader = JsonReader(text)
+            weight_map: dict[str, str] | None = None
+            metadata: dict[str, object] = {}
+            for key in reader.members():
+                if key == "weight_map":
+                    weight_map = {tensor: _read_text(reader, tensor) for tensor in reader.members()}
+                elif key == "metadata":
+                    metadata = _read_metadata(reader)
+                else:
+                    reader.skip(_DEPTH)
+            reader.end()
+            if weight_map is None:
+                raise IndexFileError("expected a weight_map, found none")
+            return cls(weight_map, metadata)
         except ValueError as error:  # an IndexFileError is one, too
             raise IndexFileError(f"{file}: {error}") from error
 
@@ -80,6 +96,24 @@ class Index:
         except (TypeError, ValueError, RecursionError) as error:
             raise IndexFileError(f"metadata: expected what JSON can hold: {error}") from error
         return f"{text}\n".encode()
+
+
+def _read_text(reader: JsonReader, tensor: str) -> str:
+    if reader.next != '"':
+        raise IndexFileError(f"weight_map: tensor {shown(tensor)}: expected the name of a file, found {reader.excerpt}")
+    return reader.string()
+
+
+def _read_metadata(reader: JsonReader) -> dict[str, object]:
+    metadata: dict[str, object] = {}
+    for key in reader.members():
+        if key != _TOTAL_SIZE:
+            reader.skip(_DEPTH + 1)
+        elif reader.next in "[{":
+            raise IndexFileError(f"metadata: expected a whole number of bytes as {_TOTAL_SIZE}, found {reader.excerpt}")
+        else:
+            metadata[key] = reader.scalar()
+    return metadata
 
 
 def check_file_name(name: str, *, file: str) -> None:

@@ -4,15 +4,20 @@ PyTorch's distributed checkpoints (`torch.distributed.checkpoint.HuggingFaceStor
 write a file for each rank, and say in its metadata at which offsets of the whole tensors its own begin.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 
 from orbax_safetensors.errors import HeaderError
-from orbax_safetensors.format.header import Header, load_json_object, shown
+from orbax_safetensors.format.header import Header, shown
+from orbax_safetensors.format.json_reader import JsonReader
+from orbax_safetensors.format.names import some
 
 _KEY = "DCP_SHARDING_INFO"
 _VERSION_KEY = "DCP_VERSION"
 _VERSION = "1.0"
+_OFFSETS = "saved_offsets"
+_DEPTH = 2  # level of nesting of the values in the information
 
 
 def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | None:
@@ -27,28 +32,39 @@ def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
     if version != _VERSION:
         raise HeaderError(f"{file}: expected {_VERSION_KEY} {_VERSION!r} beside {_KEY}, found {shown(version)}")
     try:
-        information = load_json_object(text.encode())
+        found = _read(text, header)
     except ValueError as error:
         raise HeaderError(f"{file}: {_KEY}: {error}") from error
-    offsets = {}
-    for name, entry in header.tensors.items():
-        found = information.get(name)
-        start = found.get("saved_offsets") if isinstance(found, dict) else None
-        if not _is_position(start, len(entry.shape)):
-            raise HeaderError(
-                f"{file}: {name!r}: expected {len(entry.shape)} saved_offsets in {_KEY}, found {shown(found)}"
-            )
-        offsets[name] = tuple(start or ())
+    if missing := [name for name in header.tensors if name not in found]:
+        raise HeaderError(f"{file}: {_KEY}: expected every tensor of the file, did not find {some(missing, shown)}")
+    return found
+
+
+def _read(text: str, header: Header) -> dict[str, tuple[int, ...]]:
+    reader = JsonReader(text.encode())
+    offsets: dict[str, tuple[int, ...]] = {}
+    for name in reader.members():
+        if name not in header.tensors:
+            reader.skip(_DEPTH)
+            continue
+        excerpt, rank = reader.excerpt, len(header.tensors[name].shape)
+        start: tuple[int, ...] | None = None
+        with contextlib.suppress(ValueError):
+            for key in reader.members():
+                if key == _OFFSETS:
+                    start = reader.integers()
+                else:
+                    reader.skip(_DEPTH + 1)
+        if start is None or len(start) != rank or min(start, default=0) < 0:
+            raise ValueError(f"{shown(name)}: expected {rank} {_OFFSETS}, found {excerpt}")
+        offsets[name] = start
+    reader.end()
     return offsets
-
-
-def _is_position(start: object, rank: int) -> bool:
-    return isinstance(start, list) and len(start) == rank and all(type(at) is int and at >= 0 for at in start)
 
 
 def sharding_info(offsets: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The metadata of a file of pieces, which begin at `offsets` of the whole tensors: what `saved_offsets` reads."""
-    information = {name: {"saved_offsets": list(start)} for name, start in offsets.items()}
+    information = {name: {_OFFSETS: list(start)} for name, start in offsets.items()}
     return {_VERSION_KEY: _VERSION, _KEY: json.dumps(information)}
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -133,17 +134,26 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 
     Attributes:
       item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree. The tree that comes
-        back has its structure. A leaf's name in the checkpoint is its key path joined by dots.
+        back has its structure. A leaf's name in the checkpoint is its key path joined by dots. A leaf that describes an
+        array, as a `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If
+        neither has, it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several
+        processes: a file does not say on which devices an array was. `ocp.ArrayRestoreArgs()` without a sharding makes
+        it a `jax.Array` on the default device.
       restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself
         where there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
-      partial_restore: tensors that the tree does not name are left out. Without it they are an error. Leaves that are
-        `ocp.PLACEHOLDER` are named, not read, and come back as they are.
+      partial_restore: tensors that the tree does not name are left out, and `restore_args` may have leaves that `item`
+        does not have. Without it both are errors. Leaves that are `ocp.PLACEHOLDER`, and None or another empty node in
+        the place of an array, are named, not read, and come back as they are.
       family: how a model's tree is made of the stored tensors: a `mapping.Family`, the name of one
         (`"maxtext.qwen3"`), or the part before the dot, which leaves the rest to the architecture in the checkpoint's
         `config.json`. Names are then paths in the model's tree, joined by dots, and without `item` and `restore_args`
         that tree comes back, of NumPy arrays. None finds one that was registered for the architecture; where there is
         none, and with `"identity"`, names are those of the stored tensors.
       variant: the family's own switches, as `{"scan_layers": False}`.
+      transforms: None, or an empty dict, which to Orbax means `partial_restore=True`.
+
+    Raises:
+      SafetensorsError: `transforms` is not empty.
     """
 
     item: Any = None
@@ -151,6 +161,16 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     partial_restore: bool = False
     family: Family | str | None = None
     variant: Mapping[str, Any] | None = None
+    transforms: Any = None
+
+    def __post_init__(self) -> None:
+        if self.transforms is not None:
+            if jax.tree.leaves(self.transforms):
+                raise SafetensorsError(
+                    "transforms cannot be applied to safetensors: describe the tree with a family, or transform it "
+                    "after the restore"
+                )
+            self.partial_restore = True
 
 
 @ocp.args.register_with_handler(SafetensorsHandler, for_save=True)
@@ -161,7 +181,8 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     Attributes:
       item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars, of which every process
         has the same. A tensor's name is its leaf's key path joined by dots.
-      save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded: a cast while writing.
+      save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded: a cast while writing. There
+        may be some for empty nodes, too.
       metadata: text for the header of every file, besides `{"format": "pt"}`.
       max_file_bytes: tensors are spread over several files, with an index, so that none has more; 5 GB as on the Hub.
       family, variant: as for `SafetensorsRestore`; the tree is taken apart into the tensors that it is made of.

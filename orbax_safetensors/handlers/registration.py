@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+
+# `ocp.type_handlers.register_type_handler` is its `add`, which warns of what is replaced, and cannot be told not to.
+from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
 
 from orbax_safetensors.checkpoint import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
@@ -39,10 +43,10 @@ def register(*families: Family, save: bool = False) -> None:
     with _lock:
         for kind in _TYPES:
             if kind not in _registered:
-                handler = _Registered(ocp.type_handlers.get_type_handler(kind))
+                handler = _Registered(kind, ocp.type_handlers.get_type_handler(kind))
                 _registered[kind] = handler
                 _named.setdefault(handler.typestr(), ocp.type_handlers.get_type_handler(handler.typestr()))
-                ocp.type_handlers.register_type_handler(kind, _registered[kind], override=True)
+                _replace(kind, handler)
         _registered[jax.Array].saves |= save
 
 
@@ -55,20 +59,25 @@ def unregister() -> None:
     with _lock:
         for kind, handler in _registered.items():
             if ocp.type_handlers.get_type_handler(kind) is handler:
-                ocp.type_handlers.register_type_handler(kind, handler.previous, override=True)
+                _replace(kind, handler.previous)
         for kind in ocp.type_handlers.supported_types():
             handler = ocp.type_handlers.get_type_handler(kind)
             if _named.get(handler.typestr()) is handler:
-                ocp.type_handlers.register_type_handler(kind, handler, override=True)
+                _replace(kind, handler)
         _registered.clear()
         _named.clear()
+
+
+def _replace(kind: type, handler: ocp.type_handlers.TypeHandler) -> None:
+    GLOBAL_TYPE_HANDLER_REGISTRY.add(kind, handler, override=True, ignore_warnings=True)
 
 
 class _Registered(ocp.type_handlers.TypeHandler):
     """Reads leaves that are in safetensors files, and leaves all else to the handler that was registered before."""
 
-    def __init__(self, previous: ocp.type_handlers.TypeHandler) -> None:
+    def __init__(self, kind: type, previous: ocp.type_handlers.TypeHandler) -> None:
         self.previous = previous
+        self._kind = kind
         self.saves = False
         self._own = SafetensorsTypeHandler()
 
@@ -99,6 +108,8 @@ class _Registered(ocp.type_handlers.TypeHandler):
         return await self._each(infos, lambda handler, at: handler.metadata([infos[i] for i in at]))
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        if args is not None and self._kind is np.ndarray:  # which is what Orbax makes of leaves without metadata
+            args = [arg if arg.restore_type else dataclasses.replace(arg, restore_type=np.ndarray) for arg in args]
         return await self._each(
             infos,
             lambda handler, at: handler.deserialize(

@@ -76,7 +76,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             directory=directory,
             metadata=None,
             max_file_bytes=MAX_FILE_BYTES,
-            options=self._options,
+            options=self._bounded(infos),
             index=IndexAs(None if infos[0].is_ocdbt_checkpoint else False, bool(infos[0].use_zarr3), whole_tree=False),
         )
         shards = Shards.copied(plan)
@@ -99,10 +99,16 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
                 info.name: _as_array(arg) for info, arg in zip(infos, args, strict=True) if info.parent_dir == directory
             }
             restored = api.restore(
-                directory, None, wanted, partial_restore=True, family=IDENTITY, options=self._options
+                directory, None, wanted, partial_restore=True, family=IDENTITY, options=self._bounded(infos)
             )
             found |= {(directory, name): leaf for name, leaf in restored.items()}
         return [found[info.parent_dir, info.name] for info in infos]
+
+    def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:
+        """The options, with no more bytes in flight than `save_concurrent_gb` or `restore_concurrent_gb` allows."""
+        own = self._options.in_flight_bytes
+        limit = getattr(infos[0].byte_limiter, "max_bytes", own)  # all leaves share a limiter, which may have no limit
+        return dataclasses.replace(self._options, in_flight_bytes=max(1, min(own, int(limit))))
 
 
 def _as_array(args: ocp.RestoreArgs) -> ocp.RestoreArgs:

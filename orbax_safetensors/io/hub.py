@@ -7,29 +7,23 @@ Hub has one request for each file and not one for each range.
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import obstore
 from obstore import Bytes
-from obstore.exceptions import BaseError
 from obstore.store import HTTPStore
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.io import hub_path
 from orbax_safetensors.io.background import Requests
 from orbax_safetensors.io.hub_api import Contents, HubApi
+from orbax_safetensors.io.redirects import Link, Links, link_to
 from orbax_safetensors.io.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
-from orbax_safetensors.io.retries import Retries, WrongAnswerError, status_of
+from orbax_safetensors.io.retries import Retries, WrongAnswerError
 from orbax_safetensors.io.store import Stamp
-
-# What stores say of a link that has expired, which is no fault.
-_EXPIRED = (400, 401, 403)
 
 
 def hub_store(url: str, api: HubApi, client: Mapping[str, Any], retries: Retries) -> tuple[HubStore, str]:
@@ -45,13 +39,6 @@ def hub_store(url: str, api: HubApi, client: Mapping[str, Any], retries: Retries
         raise StorageError(f"{url}: asking the Hub was cancelled") from None
     store = HubStore(api, contents, client, retries)
     return store, f"{store.root}/{named.path}".rstrip("/")
-
-
-@dataclass(frozen=True, eq=False)
-class _Link:
-    """Where ranges of a file can be had, as long as the link is good."""
-
-    objects: HTTPStore
 
 
 class HubStore:
@@ -71,9 +58,7 @@ class HubStore:
         self._client = client
         self._retries = retries
         self._requests = Requests()
-        # Of the event loop's thread only.
-        self._links: dict[str, _Link] = {}
-        self._renewing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._links = Links()
 
     def _key(self, path: str) -> str:
         if path != self.root and not path.startswith(self.root + "/"):
@@ -91,7 +76,7 @@ class HubStore:
         """Opens a file with two requests, for the place and the first bytes; with none where its state is known."""
         key = self._key(path)
         if key not in self._contents.files:
-            raise StorageError(f"{path}: cannot be opened: there is no such file in the repository")
+            raise MissingError(f"{path}: cannot be opened: there is no such file in the repository")
         head: Bytes | None = None
         if stamp is None:
             try:
@@ -124,54 +109,42 @@ class HubStore:
 
     async def _opened(self, path: str, key: str) -> tuple[Stamp, Bytes]:
         """A file's state and first bytes."""
-        stamp = await self._place(path, key)
+        stamp, link = await self._place(path, key)
+        self._links.keep(key, link)
         if not stamp.nbytes:  # no range of it could be had
             return stamp, Bytes()
         return stamp, await self._fetch(path, stamp, 0, min(HEAD_BYTES, stamp.nbytes))
 
     async def _fetch(self, path: str, stamp: Stamp, offset: int, nbytes: int) -> Bytes:
-        async def ranged(link: _Link) -> Bytes:
+        key = self._key(path)
+
+        async def find() -> Link:
+            found, link = await self._place(path, key)
+            if found != stamp:
+                raise changed(path, stamp, f"{found.nbytes} bytes of version {found.version}")
+            return link
+
+        async def ranged(objects: HTTPStore) -> Bytes:
             try:
-                answer = await obstore.get_async(link.objects, "", options={"range": (offset, offset + nbytes)})
+                answer = await obstore.get_async(objects, "", options={"range": (offset, offset + nbytes)})
             except FileNotFoundError:
                 raise WrongAnswerError("the file is not where the Hub said that it is") from None
             if answer.meta["size"] != stamp.nbytes:
                 raise WrongAnswerError(f"the server sent of a file of {answer.meta['size']} bytes instead")
             return await body(answer, offset, nbytes)
 
-        async def attempt() -> Bytes:
-            link = await self._link(path, stamp, None)
-            try:
-                return await ranged(link)
-            except BaseError as error:
-                if status_of(error) not in _EXPIRED:
-                    raise
-                return await ranged(await self._link(path, stamp, link))
-
-        return await self._retries.run(path, f"reading {nbytes} bytes at offset {offset}", attempt)
-
-    async def _link(self, path: str, stamp: Stamp, refused: _Link | None) -> _Link:
-        """The link to a file, another one than was `refused`. The Hub is asked once for all who wait for it."""
-        key = self._key(path)
-        async with self._renewing[key]:
-            link = self._links.get(key)
-            if link is None or link is refused:
-                found = await self._place(path, key)
-                if found != stamp:
-                    raise changed(path, stamp, f"{found.nbytes} bytes of version {found.version}")
-            return self._links[key]
-
-    async def _place(self, path: str, key: str) -> Stamp:
-        """Asks the Hub for the place of a file, and keeps the link; returns the state of the file."""
-        own = self._contents
-        place = await self._retries.run(
-            path, "asking the Hub", lambda: self._api.place(own.repository, own.commit, key)
+        return await self._retries.run(
+            path, f"reading {nbytes} bytes at offset {offset}", lambda: self._links.use(key, find, ranged)
         )
-        # Headers are for the Hub: neither they nor the token go to where it sends us.
-        client: Any = {**self._client, "default_headers": place.headers}
-        try:
-            objects = HTTPStore(place.url, client_options=client, retry_config={"max_retries": 0})
-        except Exception:  # which would tell the link
-            raise StorageError(f"{path}: the Hub gave a link that cannot be used") from None
-        self._links[key] = _Link(objects)
-        return Stamp(place.nbytes, place.etag)
+
+    async def _place(self, path: str, key: str) -> tuple[Stamp, Link]:
+        """Asks the Hub for a file: for its state, and a link to it."""
+        own = self._contents
+
+        async def attempt() -> tuple[Stamp, Link]:
+            place = await self._api.place(own.repository, own.commit, key)
+            # Headers are for the Hub: neither they nor the token go to where it sends us.
+            link = link_to("the Hub", place.url, place.headers, self._client, expires=True)
+            return Stamp(place.nbytes, place.etag), link
+
+        return await self._retries.run(path, "asking the Hub", attempt)

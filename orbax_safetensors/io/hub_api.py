@@ -1,8 +1,7 @@
 """What is asked of the Hugging Face Hub itself: what a repository holds, and where a file's bytes are.
 
 The Hub gives small files itself and for large ones signs links to other hosts, to which its token must not go: so
-redirects are followed within the Hub only. These are few and short requests, of which the headers are needed; the
-bytes of tensors are for `hub`.
+redirects are followed within the Hub only.
 """
 
 from __future__ import annotations
@@ -10,28 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from email.message import Message
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import quote, urljoin, urlsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request
+from urllib.parse import quote
 
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.io.background import in_thread
+from orbax_safetensors.io.redirects import Answer, Client
 from orbax_safetensors.io.retries import RefusedError, WrongAnswerError
 
 _ENDPOINT = "https://huggingface.co"
 _TRUE = ("1", "ON", "YES", "TRUE")
-# Redirects from one place of the Hub to another: a repository that was renamed, then the file.
-_MAX_REDIRECTS = 5
-_TIMEOUT_SECONDS = 30.0  # in which something has to come
-_REDIRECTS = (301, 302, 303, 307, 308)
 
 
 @dataclass(frozen=True)
@@ -59,15 +50,6 @@ class Place:
     etag: str
 
 
-@dataclass(frozen=True)
-class _Answer:
-    url: str
-    status: int
-    headers: Message
-    linked: Mapping[str, str]  # of any answer on the way here
-    body: bytes
-
-
 class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
@@ -78,18 +60,12 @@ class HubApi:
         self._headers = dict(client.get("default_headers", {}))
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        timeout = client.get("read_timeout")
-        self._timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else _TIMEOUT_SECONDS
-        proxy = client.get("proxy_url")
-        proxies = None if proxy is None else {"http": proxy, "https": proxy}
-        self._opener = OpenerDirector()  # with nothing that would follow redirects or raise for a status
-        for handler in (ProxyHandler(proxies), HTTPHandler(), HTTPSHandler(context=_trust(client))):
-            self._opener.add_handler(handler)
+        self._client = Client("the Hub", self._headers, client)
 
     async def contents(self, repository: str, revision: str) -> Contents:
         """The commit that `revision` stands for now."""
         target = f"/api/models/{quote(repository)}/revision/{quote(revision, safe='')}"
-        answer = await in_thread(lambda: self._ask("GET", target))
+        answer = await in_thread(lambda: self._client.ask("GET", self.endpoint + target, reads=True))
         if answer.status != 200:
             raise self._refused(answer, repository, revision)
         try:
@@ -110,41 +86,21 @@ class HubApi:
         Asked by HEAD and for no range: a link may be signed for the range that was asked for.
         """
         target = f"/{quote(repository)}/resolve/{quote(commit, safe='')}/{quote(file)}"
-        answer = await in_thread(lambda: self._ask("HEAD", target))
-        elsewhere = answer.status in _REDIRECTS
-        if answer.status != 200 and not elsewhere:
+        answer = await in_thread(lambda: self._client.ask("HEAD", self.endpoint + target, reads=False))
+        if answer.status != 200 and answer.link is None:
             raise self._refused(answer, repository, commit)
-        if answer.linked.get("x-repo-commit", commit) != commit:
-            raise WrongAnswerError(f"the Hub gave the file as of commit {answer.linked['x-repo-commit']}")
-        nbytes = answer.linked.get("x-linked-size", "" if elsewhere else answer.headers.get("Content-Length", ""))
+        linked = {name.lower(): text for given in answer.given for name, text in given.items()}
+        if linked.get("x-repo-commit", commit) != commit:
+            raise WrongAnswerError(f"the Hub gave the file as of commit {linked['x-repo-commit']}")
+        nbytes = linked.get("x-linked-size", "" if answer.link else answer.headers.get("Content-Length", ""))
         if not nbytes.isdecimal():
             raise WrongAnswerError("the Hub does not tell the size of the file")
-        etag = answer.linked.get("x-linked-etag", answer.headers.get("ETag", commit)).removeprefix("W/").strip('"')
-        if elsewhere:
-            return Place(urljoin(answer.url, answer.headers["Location"]), {}, int(nbytes), etag)
+        etag = linked.get("x-linked-etag", answer.headers.get("ETag", commit)).removeprefix("W/").strip('"')
+        if answer.link:
+            return Place(answer.link, {}, int(nbytes), etag)
         return Place(answer.url, self._headers, int(nbytes), etag)
 
-    def _ask(self, method: str, target: str) -> _Answer:
-        """The answer to a request, or where it leads to within the Hub. Blocks."""
-        url = self.endpoint + target
-        linked: dict[str, str] = {}
-        for _ in range(_MAX_REDIRECTS):
-            request = Request(url, headers={"User-Agent": "orbax-safetensors", **self._headers}, method=method)
-            try:
-                with self._opener.open(request, timeout=self._timeout) as response:
-                    given: Message = response.headers
-                    linked |= {name.lower(): text for name, text in given.items() if name.lower().startswith("x-")}
-                    location = urljoin(url, given.get("Location", ""))
-                    if response.status in _REDIRECTS and _origin(location) == _origin(self.endpoint):
-                        url = location
-                        continue
-                    body = response.read() if response.status == 200 else b""
-                    return _Answer(url, response.status, given, linked, body)
-            except (OSError, HTTPException) as error:
-                raise RefusedError(_no_answer(error)) from None
-        raise WrongAnswerError("the Hub sent us from one place to another, and on and on")
-
-    def _refused(self, answer: _Answer, repository: str, revision: str) -> RefusedError:
+    def _refused(self, answer: Answer, repository: str, revision: str) -> RefusedError:
         """What the Hub said, and what one can do about it."""
         status, code = answer.status, answer.headers.get("X-Error-Code", "")
         said = self._shown(answer.headers.get("X-Error-Message", ""))
@@ -205,34 +161,9 @@ def _stored_token() -> str:
         return ""
 
 
-def _trust(client: Mapping[str, Any]) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    try:
-        if root := client.get("root_certificate"):
-            context.load_verify_locations(cadata=root.decode() if isinstance(root, bytes) else root)
-    except (ssl.SSLError, ValueError, TypeError):
-        raise SafetensorsError("storage_options: root_certificate must be certificates as PEM") from None
-    if client.get("allow_invalid_certificates"):
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
-
-
-def _origin(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc.lower()
-
-
 def _wait(headers: Message) -> float:
     """The seconds after which the Hub wants to be asked again, 0 where it does not say."""
     told = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})\b", headers.get("RateLimit", ""))
     after = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("Retry-After", ""))
     found = told or after
     return float(found[1]) if found else 0.0
-
-
-def _no_answer(error: Exception) -> str:
-    """Why there is no answer. Never what a proxy's URL or an address has of secrets."""
-    cause = error.reason if isinstance(error, URLError) else error
-    if isinstance(cause, TimeoutError):
-        return "no answer of the Hub in time"
-    return f"no connection to the Hub, or it broke ({type(cause).__name__})"

@@ -9,18 +9,16 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.io.store import Cost, Stamp
 
 # Two threads saturate memory with a warm page cache; a cold disk wants more requests in flight than that. What it reads
 # in the time that a request takes is 16 KiB. A pool of threads shares a large tensor in pieces of 16 MiB: below about
 # 4 MiB the work per call begins to show, above these threads wait for one another.
-_USUAL_REQUESTS = 16
 COST = Cost(
     request_seconds=2**-16,
     bytes_per_second=2**30,
-    requests=min(_USUAL_REQUESTS, 2 * (os.cpu_count() or 1)),
-    usual_requests=_USUAL_REQUESTS,
+    requests=min(16, 2 * (os.cpu_count() or 1)),
     max_request_bytes=16 * 2**20,
     held_in_flight=False,
 )
@@ -40,7 +38,7 @@ class LocalFile:
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:  # a ValueError where there is a NUL in the path
-            raise StorageError(f"{path}: cannot be opened: {_reason(error)}") from error
+            raise _error(error)(f"{path}: cannot be opened: {_reason(error)}") from error
         try:
             self.stamp = self._stamp()
         except BaseException:
@@ -102,6 +100,10 @@ def _move_all(
         offset, missing = offset + count, missing - count
         if missing:
             buffers = list(_after(buffers, count))
+
+
+def _error(error: OSError | ValueError) -> type[StorageError]:
+    return MissingError if isinstance(error, FileNotFoundError) else StorageError
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -170,7 +172,7 @@ class LocalStore:
         except NotADirectoryError:
             return None
         except (OSError, ValueError) as error:
-            raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
+            raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Opens the file `path` for reading, in the state of `stamp` where that is given."""

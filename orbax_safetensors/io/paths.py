@@ -24,10 +24,18 @@ def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     if found := _COLLAPSED.fullmatch(text):
         scheme, rest = found.groups()
         raise StorageError(
-            f"{text}: is what pathlib makes of {scheme}://{rest}; pass a URL as a str, and a path that begins so "
-            f"as ./{text}"
+            f"{shown(text)}: is what pathlib makes of {shown(f'{scheme}://{rest}')}; pass a URL as a str, and a path "
+            f"that begins so as ./{shown(text)}"
         )
     return text
+
+
+def shown(path: str) -> str:
+    """Return a path as messages have it: a URL without its query, user and password."""
+    found = _COLLAPSED.fullmatch(path)
+    if not is_url(path) and not found:
+        return path
+    return re.sub(r"^(\w+:/+)[^/?]*@", r"\1", path).partition("?")[0]
 
 
 def is_url(path: str) -> bool:

@@ -20,9 +20,9 @@ import obstore
 from obstore import Bytes
 from obstore.exceptions import PreconditionError
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.io.background import Requests
-from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, reason, status_of
+from orbax_safetensors.io.retries import ChangedError, Retries, WrongAnswerError, status_of
 from orbax_safetensors.io.store import UNKNOWN, Cost, Stamp
 from orbax_safetensors.io.upload import NewRemoteFile
 
@@ -45,7 +45,6 @@ COST = Cost(
     request_seconds=2**-5,
     bytes_per_second=2**25,
     requests=64,
-    usual_requests=64,
     max_request_bytes=8 * 2**20,
     held_in_flight=True,
 )
@@ -223,7 +222,7 @@ class RemoteStore:
         try:
             return self._requests.run(listed()) or None
         except FileNotFoundError:
-            raise StorageError(f"{path}: there is no such bucket") from None
+            raise MissingError(f"{path}: there is no such bucket") from None
         except CancelledError:
             raise StorageError(f"{path}: listing was cancelled") from None
 
@@ -231,7 +230,7 @@ class RemoteStore:
         """Opens an object with a request for its first bytes; with none where its state is known."""
         found = self._open(path, stamp)
         if found is None:
-            raise StorageError(f"{path}: cannot be opened: there is no such object")
+            raise MissingError(f"{path}: cannot be opened: there is no such object")
         return found
 
     def find(self, path: str) -> RemoteFile | None:
@@ -246,8 +245,6 @@ class RemoteStore:
             found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
         except FileNotFoundError:
             return None
-        except (PreconditionError, ChangedError) as error:
-            raise StorageError(f"{path}: cannot be opened: {reason(error)}") from None
         except CancelledError:
             raise StorageError(f"{path}: opening was cancelled") from None
         return self._file(path, found, head)
@@ -263,7 +260,10 @@ class RemoteStore:
             tag, end, _ = stamp.version.rpartition('"')
             if tag.startswith('"'):  # a strong one: servers never match others
                 options["if_match"] = tag + end
-            answer = await obstore.get_async(self.objects, key, options=options)
+            try:
+                answer = await self._get(key, options)
+            except PreconditionError:
+                raise ChangedError("another") from None
             found = _stamp(answer.meta)
             if found != stamp:
                 raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
@@ -273,22 +273,23 @@ class RemoteStore:
             return await self.retries.run(path, f"reading {nbytes} bytes at offset {offset}", attempt)
         except ChangedError as error:
             raise changed(path, stamp, str(error)) from None
-        except PreconditionError:
-            raise changed(path, stamp, "another") from None
         except FileNotFoundError:
             raise changed(path, stamp, "that it is gone") from None
 
     async def _head(self, key: str) -> tuple[Stamp, Bytes]:
         """An object's state and first bytes."""
         try:
-            answer = await obstore.get_async(self.objects, key, options={"range": (0, HEAD_BYTES)})
+            answer = await self._get(key, {"range": (0, HEAD_BYTES)})
         except Exception as error:
             if status_of(error) != 416:
                 raise
             # No range of an empty object can be satisfied.
-            return _stamp(await obstore.head_async(self.objects, key)), Bytes()
+            return _stamp((await self._get(key, {})).meta), Bytes()
         found = _stamp(answer.meta)
         return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
+
+    async def _get(self, key: str, options: GetOptions) -> GetResult:
+        return await obstore.get_async(self.objects, key, options=options)
 
     def cancel(self) -> None:
         """Ends requests that list and open."""
@@ -333,7 +334,7 @@ class RemoteStore:
         try:
             self._requests.run(deleted())
         except FileNotFoundError:
-            raise StorageError(f"{path}: there is no such bucket") from None
+            raise MissingError(f"{path}: there is no such bucket") from None
         except CancelledError:
             raise StorageError(f"{path}: deleting was cancelled") from None
 

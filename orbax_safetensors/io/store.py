@@ -31,7 +31,6 @@ class Cost:
       request_seconds: that a request takes besides those for its bytes.
       bytes_per_second: of one request.
       requests: reads or writes that are in flight at once.
-      usual_requests: how many these are on most hosts; what all hosts have to choose alike is chosen by it.
       max_request_bytes: the longest read that goes straight to its destination.
       held_in_flight: whether the bytes of a request are held in memory before they reach their destination.
     """
@@ -39,7 +38,6 @@ class Cost:
     request_seconds: float
     bytes_per_second: float
     requests: int
-    usual_requests: int
     max_request_bytes: int
     held_in_flight: bool
 

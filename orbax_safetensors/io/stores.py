@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.io import hub, hub_api, hub_path
+from orbax_safetensors.io import credentials, hub, hub_api, hub_path
 from orbax_safetensors.io.local import LocalStore
-from orbax_safetensors.io.paths import AZURE, GCS, HTTP, HUB, SCHEMES, as_text, is_url
+from orbax_safetensors.io.paths import AZURE, GCS, HTTP, HUB, S3, SCHEMES, as_text, is_url, shown
 from orbax_safetensors.io.remote import RemoteStore
 from orbax_safetensors.io.retries import Retries, reason
 from orbax_safetensors.io.store import Store
+from orbax_safetensors.io.web import WebStore
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore, RetryConfig
+
+_T = TypeVar("_T")
 
 # What obstore takes as options of its HTTP client rather than of a store.
 _CLIENT_OPTIONS = frozenset(
@@ -98,20 +101,21 @@ def store_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
         return _hub(path, options)
     if scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise StorageError(f"{path}: expected a path or one of {known}")
+        raise StorageError(f"{shown(path)}: expected a path or one of {known}")
     bucket, _, key = path.partition("://")[2].partition("/")
     root = f"{scheme}://{bucket}"
     if not bucket:
         raise StorageError(f"{path}: expected the name of a bucket after {scheme}://")
+    if scheme in AZURE and "\\" in key:
+        raise StorageError(f"{path}: Azure takes the backslash for a slash, and finds another blob")
     options = _from_environment(scheme) | options
     client, retries = _client(options, _is_plain(options))
-    config: Any = options
+    config: Any = {"config": options}
+    if scheme in S3 and (provider := credentials.aws_profile(options)) is not None:
+        config["credential_provider"] = provider
 
     def objects(client: Any, repeat: RetryConfig) -> ObjectStore:
-        try:
-            return from_url(root, config=config, client_options=client, retry_config=repeat)
-        except (BaseError, TypeError, ValueError) as error:
-            raise SafetensorsError(f"{root}: cannot be used with these storage_options: {reason(error)}") from None
+        return _made(root, lambda: from_url(root, client_options=client, retry_config=repeat, **config))
 
     def writing() -> ObjectStore:
         # The answer to a part comes after all of its bytes have gone, which on a slow link takes long.
@@ -133,28 +137,29 @@ def moves(path: str) -> bool:
 def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     """The files of a server, whose query, user and password go with every request.
 
-    Paths are URLs without these, and with characters as they are rather than escaped. `Authorization` goes no further
-    than to the host of `url` where that sends its clients elsewhere.
+    Paths are URLs without these, and with characters as they are rather than escaped. None of these, nor any header,
+    goes further than to the server of `url` if that sends its clients elsewhere.
     """
     client, retries = _client(options, url.startswith("http://"))
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for HTTP servers")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # which would tell the password
+        parts = None
+    if parts is None:
+        raise StorageError(f"{shown(url)}: is not a URL")
     user, _, host = parts.netloc.rpartition("@")
     # Everything below the server's root, so that files beside this one are of the same store.
     root = urlunsplit((parts.scheme, host, "", "", ""))
     if user:
         basic = b64encode(unquote(user).encode()).decode()
         client["default_headers"] = {**client.get("default_headers", {}), "Authorization": f"Basic {basic}"}
-    try:
-        objects: ObjectStore = HTTPStore(
-            urlunsplit(parts._replace(netloc=host, path="", fragment="")),
-            client_options=client,
-            retry_config={"max_retries": 0},
-        )
-    except (BaseError, TypeError, ValueError) as error:
-        raise SafetensorsError(f"{root}: cannot be used: {reason(error)}") from None
+    public: Any = {name: value for name, value in client.items() if name != "default_headers"}
+    objects = _made(root, lambda: HTTPStore(root, client_options=public, retry_config={"max_retries": 0}))
     store = RemoteStore(root, objects, lists=False, retries=retries)
+    if parts.query or client.get("default_headers"):
+        store = WebStore(root, objects, parts.query, client, retries)
     return store, f"{root}/{unquote(parts.path).strip('/')}".rstrip("/")
 
 
@@ -165,6 +170,16 @@ def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for the Hub")
     return hub.hub_store(url, hub_api.HubApi(endpoint, token, client), client, retries)
+
+
+def _made(root: str, make: Callable[[], _T]) -> _T:
+    """Return what `make` makes of storage options; `SafetensorsError` if they are wrong."""
+    try:
+        return make()
+    except (BaseError, TypeError, ValueError) as error:
+        fault = reason(error)
+    # Out of the handler: the error may hold a secret.
+    raise SafetensorsError(f"{root}: cannot be used with these storage_options: {fault}")
 
 
 def _client(options: dict[str, Any], plain: bool, default: Retries = _RETRIES) -> tuple[Any, Retries]:

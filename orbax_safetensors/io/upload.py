@@ -19,7 +19,7 @@ from obstore.exceptions import BaseError
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.io.background import Requests
-from orbax_safetensors.io.retries import reason
+from orbax_safetensors.io.retries import explain
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -129,10 +129,13 @@ class NewRemoteFile:
     def _send(self, part: np.ndarray, *, last: bool) -> None:
         try:
             self._requests.run(self._give(part, last=last))
+            return
         except CancelledError:
-            raise StorageError(f"{self.path}: writing was cancelled") from None
+            fault = "was cancelled"
         except (BaseError, OSError) as error:
-            raise StorageError(f"{self.path}: writing failed: {reason(error)}") from None
+            fault = f"failed: {explain(self.path, error)}"
+        # Out of the handler: the error may hold the query of a URL.
+        raise StorageError(f"{self.path}: writing {fault}")
 
     async def _give(self, part: np.ndarray, *, last: bool) -> None:
         """Waits until the upload has taken a part, unless it has failed; with the last one, waits for its end."""

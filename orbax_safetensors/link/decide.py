@@ -105,7 +105,7 @@ def decide(request: LinkRequest) -> Decision:
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
     around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
-    partition.check_used(checkpoint.leaves)
+    partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
     addressed, reasons, sharded = {}, {}, {}
     for own, view in checkpoint.leaves.items():
         name = around.above + own

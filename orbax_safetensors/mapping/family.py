@@ -7,10 +7,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.names import some
 from orbax_safetensors.plan.view import UNKNOWN, View
+
+# Tensors of which a tree may be made, at least: three times those of the largest model, for checkpoints of which only
+# some files are there. Where more are stored, as many times those.
+_MOST_TENSORS = 250_000
+_MOST_OF_STORED = 4
 
 # What `tensor` makes of a name and a shape while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
@@ -79,14 +86,25 @@ class Family:
             raise MappingError(f"{self.name}: expected a tuple of architectures, found {self.architectures!r}")
         _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
-    def describe(self, config: Mapping[str, Any], variant: Mapping[str, Any], bind: Bind) -> Tree:
-        """`tree` with its tensors made by `bind`.
+    def describe(self, config: Mapping[str, Any], variant: Mapping[str, Any], bind: Bind, *, stored: int = 0) -> Tree:
+        """`tree` with its tensors made by `bind`; `stored` is how many there are of them, or of leaves to save.
 
         Raises `MappingError` where the config lacks or contradicts what the tree is made of, for a switch that the
-        family does not have, and where the tree is none of views.
+        family does not have, where the tree is none of views, and where it is made of far more tensors than are stored.
         """
         self._check_variant(variant)
-        token = _bind.set(bind)
+        most = max(_MOST_TENSORS, _MOST_OF_STORED * stored)
+        described = count()
+
+        def bounded(name: str, shape: tuple[int, ...]) -> View:
+            if next(described) == most:
+                raise MappingError(
+                    f"the tree of this config.json{_counts(config, variant)} is made of more than {most} tensors, "
+                    f"{name!r} among them, and the checkpoint has {stored}"
+                )
+            return bind(name, shape)
+
+        token = _bind.set(bounded)
         try:
             tree = self.tree(config, **variant)
         except KeyError as error:
@@ -120,3 +138,13 @@ class Family:
             default = known[name].default if name in known else None
             if isinstance(default, bool | int) and type(value) is not type(default):
                 raise MappingError(f"{self.name}: expected a {type(default).__name__} for {name}, found {value!r}")
+
+
+def _counts(config: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
+    """What a config says of how many layers, experts and heads there are, the most of anything first."""
+    named = {**config, **variant}
+    if isinstance(text := config.get("text_config"), Mapping):
+        named |= text
+    counts = {key: value for key, value in named.items() if type(value) is int and key.startswith(("num_", "n_"))}
+    largest = sorted(counts, key=counts.__getitem__, reverse=True)
+    return f" ({some([f'{key} = {counts[key]}' for key in largest])})" if counts else ""

@@ -8,7 +8,7 @@ from orbax_safetensors.orbax_store.item import OrbaxItem, array_name
 from orbax_safetensors.orbax_store.layout import OrbaxLayout
 from orbax_safetensors.orbax_store.leaves import OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.sink import OrbaxSink
-from orbax_safetensors.orbax_store.source import OrbaxCheckpoint, OrbaxStep, open_orbax, open_step
+from orbax_safetensors.orbax_store.source import OrbaxCheckpoint, OrbaxStep, find_step_faults, open_orbax, open_step
 
 __all__ = [
     "OrbaxCheckpoint",
@@ -18,6 +18,7 @@ __all__ = [
     "OrbaxSink",
     "OrbaxStep",
     "array_name",
+    "find_step_faults",
     "named_sharding",
     "open_orbax",
     "open_step",

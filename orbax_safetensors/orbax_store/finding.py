@@ -9,7 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.orbax_store.places import fresh, is_remote, names, read_json
 
 TREE_FILE = "_METADATA"
@@ -52,7 +52,10 @@ def find(path: epath.Path) -> Found:
     """
     path = fresh(path)
     if not path.is_dir():
-        raise StorageError(f"{path}: expected the directory of an Orbax checkpoint, found {_what(path)}")
+        expected = f"{path}: expected the directory of an Orbax checkpoint"
+        if path.exists():
+            raise StorageError(f"{expected}, found a file")
+        raise MissingError(f"{expected}, found nothing")
     for directory in (path, path.parent):
         if UNFINISHED in directory.name:
             raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
@@ -86,8 +89,8 @@ def find(path: epath.Path) -> Found:
     unfinished = [
         name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
     ]
-    found = f"; {unfinished} were never finished" if unfinished else ""
-    raise StorageError(f"{path}: holds no finished checkpoint of Orbax{found}")
+    found = f"; {unfinished} were never finished" if unfinished else ", and no .safetensors file"
+    raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
 
 
 def step_number(name: str) -> int | None:
@@ -154,7 +157,3 @@ def _is_finished(path: epath.Path) -> bool:
 def _check_finished(path: epath.Path) -> None:
     if not _is_finished(path):
         raise StorageError(f"{path}: was never finished: Orbax writes {FINISHED_FILE} when a checkpoint is complete")
-
-
-def _what(path: epath.Path) -> str:
-    return "a file" if path.exists() else "nothing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,12 @@ from orbax.checkpoint._src.path import atomicity_defaults
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors import trees
-from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.orbax_store.finding import RECORD_FILE, STEP_FILE
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.finding import RECORD_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.handlers import registry, streamed, write_spec
-from orbax_safetensors.orbax_store.leaves import ARRAYS, OrbaxLeaf
-from orbax_safetensors.orbax_store.places import kvstore, names, remove
+from orbax_safetensors.orbax_store.leaves import ARRAYS, OrbaxLeaf, box_of
+from orbax_safetensors.orbax_store.places import LiteralPath, check_literal, kvstore, names, remove
 
 _PROCESS_PREFIX = tensorstore_utils.PROCESS_SUBDIR_PREFIX
 
@@ -35,6 +35,8 @@ _CHUNK_KEYS = {
     True: re.compile(r"(?:(.*)/)?c((?:/\d+)*)", re.DOTALL),
     False: re.compile(r"(?:(.*)/)?(\d+(?:\.\d+)*)", re.DOTALL),
 }
+# The key of what says how an array is stored, after its name.
+_ARRAY_KEYS = {True: "zarr.json", False: ".zarray"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class ItemDraft:
 
         Raises `TensorMismatchError`, which begins with `where`, if a leaf cannot be stored.
         """
-        self._item, self._compression = item, compression
+        self._item, self._compression, self._where = item, compression, where
         self._final, self._path = checkpoint, None
         if name:
             temporary_path = atomicity_defaults.get_default_temporary_path_class(checkpoint)
@@ -84,6 +86,9 @@ class ItemDraft:
         )
         structure, named = trees.flatten(item.tree)
         leaves, self._values = _parted(named, where)
+        if not item.ocdbt:  # names of arrays are those of directories
+            for leaf in filter(None, named):
+                check_literal(os.path.join(self.directory, leaf))
         # Orbax itself may store an array in smaller chunks than it is asked for.
         self._context = _context(item.ocdbt, fsync)
         specs = {name: write_spec(self._info(name), leaf, jax.process_index()) for name, leaf in leaves.items()}
@@ -180,8 +185,16 @@ class ItemDraft:
 
         Raises `TensorMismatchError` where there is one that belongs to none.
         """
+        roots = [self.directory]
+        if self._item.ocdbt:
+            with stored(os.fspath(self.directory)):
+                inside = names(self.directory)
+            roots = [self.directory / name for name in inside if name.startswith(_PROCESS_PREFIX)]
+        return self._present(self._keys(roots))
+
+    def _present(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
         present = {name: np.zeros(leaf.grid, np.bool_) for name, leaf in self.leaves.items()}
-        for key in self._keys():
+        for key in keys:
             match = _CHUNK_KEYS[self._item.zarr3].fullmatch(key)
             name = (match[1] or "") if match else ""
             if match is None or name not in present:
@@ -193,13 +206,10 @@ class ItemDraft:
             grid[index] = True
         return present
 
-    def _keys(self) -> Iterator[str]:
+    def _keys(self, roots: Iterable[epath.Path]) -> Iterator[str]:
         # A context of its own, so that nothing that was cached before is listed.
         context = ocp.type_handlers.get_ts_context(use_ocdbt=self._item.ocdbt)
         with stored(os.fspath(self.directory)):
-            roots = [self.directory]
-            if self._item.ocdbt:
-                roots = [self.directory / name for name in names(self.directory) if name.startswith(_PROCESS_PREFIX)]
             for root in roots:
                 for key in kvstore(os.fspath(root), context, ocdbt=self._item.ocdbt).list().result():
                     yield os.fsdecode(key)
@@ -213,10 +223,35 @@ class ItemDraft:
         )
 
     def finish(self) -> None:
-        """Merges what the processes have written, and gives the directory its name."""
-        self._handler.finalize(self.directory)
+        """Merges what the processes have written, and gives the directory its name if all of it is found there.
+
+        Raises `TensorMismatchError` if chunks are missing, and `StorageError` if Orbax has not written what says what
+        is there.
+        """
+        self._handler.finalize(LiteralPath(self.directory))
+        self._check_whole()
         if self._path is not None:
             asyncio_utils.run_sync(self._path.finalize())
+
+    def _check_whole(self) -> None:
+        """Asks the store that a reader opens, which is listed once: no array is opened."""
+        keys = set(self._keys([self.directory]))
+        scalars = [name for name, value in self._values.items() if not isinstance(value, str)]
+        for name in (*self.leaves, *scalars):
+            key = f"{name}/{_ARRAY_KEYS[self._item.zarr3]}".removeprefix("" if name else "/")
+            if key not in keys:
+                raise StorageError(f"{self._where}: {name!r}: cannot be found: {key!r} is missing where it was merged")
+        if TREE_FILE not in names(self.directory):
+            raise StorageError(f"{self._where}: Orbax has not written {TREE_FILE}")
+        lacking = {name: present for name, present in self._present(keys).items() if not present.all()}
+        if lacking:
+            name, present = next(iter(lacking.items()))
+            index = np.argwhere(~present)[0].tolist()
+            raise TensorMismatchError(
+                f"{self._where}: {len(lacking)} of {len(self.leaves)} arrays are not complete: {(~present).sum()} "
+                f"chunks of {name!r} were not written, the first is "
+                f"{box_of(tuple((at, at + 1) for at in index), self.leaves[name])}"
+            )
 
 
 def _parted(named: Mapping[str, Any], where: str) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.draft import Draft
 from orbax_safetensors.orbax_store.finding import STEP_FILE, UNFINISHED
 from orbax_safetensors.orbax_store.item import ItemDraft, OrbaxItem, array_name
@@ -40,6 +40,10 @@ class OrbaxLayout:
     ) -> None:
         """Arguments and errors are those of `OrbaxSink`."""
         self.path = absolute(path)
+        if UNFINISHED in self.path:
+            raise StorageError(
+                f"{self.path}: nothing opens what has {UNFINISHED} in its path, as what is unfinished has"
+            )
         self.compression = compression
         self._check_options(items, metadata or {}, others or {})
         self.draft = Draft(self.path, items, others or {}, compression=compression, fsync=fsync)

@@ -5,15 +5,18 @@ Files are reached as Orbax reaches them, through `epath`, chunks through TensorS
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import tensorstore as ts
 from etils import epath
 from etils.epath import backend
+from etils.epath.gpath import PosixGPath
 
 # Orbax's own choice of a store for a path, without an array in it.
 from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -37,16 +40,46 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def absolute(path: str | os.PathLike[str]) -> str:
     """An absolute path, or a URL without a slash at its end.
 
-    Raises `StorageError` where it is a URL of another kind, or where there is nothing to reach it with.
+    Raises `StorageError` where it is a URL of another kind, there is nothing to reach it with, or Orbax cannot have it.
     """
     path = os.fsdecode(path)
     if "://" not in path:
-        return os.path.abspath(path)
+        path = os.path.abspath(path)
+        check_literal(path)
+        return path
     if not path.removeprefix(_REMOTE).strip("/") or not is_remote(path):
         raise StorageError(f"{path}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
     if not any(importlib.util.find_spec(name) for name in _CLIENTS):
         raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install 'orbax-safetensors[gcs]'")
+    check_literal(path.rstrip("/"))
     return path.rstrip("/")
+
+
+def check_literal(path: str) -> None:
+    """Raises `StorageError` if what Orbax reaches files with takes an absolute path for another one, or for none.
+
+    TensorStore takes a backslash for a slash, Orbax a directory called `gs:` for a bucket and a `#` for the end of an
+    object's name, `epath` what has `**` in it for a pattern that it refuses, and gcsfs objects' names for patterns.
+    """
+    try:
+        spec = ts.KvStore.Spec(tensorstore_utils.build_kvstore_tspec(path, use_ocdbt=False)).to_json()
+        reached = f"{_REMOTE}{spec['bucket']}/{spec.get('path', '')}".rstrip("/") if "bucket" in spec else spec["path"]
+        others = {os.fspath(epath.Path(path)), reached} - {path}
+        meaning = repr(others.pop()) if others else ""
+    except Exception as error:  # none of them says what it raises
+        meaning = f"no path ({type(error).__name__})"
+    if "**" in path or (is_remote(path) and glob.has_magic(path)):
+        meaning = "a pattern"
+    if meaning:
+        raise StorageError(f"{path}: cannot hold a checkpoint of Orbax, whose libraries take this path for {meaning}")
+
+
+class LiteralPath(PosixGPath):
+    """A path that is no pattern itself where something below it is looked for by one, as Orbax does to merge."""
+
+    def glob(self, pattern: str) -> Iterator[Any]:
+        """The paths below this one that match `pattern`."""
+        yield from epath.Path(glob.escape(os.fspath(self))).glob(pattern)
 
 
 def fresh(path: str | os.PathLike[str]) -> epath.Path:

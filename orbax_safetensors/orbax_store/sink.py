@@ -208,12 +208,11 @@ class OrbaxSink:
             self._budget.drain()
             agree(f"{self._key}/tiles", self._failure)
             self._stores = {}
-            self._together("complete", self._check_complete, primary=True)
             self._together("save", self._draft.save)
             self._together("finish", partial(self._draft.finish, self._layout.metadata), primary=True)
         finally:
             self._draft.release()
-        for part in ("plan", "begin", "list", "open", "tiles", "complete", "save"):
+        for part in ("plan", "begin", "list", "open", "tiles", "save"):
             forget(f"{self._key}/{part}")
 
     def abort(self, failure: Exception | None = None) -> None:
@@ -241,21 +240,6 @@ class OrbaxSink:
                 )
             with contextlib.suppress(Exception):
                 agree(f"{self._key}/tiles", failure)
-
-    def _check_complete(self) -> None:
-        """Asks the store, not what this process believes."""
-        self._draft.check()
-        lacking = {}
-        for name, present in self._layout.named(ItemDraft.chunks).items():
-            if not present.all():
-                index = np.argwhere(~present)[0].tolist()
-                lacking[name] = box_of(tuple((at, at + 1) for at in index), self.leaves[name]), int((~present).sum())
-        if lacking:
-            name, (box, count) = next(iter(lacking.items()))
-            raise TensorMismatchError(
-                f"{self.path}: {len(lacking)} of {len(self.leaves)} arrays are not complete: {count} chunks of "
-                f"{name!r} were not written, the first is {box}"
-            )
 
     def _together(self, part: str, do: Any, *, primary: bool = False) -> None:
         """Does something in every process, or in the primary one only; raises in all of them where it fails in one."""

@@ -23,7 +23,7 @@ from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 from orbax.checkpoint._src.metadata import tree as tree_metadata
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.finding import TREE_FILE, Found, find, recorded, step_metadata, step_number
 from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
 from orbax_safetensors.orbax_store.leaves import (
@@ -273,13 +273,35 @@ def open_step(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) ->
         )
 
 
+def find_step_faults(path: str | os.PathLike[str]) -> list[SafetensorsError]:
+    """Everything for which `open_step` would refuse a checkpoint that it has found, where it stops at the first.
+
+    Raises `StorageError` if there is no finished checkpoint. Chunks are not read.
+    """
+    found = _found(path)
+    faults: list[SafetensorsError] = []
+    for name in found.items:
+        try:
+            _open_item(found, name, Budget(1), faults.append)
+        except SafetensorsError as fault:
+            faults.append(fault)
+    return faults
+
+
 def _found(path: str | os.PathLike[str]) -> Found:
     path = absolute(path)
     with stored(path):
         return find(epath.Path(path))
 
 
-def _open_item(found: Found, name: str, budget: Budget) -> OrbaxCheckpoint:
+def _refuse(fault: SafetensorsError) -> None:
+    raise fault
+
+
+def _open_item(
+    found: Found, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
+) -> OrbaxCheckpoint:
+    """The item `name`; passes the fault of each array that does not open to `report`, and leaves the array out."""
     directory = found.item(name)
     item = os.fspath(directory)
     metadata = _tree_metadata(directory)
@@ -309,8 +331,12 @@ def _open_item(found: Found, name: str, budget: Budget) -> OrbaxCheckpoint:
             opening[name] = ts.open(ts.Spec(spec), open=True, read=True, context=context)
     stores = {}
     for name, future in opening.items():
-        with stored(f"{item}: {name!r}"):
-            stores[name] = future.result()
+        try:
+            with stored(f"{item}: {name!r}"):
+                stores[name] = future.result()
+        except StorageError as fault:
+            report(fault)
+            del entries[name]
     with stored(item):
         shardings, random_keys = _shardings(directory), _random_keys(directory)
     leaves = {

@@ -139,13 +139,11 @@ class Cooperation:
     """What several processes save when each reads a part of what they all need, and their devices exchange the parts.
 
     Attributes:
-      possible_arrays: how many leaves fewer bytes are read of in that way.
-      chosen_arrays: how many of them the restore treats so, which depends on the options and on the store.
+      num_arrays: how many leaves fewer bytes are read of in that way.
       direct, cooperative: what every process reads where none of these leaves are exchanged, and where all are.
     """
 
-    possible_arrays: int
-    chosen_arrays: int
+    num_arrays: int
     direct: tuple[WayCost, ...]
     cooperative: tuple[WayCost, ...]
 
@@ -163,8 +161,8 @@ class RestorePlan:
         to be sharded over the same.
       processes: the cost for each process.
       over_reads: the leaves for which more than 1.1 times the needed bytes are read, those first that waste the most.
-      cooperation: what is read directly and what in cooperation; None where there is one process, or where the options
-        or the store rule it out.
+      cooperation: what is read directly and what in cooperation; None with one process, and without
+        `SafetensorsOptions(cooperative=True)`.
     """
 
     total_params: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +16,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors import arrays
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.names import same
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.streaming.patterns import RuleError, check_pattern, check_used, first_found, none_of
+from orbax_safetensors.streaming.patterns import (
+    Misfit,
+    RuleError,
+    check_fit,
+    check_pattern,
+    check_used,
+    first_found,
+    none_of,
+)
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None
@@ -29,8 +39,8 @@ _UNSHARDED = {"checkpoint_sharding_axis": 1}
 class Partition:
     """A mesh, and for patterns of names, or whole names, the axes that shard an array's dimensions.
 
-    The first pattern that is found in a name (`re.search`) decides; an array that none is found in is not sharded.
-    `names` are those of a target, which has no patterns.
+    The first pattern that is found in a name (`re.search`) decides; an array that none is found in is not sharded, and
+    neither is one whose shape does not fit. `names` are those of a target, which has no patterns.
     """
 
     mesh: Mapping[str, int]
@@ -41,45 +51,54 @@ class Partition:
     def _compiled(self) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in self.patterns]
 
-    def check_used(self, names: Iterable[str]) -> None:
-        """Raises `RuleError` where one of the patterns or names counts for none of the arrays with these names."""
-        stored = list(names)
-        check_used("spec", self._compiled, stored)
-        if unknown := self.names.keys() - set(stored):
-            raise RuleError(f"like: {min(unknown)!r} is {none_of(stored)}")
+    def check(self, arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Checks patterns and names against the names and shapes of all arrays; warns of arrays that do not fit.
 
-    def _rule(self, name: str) -> tuple[str, Spec] | None:
-        """Who says how an array is sharded, and how."""
-        if name in self.names:
-            return "like", self.names[name]
+        Raises `RuleError` if a pattern or a name counts for none of them, or for none that it fits.
+        """
+        shapes = list(arrays)
+        stored = [name for name, _ in shapes]
+        check_used("spec", self._compiled, stored)
+        if self.names and (unknown := self.names.keys() - {same(name, self.names) for name in stored}):
+            raise RuleError(f"like: {min(unknown)!r} is {none_of(stored)}")
+        fitting: Counter[tuple[str, str]] = Counter()
+        misfits: dict[tuple[str, str], list[Misfit]] = {}
+        for name, shape in shapes:
+            rule = self._rule(name)
+            if rule is None or not shape:
+                continue
+            if why := self._misfit(self._spec(rule), shape):
+                misfits.setdefault(rule, []).append((name, shape, why))
+            else:
+                fitting[rule] += 1
+        for rule, found in misfits.items():
+            argument, key = rule
+            check_fit(argument if argument == "like" else f"spec: {key!r}", self._spec(rule), fitting[rule], found)
+
+    def _rule(self, name: str) -> tuple[str, str] | None:
+        """Which argument says how an array is sharded, and under which key."""
+        if (key := same(name, self.names)) in self.names:
+            return "like", key
         number = first_found(self._compiled, name)
-        if number is None:
-            return None
-        pattern = self._compiled[number].pattern
-        return f"spec: {pattern!r}", self.patterns[pattern]
+        return None if number is None else ("spec", self._compiled[number].pattern)
+
+    def _spec(self, rule: tuple[str, str]) -> tuple[str | tuple[str, ...] | None, ...]:
+        argument, key = rule
+        asked = self.names[key] if argument == "like" else self.patterns[key]
+        return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in asked)
+
+    def _misfit(self, spec: Sequence[str | tuple[str, ...] | None], shape: tuple[int, ...]) -> str | None:
+        """Why arrays of a shape cannot be sharded so, None if they can."""
+        if len(spec) > len(shape):
+            return f"expected at most {len(shape)} entries"
+        parts = zip(shape, map(self._parts, spec), strict=False)
+        return next((f"{size} does not divide by {count}" for size, count in parts if size % count), None)
 
     def spec(self, name: str, shape: tuple[int, ...]) -> tuple[str | tuple[str, ...] | None, ...]:
-        """The mesh axes of each leading dimension of an array.
-
-        Raises `RuleError` where they do not fit the mesh or do not divide the shape.
-        """
+        """The mesh axes of each leading dimension of an array; none if they do not fit the shape."""
         rule = self._rule(name)
-        if rule is None or not shape:
-            return ()
-        who, asked = rule
-        spec = tuple(part if part is None or isinstance(part, str) else tuple(part) for part in asked)
-        where = f"{who}: {name!r} of shape {shape}, sharded as {spec}"
-        named = [axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)]
-        if unknown := [axis for axis in named if axis not in self.mesh]:
-            raise RuleError(f"{where}: the mesh has no axis {unknown[0]!r}, it has {list(self.mesh)}")
-        if len(set(named)) < len(named):
-            raise RuleError(f"{where}: an axis of a mesh can shard one dimension only")
-        if len(spec) > len(shape):
-            raise RuleError(f"{where}: expected at most {len(shape)} entries")
-        for size, part in zip(shape, spec, strict=False):
-            if size % self._parts(part):
-                raise RuleError(f"{where}: {size} does not divide by {self._parts(part)}")
-        return spec
+        spec = () if rule is None else self._spec(rule)
+        return () if self._misfit(spec, shape) else spec
 
     def _parts(self, part: str | tuple[str, ...] | None) -> int:
         return prod(self.mesh[axis] for axis in (() if part is None else (part,) if isinstance(part, str) else part))
@@ -123,7 +142,16 @@ def partition(mesh: AskedMesh, patterns: Mapping[str, Spec] | None, like: Any = 
         specs[pattern] = tuple(spec) if isinstance(spec, PartitionSpec) else spec
         if not _is_spec(specs[pattern]):
             raise TensorMismatchError(f"spec: {pattern!r}: expected a tuple of axes and None, found {spec!r}")
+        _check_axes(pattern, specs[pattern], sizes)
     return Partition({axis: int(size) for axis, size in sizes.items()}, specs)
+
+
+def _check_axes(pattern: str, spec: Spec, mesh: Mapping[str, int]) -> None:
+    named = [axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)]
+    if unknown := [axis for axis in named if axis not in mesh]:
+        raise RuleError(f"spec: {pattern!r}: the mesh has no axis {unknown[0]!r}, it has {list(mesh)}")
+    if len(set(named)) < len(named):
+        raise RuleError(f"spec: {pattern!r}: an axis of a mesh can shard one dimension only")
 
 
 def _of_target(tree: Any) -> Partition:

@@ -1,14 +1,23 @@
 """Rules by patterns of names: the first pattern that is found (`re.search`) in a name counts for it.
 
-A name is the dotted path of a leaf in its tree, or that of a stored tensor.
+A name is the dotted path of a leaf in its tree, or that of a stored tensor. The `.value` at the end of paths in an
+`nnx.State` may be in a pattern or not.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
+from math import prod
 
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.names import some, without_value
+
+logger = logging.getLogger(__name__)
+
+Misfit = tuple[str, tuple[int, ...], str]
+"""An array's name, its shape, and why a rule does not fit it."""
 
 
 class RuleError(TensorMismatchError):
@@ -25,7 +34,11 @@ def check_pattern(argument: str, pattern: str) -> None:
 
 def first_found(patterns: Sequence[re.Pattern[str]], name: str) -> int | None:
     """The number of the pattern that counts for a name, None where there is none."""
-    return next((number for number, pattern in enumerate(patterns) if pattern.search(name)), None)
+    return next((number for number, pattern in enumerate(patterns) if _is_found(pattern, name)), None)
+
+
+def _is_found(pattern: re.Pattern[str], name: str) -> bool:
+    return bool(pattern.search(name) or pattern.search(without_value(name)))
 
 
 def check_used(argument: str, patterns: Sequence[re.Pattern[str]], names: Iterable[str], what: str = "arrays") -> None:
@@ -35,11 +48,32 @@ def check_used(argument: str, patterns: Sequence[re.Pattern[str]], names: Iterab
     for number, pattern in enumerate(patterns):
         if number in used:
             continue
-        if taken := sum(1 for name in names if pattern.search(name)):
+        if taken := sum(_is_found(pattern, name) for name in names):
             why = f"is not used: an earlier one is for all {taken} {what} that it is found in"
         else:
             why = f"is found in {none_of(names, what)}"
         raise RuleError(f"{argument}: {pattern.pattern!r} {why}")
+
+
+def check_fit(rule: str, spec: object, fitting: int, misfits: Sequence[Misfit]) -> None:
+    """Checks a rule that fits the shapes of `fitting` arrays, and not those of others.
+
+    Raises `RuleError` if it fits none. Otherwise its pattern may be found in others by accident: warns that they are
+    left whole.
+    """
+    if not misfits:
+        return
+    if not fitting:
+        name, shape, why = misfits[0]
+        raise RuleError(f"{rule}: {name!r} of shape {shape}, sharded as {spec}: {why}")
+    misfits = sorted(misfits, key=lambda misfit: -prod(misfit[1]))
+    logger.warning(
+        "%s: fits %d of %d arrays, and the others are left whole: %s",
+        rule,
+        fitting,
+        fitting + len(misfits),
+        some(misfits, lambda misfit: f"{misfit[0]!r} of shape {misfit[1]} ({misfit[2]})"),
+    )
 
 
 def none_of(names: Sequence[str], what: str = "arrays") -> str:

@@ -475,7 +475,7 @@ def test_a_terminal_keeps_no_bar_of_what_never_began(monkeypatch, tmp_path):
     _, erased, left = err.getvalue().rpartition("\x1b[2K")
     assert erased
     assert "━" not in left
-    assert left.endswith(f"error: {tmp_path}: holds no finished checkpoint of Orbax\n")
+    assert left.endswith(f"error: {tmp_path}: holds no finished checkpoint of Orbax, and no .safetensors file\n")
 
 
 def test_a_warning_is_a_line_like_an_error(cli, tmp_path):

@@ -64,7 +64,7 @@ def test_the_first_rule_that_is_found_counts():
     ("rules", "message"),
     [
         (["kernel=expert"], "no axis 'expert', it has data, model"),
-        (["kernel=data,-,-"], "is for 3 dimensions, the array 'kernel' has 2: (8, 8)"),
+        (["kernel=data,-,-"], "'kernel' of shape (8, 8), sharded as data,-,-: expected at most 2 entries"),
         (["nothing=data"], "spec: 'nothing' is found in none of the 3 names of arrays, such as 'kernel'"),
         (["k=data", "kernel=model"], "spec: 'kernel' is not used: an earlier one is for all 1 arrays"),
     ],
@@ -73,6 +73,17 @@ def test_rules_that_do_not_fit(rules, message):
     with pytest.raises((UsageError, RuleError)) as raised:
         assign({"kernel": (8, 8), "bias": (8,), "step": ()}, [parse_rule(rule) for rule in rules], MESH)
     assert message in str(raised.value)
+
+
+def test_arrays_of_fewer_dimensions_stay_whole(caplog):
+    shapes = {"kernel": (8, 8), "kernel.count": (3,), "step": ()}
+    assert assign(shapes, [parse_rule("=data,model")], MESH) == {
+        "kernel": (("data",), ("model",)),
+        "kernel.count": (),
+        "step": (),
+    }
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "left whole: 'kernel.count' of shape (3,) (expected at most 1 entries)" in said
 
 
 def test_spread_examples():

@@ -109,7 +109,10 @@ def test_shards_that_do_not_divide(cli, single):
         (["--mesh", "x=2", "--spec", "(=x"], "argument --spec: '(' is not a regular expression"),
         (["--mesh", "x=2", "--spec", "kernel=y"], "the mesh has no axis 'y', it has x"),
         (["--mesh", "x=2", "--spec", "nothing=x"], "--spec: 'nothing' is found in none of the"),
-        (["--mesh", "x=2", "--spec", "0.bias=-,x"], "is for 2 dimensions, the array 'layer.0.bias' has 1: (48,)"),
+        (
+            ["--mesh", "x=2", "--spec", "0.bias=-,x"],
+            "'layer.0.bias' of shape (48,), sharded as -,x: expected at most 1 entries",
+        ),
     ],
 )
 def test_mistakes_are_status_2(cli, single, options, message):
@@ -132,9 +135,9 @@ def test_a_family_is_planned_as_the_api_plans_it(cli):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         target[path] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=sharding)
     wanted = ost.plan_restore(QWEN3, target, family="maxtext", variant=variant, process_count=2)
-    assert wanted.cooperation is None  # of files: nobody asked
+    assert wanted.cooperation is None  # nobody asked
     cooperation = found.pop("cooperation")
-    assert (cooperation["chosen_arrays"], len(cooperation["cooperative"])) == (0, 2)
+    assert (cooperation["num_arrays"] > 0, len(cooperation["cooperative"])) == (True, 2)
     found["cooperation"] = None
     for leaf in found["over_reads"]:
         del leaf["instead"]

@@ -27,10 +27,16 @@ def test_a_missing_file_and_a_wrong_header(cli, directory):
     assert [line.split(": ")[0] for line in result.out.splitlines()] == [str(directory / file) for file in FILES]
 
 
-def test_what_is_not_there_is_a_fault(cli, tmp_path):
-    assert cli("verify", tmp_path / "none") == (
-        1,
-        f"{tmp_path}/none: cannot be listed: No such file or directory\n",
-        "",
-    )
-    assert cli("verify", tmp_path).status == 1
+def test_what_is_not_there_is_an_error(cli, tmp_path):
+    for missing in (tmp_path / "none", tmp_path / "none.safetensors"):
+        result = cli("verify", missing)
+        assert (result.status, result.out) == (1, "")
+        assert result.err == f"error: {missing}: cannot be listed: No such file or directory\n"
+
+
+def test_an_index_alone(cli, directory):
+    for file in FILES:
+        (directory / file).unlink()
+    result = cli("verify", directory)
+    assert (result.status, result.err) == (1, "")
+    assert result.out.splitlines() == [f"{directory / file}: is named by the index and missing" for file in FILES]

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.io import arena, local
-from tests.files import DTYPES, random_bits, write, write_indexed
+from tests.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))
@@ -65,10 +65,6 @@ def names_of(tree):
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def descriptors_and_threads():
-    return os.listdir("/proc/self/fd"), [thread.name for thread in threading.enumerate()]
 
 
 def restore_alone(directory, item, **kwargs):
@@ -153,7 +149,8 @@ def test_leaves_of_every_kind(directory, checkpointer, mesh):
         (0, int),
         (0.0, float),
         (jnp.zeros((), jnp.int32), jax.Array),
-        (struct(STEP), jax.Array),
+        (struct(STEP), np.ndarray),
+        (struct(STEP, NamedSharding(mesh, P())), jax.Array),
     ):
         restored = checkpointer.restore(directory, item={"step": leaf}, partial_restore=True)["step"]
         assert isinstance(restored, kind)
@@ -162,8 +159,8 @@ def test_leaves_of_every_kind(directory, checkpointer, mesh):
 
 def test_no_sharding_is_the_default_device(directory, checkpointer):
     with jax.default_device(jax.devices()[2]):
-        item = {"layer": {"w": struct(W)}}
-        restored = checkpointer.restore(directory, item=item, partial_restore=True)["layer"]["w"]
+        args = {"layer": {"w": ocp.ArrayRestoreArgs()}}
+        restored = checkpointer.restore(directory, restore_args=args, partial_restore=True)["layer"]["w"]
     assert restored.sharding == SingleDeviceSharding(jax.devices()[2])
 
 
@@ -264,7 +261,7 @@ def test_orbaxs_own_metadata_is_an_item(directory, checkpointer):
     metadata = checkpointer.metadata(directory).item_metadata
     restored = checkpointer.restore(directory, args=ost.SafetensorsRestore(item=dict(metadata.tree)))
     for name, array in TENSORS.items():
-        assert isinstance(restored[name], jax.Array)
+        assert isinstance(restored[name], np.ndarray)
         assert_same_bits(restored[name], array)
     args = ocp.checkpoint_utils.construct_restore_args(dict(metadata.tree))
     assert_same_bits(checkpointer.restore(directory, restore_args=args)["layer.w"], W)
@@ -375,10 +372,8 @@ MISFITS = {
 
 @pytest.mark.parametrize(("item", "message"), MISFITS.values(), ids=MISFITS)
 def test_an_item_that_does_not_fit(directory, item, message):
-    before = descriptors_and_threads()
-    with pytest.raises(ost.TensorMismatchError, match=message):
+    with nothing_left(directory), pytest.raises(ost.TensorMismatchError, match=message):
         restore_alone(directory, item, partial_restore="not in the tree" not in message)
-    assert descriptors_and_threads() == before
 
 
 MISFIT_ARGS = {
@@ -425,7 +420,7 @@ def test_a_complex_tensor_stays_complex(tmp_path, checkpointer):
         checkpointer.restore(tmp_path, item={"c": 0.0})
 
 
-@pytest.mark.parametrize("asked", [object, "S4", "nonsense", ">f4", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
+@pytest.mark.parametrize("asked", [object, "S4", "nonsense", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
 @pytest.mark.parametrize("kind", [jax.Array, np.ndarray])
 def test_a_dtype_that_no_tensor_has(directory, checkpointer, monkeypatch, asked, kind):
     monkeypatch.setattr(ost.transfer.Reader, "run", None)  # it is refused before anything is read
@@ -459,9 +454,10 @@ def test_a_float_that_does_not_fit_the_integer_that_jax_makes_of_int64(tmp_path,
 
 def test_a_numpy_scalar_is_not_a_python_scalar(tmp_path, checkpointer):
     write(tmp_path / "x.safetensors", {"s": np.array(2.5)})
-    for given in ({"item": {"s": np.float64(0)}}, {"restore_args": {"s": ocp.RestoreArgs(restore_type=np.float64)}}):
+    args = {"s": ocp.RestoreArgs(restore_type=np.float64)}
+    for given, kind in (({"item": {"s": np.float64(0)}}, np.ndarray), ({"restore_args": args}, np.float64)):
         restored = checkpointer.restore(tmp_path, **given)["s"]
-        assert isinstance(restored, np.ndarray)
+        assert type(restored) is kind
         assert restored == 2.5
 
 
@@ -516,7 +512,7 @@ def test_the_layout_of_a_described_array(directory, checkpointer, mesh):
 
 
 def test_eval_shape_under_a_mesh(tmp_path, checkpointer):
-    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     write(tmp_path / "x.safetensors", {"w": W})
     with jax.set_mesh(mesh):
         item = jax.eval_shape(lambda: {"w": jnp.zeros(W.shape, W.dtype, out_sharding=P("x", "y"))})
@@ -685,21 +681,14 @@ def test_arrays_are_not_mapped_unless_asked(tmp_path, checkpointer, mesh):
         assert str(tmp_path) not in maps.read()
 
 
-def record_events(monkeypatch):
-    found = {}
-    jax.monitoring.register_scalar_listener(lambda name, value, **_: found.update({name: value}))
-    return found
-
-
-def test_replicas_are_read_once_and_share_one_buffer(tmp_path, checkpointer, mesh, monkeypatch):
+def test_replicas_are_read_once_and_share_one_buffer(tmp_path, checkpointer, mesh, scalars):
     array = random_bits(RNG, (64, 64), np.dtype("f4"))
     write(tmp_path / "x.safetensors", {"w": array})
-    found = record_events(monkeypatch)
     restored = checkpointer.restore(tmp_path, item={"w": struct(array, NamedSharding(mesh, P()))})["w"]
     assert len(addresses(restored)) == 1
-    assert found["/jax/orbax/read/safetensors/bytes_read"] == array.nbytes
-    assert found["/jax/orbax/read/safetensors/num_reads"] == 1
-    assert found["/jax/orbax/read/safetensors/storage_reads"] == 1
+    assert scalars["/jax/orbax/read/safetensors/bytes_read"] == array.nbytes
+    assert scalars["/jax/orbax/read/safetensors/num_reads"] == 1
+    assert scalars["/jax/orbax/read/safetensors/storage_reads"] == 1
 
 
 def test_one_line_is_logged(directory, checkpointer, caplog):
@@ -718,7 +707,7 @@ def test_memory_for_accelerators_is_held_to_the_budget(tmp_path, mesh, monkeypat
     monkeypatch.setattr(ost.restore.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
     options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4)
     with ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
-        restored = checkpointer.restore(tmp_path, item=jax.tree.map(struct, arrays))
+        restored = checkpointer.restore(tmp_path, restore_args=dict.fromkeys(arrays, ocp.ArrayRestoreArgs()))
     assert waited == [2, 2, 2]
     for name, array in arrays.items():
         assert_same_bits(restored[name], array)
@@ -748,11 +737,10 @@ def test_a_read_that_fails_is_one_error_and_leaves_nothing(directory, mesh, monk
             raise OSError(errno.EIO, "Input/output error")
         return real(descriptor, buffers, offset)
 
-    before = descriptors_and_threads()
     monkeypatch.setattr(local.os, "preadv", fail_later)
-    with pytest.raises(ost.StorageError, match=r"model-0000.*: reading .* failed: Input/output error"):
+    message = r"model-0000.*: reading .* failed: Input/output error"
+    with nothing_left(directory), pytest.raises(ost.StorageError, match=message):
         restore_alone(directory, sharded_item(mesh))
-    assert descriptors_and_threads() == before
 
 
 def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeypatch):
@@ -825,12 +813,13 @@ def test_a_file_that_changes_while_it_is_read(directory, mesh, monkeypatch, chan
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(local.os, "preadv", change_it)
-    before = descriptors_and_threads()
-    with pytest.raises(
-        ost.StorageError, match=r"00001-of-00002\.safetensors: (changed while|expected .* found its end)"
+    with (
+        nothing_left(directory),
+        pytest.raises(
+            ost.StorageError, match=r"00001-of-00002\.safetensors: (changed while|expected .* found its end)"
+        ),
     ):
         restore_alone(directory, sharded_item(mesh))
-    assert descriptors_and_threads() == before
 
 
 def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer, monkeypatch):

@@ -19,8 +19,7 @@ TREE = {"layer": {"w": W}, "step": np.array(3, np.int32)}
 def context():
     registry = v1.handlers.local_registry()
     registry.add(ost.SafetensorsCheckpointableHandler, checkpointable_name="params")
-    context = v1.Context()
-    context.checkpointables.registry = registry
+    context = v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry))
     with context:
         yield context
 

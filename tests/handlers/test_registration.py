@@ -557,3 +557,15 @@ def test_a_directory_with_the_name_of_a_file_is_orbaxs(tmp_path):
         finally:
             ost.unregister()
     assert (restored["model"]["safetensors"] == tree["model"]["safetensors"]).all()
+
+
+# --- what is logged ---
+
+
+def test_nothing_is_logged(caplog):
+    with caplog.at_level("DEBUG"):
+        ost.register()
+        ost.register(save=True)
+        ost.unregister()
+        ost.register()
+    assert [record.getMessage() for record in caplog.records] == []

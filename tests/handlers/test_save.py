@@ -1,5 +1,6 @@
 """Saving through Orbax: every way in, trees of every kind and back, and what a failure leaves."""
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.io import local
-from tests.files import DTYPES, random_bits
+from tests.files import DTYPES, nothing_left, random_bits
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))
@@ -91,6 +92,61 @@ def test_what_is_there_is_kept_unless_forced(tmp_path, checkpointer, tree):
     assert sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors*")) == ["model.safetensors"]
 
 
+def stored_bytes(root):
+    """Of every file its bytes and when they were written."""
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in root.rglob("*") if path.is_file()}
+
+
+def commit(futures):
+    for one in futures:
+        one.result()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("max_file_bytes", [100, 10**9], ids=["indexed", "one file"])
+def test_a_handler_alone_saves_over_nothing(tmp_path, tree, background, max_file_bytes):
+    """The index of the first save would win, and a kill would leave files of both."""
+    handler, directory = ost.SafetensorsHandler(), epath.Path(tmp_path)
+    (tmp_path / "_METADATA").write_text("of somebody else")
+
+    def save(args):
+        if background:
+            commit(asyncio.run(handler.async_save(directory, args)))
+        else:
+            handler.save(directory, args)
+
+    save(ost.SafetensorsSave(tree, max_file_bytes=max_file_bytes))
+    before = stored_bytes(tmp_path)
+    for args in (ost.SafetensorsSave(tree), ost.SafetensorsSave({"other": B}, max_file_bytes=10)):
+        with pytest.raises(ost.StorageError, match="already exists, and holds model.*safetensors.*delete these files"):
+            save(args)
+    assert stored_bytes(tmp_path) == before
+    assert_saved(tmp_path)
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    save(ost.SafetensorsSave({"other": B}))
+    assert_saved(tmp_path, {"other": B})
+
+
+@pytest.mark.parametrize("left", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+def test_what_a_killed_save_of_a_handler_alone_has_left(tmp_path, tree, left):
+    (tmp_path / left).write_bytes(b"")
+    with pytest.raises(ost.StorageError, match=f"holds {left}; delete these files, or save elsewhere"):
+        ost.SafetensorsHandler().save(epath.Path(tmp_path), ost.SafetensorsSave(tree))
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+
+
+@pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
+def test_what_a_killed_save_of_a_checkpointer_has_left(tmp_path, tree, kind):
+    """Orbax deletes its temporary directory, perhaps in the background."""
+    stale = tmp_path / f"saved{ocp.path.atomicity.TMP_DIR_SUFFIX}"
+    stale.mkdir()
+    (stale / "model-00001-of-00002.safetensors").write_bytes(b"\0" * 100)
+    with kind(ost.SafetensorsHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree))
+    assert_saved(tmp_path / "saved")
+
+
 def test_what_was_restored_can_be_saved_again(tmp_path, checkpointer, tree):
     checkpointer.save(tmp_path / "1", tree)
     checkpointer.save(tmp_path / "2", checkpointer.restore(tmp_path / "1", item=tree))
@@ -101,7 +157,7 @@ def test_a_mapped_restore_of_what_was_saved(tmp_path, tree):
     """The default alignment is for this; the array is the file's own pages."""
     with ost.SafetensorsCheckpointer(options=ost.SafetensorsOptions(alias=True)) as checkpointer:
         checkpointer.save(tmp_path / "saved", {"w": W})
-        restored = checkpointer.restore(tmp_path / "saved", item={"w": jax.ShapeDtypeStruct(W.shape, W.dtype)})["w"]
+        restored = checkpointer.restore(tmp_path / "saved", restore_args={"w": ocp.ArrayRestoreArgs()})["w"]
     assert_same_bits(restored, W)
     with open("/proc/self/maps") as maps:
         assert str(tmp_path / "saved") in maps.read()
@@ -329,8 +385,8 @@ def full_disk():
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_a_full_disk_and_then_room(tmp_path, tree, background):
-    before = os.listdir("/proc/self/fd")
-    with (ocp.AsyncCheckpointer if background else ocp.Checkpointer)(ost.SafetensorsHandler()) as checkpointer:
+    kind = ocp.AsyncCheckpointer if background else ocp.Checkpointer
+    with nothing_left(tmp_path), kind(ost.SafetensorsHandler()) as checkpointer:
         with full_disk(), pytest.raises(ost.StorageError, match="No space left on device"):
             checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree))
             if background:
@@ -343,8 +399,6 @@ def test_a_full_disk_and_then_room(tmp_path, tree, background):
                 checkpointer.restore(left, args=ost.SafetensorsRestore())
         checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree))
     assert_saved(tmp_path / "saved")
-    assert os.listdir("/proc/self/fd") == before
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("safetensors")]
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])

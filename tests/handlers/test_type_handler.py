@@ -57,6 +57,17 @@ def params(mesh):
     }
 
 
+def test_a_handler_alone_saves_over_nothing(tmp_path, params):
+    """Neither the arrays nor what Orbax says of the tree are those of the second save."""
+    handler, directory = make_handler(), epath.Path(tmp_path)
+    handler.save(directory, args=ocp.args.PyTreeSave(params))
+    handler.finalize(directory)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ost.StorageError, match="already exists, and holds model.safetensors; delete these files"):
+        handler.save(directory, args=ocp.args.PyTreeSave({**params, "more": jnp.zeros(3)}))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 class Pair(NamedTuple):
     left: object
     right: object
@@ -362,3 +373,46 @@ def test_several_directories_in_one_call(tmp_path, checkpointer, params):
     restored = asyncio.run(handler.deserialize(infos))
     assert [array.tolist() for array in restored] == [[0] * 4, [1] * 4]
     assert [leaf.shape for leaf in asyncio.run(handler.metadata(infos))] == [(4,), (4,)]
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(("gigabytes", "own", "expected"), [(1, 2**31, 10**9), (96, 2**20, 2**20), (1e-6, 5000, 1000)])
+@pytest.mark.parametrize("registered", [False, True])
+def test_orbaxs_limits_bound_what_is_in_flight(tmp_path, monkeypatch, gigabytes, own, expected, registered):
+    seen = []
+    for name in ("plan_save", "restore"):
+        real = getattr(ost.api, name)
+        monkeypatch.setattr(ost.api, name, lambda *a, real=real, **k: (seen.append(k["options"]), real(*a, **k))[1])
+    handler = ost.SafetensorsTypeHandler(options=ost.SafetensorsOptions(in_flight_bytes=own, threads=3))
+    if registered:
+        ost.register(save=True)
+        monkeypatch.setattr(th.get_type_handler(jax.Array), "_own", handler)
+    try:
+        registry = (
+            {} if registered else {"type_handler_registry": th.create_type_handler_registry((jax.Array, handler))}
+        )
+        tree = {"w": jnp.asarray(KERNEL), "v": jnp.arange(7)}
+        limits = {"save_concurrent_gb": gigabytes, "restore_concurrent_gb": gigabytes}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**registry, **limits)) as checkpointer:
+            checkpointer.save(tmp_path / "saved", tree)
+            args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding), tree)
+            assert_same(checkpointer.restore(tmp_path / "saved", item=tree, restore_args=args), tree)
+    finally:
+        ost.unregister()
+    assert seen == [ost.SafetensorsOptions(in_flight_bytes=expected, threads=3)] * 2
+
+
+def test_a_limit_on_restores_holds_for_accelerators(tmp_path, checkpointer, monkeypatch):
+    """As on a GPU, where host memory is given back once the transfer is done; here nothing is transferred."""
+    tree = {f"w{number}": jnp.full((64, 64), number, jnp.float32) for number in range(10)}
+    checkpointer.save(tmp_path / "saved", tree)
+    monkeypatch.setattr(ost.restore.arrays, "on_host", lambda sharding: False)
+    waited = []
+    monkeypatch.setattr(ost.restore.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
+    handler = make_handler(restore_concurrent_gb=4 * 64 * 64 * 4 / 10**9)
+    with ocp.Checkpointer(handler) as bounded:
+        args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding), tree)
+        assert_same(bounded.restore(tmp_path / "saved", item=tree, restore_args=args), tree)
+    assert waited == [2, 2, 2]

@@ -154,7 +154,7 @@ def test_converted_for_a_mesh(tmp_path):
     assert restore(tmp_path / "inner", line(), INNER) == sum(chunks(tmp_path / "inner").values()) == 24
 
 
-def test_safetensors_a_request_for_each_file(tmp_path):
+def test_safetensors_a_request_for_each_file(tmp_path, scalars):
     """A process of one device reads one file, and nothing else of any other."""
     (tmp_path / "whole").mkdir()
     save_file(ARRAYS, tmp_path / "whole" / "model.safetensors")
@@ -172,11 +172,9 @@ def test_safetensors_a_request_for_each_file(tmp_path):
         tmp_path / "whole", arrays, process_count=8, options=ost.SafetensorsOptions(max_gap_bytes=0)
     )
     assert min(cost.num_requests for cost in whole.processes) > 100
-    events = {}
-    jax.monitoring.register_scalar_listener(lambda name, value, **_: events.update({name: value}))
     restore_args = {name: ocp.ArrayRestoreArgs(sharding=array.sharding) for name, array in arrays.items()}
     with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
         restored = checkpointer.restore(tmp_path / "pieces", args=ost.SafetensorsRestore(restore_args=restore_args))
-    assert (events[REQUESTS], events[BYTES_READ]) == (8, sum(array.nbytes for array in ARRAYS.values()))
+    assert (scalars[REQUESTS], scalars[BYTES_READ]) == (8, sum(array.nbytes for array in ARRAYS.values()))
     for name, array in restored.items():
         assert np.asarray(array).tobytes() == ARRAYS[name].tobytes()

@@ -9,7 +9,7 @@ import pytest
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io import local
 from orbax_safetensors.io.local import LocalFile, LocalStore
-from tests.files import open_files
+from tests.files import nothing_left
 
 
 @pytest.fixture
@@ -79,10 +79,8 @@ def test_files_that_cannot_be_opened(tmp_path):
 
 def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    descriptors = open_files()
-    with pytest.raises(StorageError, match="is not a regular file"):
+    with nothing_left(tmp_path), pytest.raises(StorageError, match="is not a regular file"):
         LocalFile(str(tmp_path / "pipe"))
-    assert open_files() == descriptors
 
 
 def test_a_changed_file_is_noticed(file, path):

@@ -9,7 +9,7 @@ import pytest
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io import local
 from orbax_safetensors.io.local import LocalStore, NewLocalFile
-from tests.files import open_files
+from tests.files import nothing_left
 
 BYTES = bytes(range(256)) * 64
 
@@ -124,11 +124,10 @@ def test_flushing(file, path, tmp_path, monkeypatch):
         return real(descriptor)
 
     monkeypatch.setattr(local.os, "fsync", fsync)
-    descriptors = open_files()
-    file.sync()
-    LocalStore().sync(str(tmp_path))
-    assert flushed == [path, str(tmp_path)]
-    assert open_files() == descriptors
+    with nothing_left(tmp_path):
+        file.sync()
+        LocalStore().sync(str(tmp_path))
+        assert flushed == [path, str(tmp_path)]
 
 
 def test_flushing_that_fails(file, path, tmp_path, monkeypatch):
@@ -136,11 +135,10 @@ def test_flushing_that_fails(file, path, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(local.os, "fsync", fail)
-    descriptors = open_files()
-    for call, name in ((file.sync, path), (lambda: LocalStore().sync(str(tmp_path)), tmp_path)):
-        with pytest.raises(StorageError, match=f"{name}: flushing to the disk failed: Input/output error"):
-            call()
-    assert open_files() == descriptors
+    with nothing_left(tmp_path):
+        for call, name in ((file.sync, path), (lambda: LocalStore().sync(str(tmp_path)), tmp_path)):
+            with pytest.raises(StorageError, match=f"{name}: flushing to the disk failed: Input/output error"):
+                call()
 
 
 def test_flushing_what_is_no_directory(tmp_path, file, path):

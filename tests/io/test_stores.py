@@ -33,6 +33,11 @@ def test_other_urls_are_refused(path):
         store_of(path, None)
 
 
+def test_a_backslash_is_no_part_of_a_name_on_azure():
+    with pytest.raises(StorageError, match="takes the backslash for a slash"):
+        store_of("az://container/back\\slash", None)
+
+
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3://bucket/x/", "https://host/a b", "hf://owner/name"])
 def test_what_pathlib_makes_of_a_url_is_no_path(url):
     with pytest.raises(StorageError, match=f"is what pathlib makes of {url.rstrip('/')}; pass a URL as a str, and"):

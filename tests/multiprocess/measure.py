@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,16 +42,6 @@ def _read_chars() -> tuple[int, int]:
     finally:
         os.close(descriptor)
     return int(text.split()[1]), len(text)
-
-
-def resources() -> dict[str, list[str]]:
-    """What the open descriptors of this process are, without the sockets of JAX's own service, and its threads."""
-    descriptors = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed them
-            found = os.readlink(f"/proc/self/fd/{number}")
-            descriptors += [] if found.startswith("socket:") else [found]
-    return {"descriptors": sorted(descriptors), "threads": sorted(thread.name for thread in threading.enumerate())}
 
 
 def counted(array: jax.Array) -> dict[str, int]:

@@ -149,6 +149,15 @@ def test_a_save_that_cannot_be_is_refused_everywhere_and_soon(together, scenario
     assert "TensorMismatchError" in [error["kind"] for error in found], found
 
 
+def test_no_process_saves_over_a_checkpoint(together):
+    for first, *others in zip(*values(together, "over_a_checkpoint"), strict=True):
+        assert first["kind"] == "StorageError"
+        assert ": already exists, and holds model" in first["text"]
+        for other in others:
+            assert other["kind"] == "StorageError"
+            assert other["text"] == f"process 0 failed: StorageError: {first['text']}"
+
+
 def test_an_interrupt_is_told_to_the_others(together):
     _, *others = values(together, "an_interrupt_and_another_one")
     assert others == ["process 0 failed: KeyboardInterrupt: "] * len(others)

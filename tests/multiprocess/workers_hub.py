@@ -43,21 +43,20 @@ def refused(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def alone(job: dict[str, Any]) -> dict[str, Any]:
-    """Restores of one process after the other, then of all without cooperation, then of the first of a commit."""
+    """Restores of one process after the other, then of all, then of the first of a commit."""
     own = []
     for process in range(jax.process_count()):
         if process == jax.process_index():
             own = _restored(job, jax.local_devices())
         multihost_utils.sync_global_devices(f"alone {process}")
-    options = ost.SafetensorsOptions(cooperative=False)
     if jax.process_index() == 0:  # of which the restore of all knows nothing
-        _restored(job, jax.local_devices(), options)
-    values = _restored(job, jax.devices(), options)
+        _restored(job, jax.local_devices())
+    values = _restored(job, jax.devices())
     of_commit = []
     with mock.patch.object(processes, "_TIMEOUT_SECONDS", 5):
         if jax.process_index() == 0:
             job = job | {"url": ost.open_checkpoint(job["url"]).path}
-            of_commit = _restored(job, jax.devices(), options)
+            of_commit = _restored(job, jax.devices())
     return {"own": own, "values": values, "of_commit": of_commit}
 
 
@@ -71,14 +70,11 @@ def some(job: dict[str, Any]) -> str:
     return ""
 
 
-def _restored(
-    job: dict[str, Any], devices: list[jax.Device], options: ost.SafetensorsOptions | None = None
-) -> list[float]:
+def _restored(job: dict[str, Any], devices: list[jax.Device]) -> list[float]:
     """The values of rows over `devices` that there are in this process."""
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
     item = dict.fromkeys(job["names"], jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=sharding))
-    handler = ost.SafetensorsHandler(options=options or ost.SafetensorsOptions())
-    found = handler.restore(job["url"], ost.SafetensorsRestore(item))
+    found = ost.SafetensorsHandler().restore(job["url"], ost.SafetensorsRestore(item))
     return sorted(
         {float(value) for leaf in found.values() for one in leaf.addressable_shards for value in np.unique(one.data)}
     )

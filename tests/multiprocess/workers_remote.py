@@ -52,7 +52,7 @@ def alone(url: str) -> dict[str, Any]:
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
     expected = np.arange(2**16, dtype=np.float32).reshape(64, 1024)
 
-    def restore(args: Any, own: Any = sharding, cooperative: Any = "auto") -> Any:
+    def restore(args: Any, own: Any = sharding, cooperative: bool = True) -> Any:
         item = {"a": jax.ShapeDtypeStruct((64, 1024), np.float32, sharding=own)}
         handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(cooperative=cooperative))
         return handler.restore(url, ost.SafetensorsRestore(item, {"a": args}))["a"]
@@ -61,7 +61,7 @@ def alone(url: str) -> dict[str, Any]:
         "NumPy arrays": lambda: restore(ocp.RestoreArgs(restore_type=np.ndarray)),
         "host memory": lambda: restore(ocp.RestoreArgs(), sharding.with_memory_kind("pinned_host")),
         "placeholders": lambda: restore(ocp.PLACEHOLDER),
-        "told so": lambda: restore(ocp.RestoreArgs(), cooperative=False),
+        "not asked for": lambda: restore(ocp.RestoreArgs(), cooperative=False),
     }
     errors = {}
     with mock.patch.object(processes, "_TIMEOUT_SECONDS", 5):
@@ -71,4 +71,4 @@ def alone(url: str) -> dict[str, Any]:
             except ost.SafetensorsError as error:
                 errors[name] = str(error)
     with mock.patch.object(processes, "_TIMEOUT_SECONDS", 40):
-        return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs(), cooperative=True), expected)}
+        return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs()), expected)}

@@ -13,7 +13,7 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.io import local
 from orbax_safetensors.streaming import draft
-from tests.files import open_files
+from tests.files import nothing_left
 from tests.streaming.interrupted import CALLS
 from tests.streaming.test_resume import check, make_source
 
@@ -135,13 +135,12 @@ def test_whatever_fails_the_next_one_goes_on(kind, operation, source, tmp_path):
     for number in sorted(few):
         destination = tmp_path / str(number)
         disk = Disk(tmp_path / f"{number}.partial")
-        descriptors = open_files()
         with (
+            nothing_left(tmp_path),
             failing(disk, function, number, code, only),
             pytest.raises(ost.StorageError, match=os.strerror(code)) as caught,
         ):
             CALLS[kind](path, destination)
-        assert open_files() == descriptors
         if destination.exists():
             assert (function, number) == ("fsync", len(calls))
             assert "is complete, but may not outlive a crash" in str(caught.value)
@@ -241,12 +240,10 @@ def test_a_record_that_cannot_be_written(source, tmp_path, monkeypatch):
     def full(where, mode="r", **more):
         return open("/dev/full" if "done-" in str(where) and mode == "a" else where, mode, **more)
 
-    descriptors = open_files()
-    with monkeypatch.context() as patched:
+    with nothing_left(tmp_path, "/dev/full"), monkeypatch.context() as patched:
         patched.setattr(draft, "open", full, raising=False)
         with pytest.raises(ost.StorageError, match="No space left"):
             CALLS[MANY_FILES](path, destination)
-    assert open_files() == descriptors
     CALLS[MANY_FILES](path, destination, resume=True)
     check(MANY_FILES, destination)
 
@@ -340,13 +337,12 @@ def test_whatever_fails_the_next_one_to_orbax_goes_on(kind, source, tmp_path):
     most = counts["fsync"] * 3 // 4  # Orbax's database is in more files, or fewer
     for name, number in [("rename", 1), *(("fsync", number) for number in (*range(1, most, 1 + most // 12), "last"))]:
         destination = tmp_path / f"{name} {number}"
-        descriptors = open_files()
         with (
+            nothing_left(tmp_path),
             watched(Flushed(), destination / "0", (name, number)),
             pytest.raises(ost.StorageError, match=os.strerror(errno.EIO)) as caught,
         ):
             CALLS[kind](path, destination)
-        assert open_files() == descriptors
         if (destination / "0").exists():
             assert (name, number) == ("fsync", "last")
             assert "0: is complete, but may not outlive a crash: " in str(caught.value)

@@ -36,7 +36,7 @@ def test_a_target_of_many_leaves_is_asked_for_by_name():
     sharding = NamedSharding(AbstractMesh((2,), ("x",)), PartitionSpec("x"))
     names = [f"layers.{number}.kernel" for number in range(1000)]
     rules = partition(None, None, {name: jax.ShapeDtypeStruct((4,), "float32", sharding=sharding) for name in names})
-    rules.check_used(names)
+    rules.check((name, (4,)) for name in names)
     assert not rules.patterns
     assert [rules.shard(name, (4,)) for name in (names[-1], "layers.1", "other.layers.1.kernel")] == [(2,), (4,), (4,)]
 
@@ -44,7 +44,7 @@ def test_a_target_of_many_leaves_is_asked_for_by_name():
 @pytest.mark.parametrize(
     ("mesh_", "spec", "shape", "message"),
     [
-        ({"x": 2}, {"a": ("z",)}, (4,), r"'a' of shape \(4,\), .* the mesh has no axis 'z', it has \['x'\]"),
+        ({"x": 2}, {"a": ("z",)}, (4,), r"spec: 'a': the mesh has no axis 'z', it has \['x'\]"),
         ({"x": 2}, {"a": ("x", "x")}, (4, 4), "an axis of a mesh can shard one dimension only"),
         ({"x": 2}, {"a": (None, "x")}, (4,), "expected at most 1 entries"),
         ({"x": 4}, {"a": ("x",)}, (6,), "6 does not divide by 4"),
@@ -59,4 +59,41 @@ def test_a_target_of_many_leaves_is_asked_for_by_name():
 )
 def test_what_does_not_fit(mesh_, spec, shape, message):
     with pytest.raises(TensorMismatchError, match=message):
-        partition(mesh_, spec).spec("a", shape)
+        partition(mesh_, spec).check([("a", shape)])
+
+
+def test_arrays_that_a_pattern_names_by_accident_stay_whole(caplog):
+    """They do not fit its axes, and others do."""
+    shapes = {"mlp.wi": (8, 4), "mlp.count": (3,), "mlp.bias": (8,), "mlp.scale": (), "mlp.big": (6, 8), "other": (3,)}
+    rules = partition({"x": 4}, {"mlp": ("x", None), "other": ()})
+    rules.check(shapes.items())
+    assert {name for name, shape in shapes.items() if rules.spec(name, shape)} == {"mlp.wi"}
+    assert all(rules.shard(name, shape) == shape for name, shape in shapes.items() if name != "mlp.wi")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said == (
+        "spec: 'mlp': fits 1 of 4 arrays, and the others are left whole: 'mlp.big' of shape (6, 8) (6 does not divide "
+        "by 4), 'mlp.bias' of shape (8,) (expected at most 1 entries), 'mlp.count' of shape (3,) (expected at most 1 "
+        "entries)"
+    )
+
+
+def test_a_pattern_that_fits_nothing_is_an_error():
+    rules = partition({"x": 4}, {"mlp": ("x",), "": (None, "x")})
+    with pytest.raises(TensorMismatchError, match=r"^spec: 'mlp': 'mlp.a' .*: 6 does not divide by 4$"):
+        rules.check([("mlp.a", (6,)), ("mlp.b", (3,)), ("mlp.c", ()), ("w", (2, 4))])
+
+
+def test_the_value_at_the_end_of_an_nnx_path_may_be_left_out():
+    names = dict.fromkeys(("a.kernel.value", "a.bias.value", "value.kernel", "b.kernel"), (8,))
+    for pattern, found in {
+        r"kernel$": {"a.kernel.value", "value.kernel", "b.kernel"},
+        r"kernel\.value$": {"a.kernel.value"},
+        r"^a\.bias$": {"a.bias.value"},
+    }.items():
+        rules = partition({"x": 2}, {pattern: ("x",)})
+        rules.check(names.items())
+        assert {name for name, shape in names.items() if rules.spec(name, shape)} == found
+    leaf = jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(AbstractMesh((2,), ("x",)), PartitionSpec("x")))
+    rules = partition(None, None, {"a": {"kernel": leaf}, "b": {"kernel": {"value": leaf}}})
+    rules.check(names.items())
+    assert {name for name, shape in names.items() if rules.spec(name, shape)} == {"a.kernel.value", "b.kernel"}

@@ -10,7 +10,7 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.io.lock import Lock
-from tests.files import open_files
+from tests.files import nothing_left
 from tests.streaming import interrupted
 from tests.streaming.interrupted import CALLS
 from tests.streaming.test_resume import TO_ORBAX, arrays, check, make_source, opens, start
@@ -109,9 +109,8 @@ def test_a_kill_gives_the_lock_back(kind, resume, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_gives_the_lock_back(kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
-    descriptors = open_files()
-    half(kind, source, destination)
-    assert open_files() == descriptors
+    with nothing_left(tmp_path):
+        half(kind, source, destination)
     assert [path for path in tmp_path.rglob("*.lock") if "from" not in path.parts] == []
     CALLS[kind](source, destination, resume=True)
     is_alone(kind, tmp_path)

@@ -123,12 +123,16 @@ def _tree(
     refuse(c, "attention_bias", "mlp_bias")
     require(c, moe_layer_freq=1)
     first, last = c["first_k_dense_replace"], c["num_hidden_layers"]
-    names = [f"model.layers.{i}." for i in range(last)]
+    layers = range(last)
     decoder = {
-        **alike("dense_layers", [dense(h, c) for h in names[:first]], scan_layers, param_scan_axis),
-        **alike("moe_layers", [sparse(h, c) for h in names[first:]], scan_layers, param_scan_axis),
+        **alike("dense_layers", [dense(f"model.layers.{i}.", c) for i in layers[:first]], scan_layers, param_scan_axis),
+        **alike("moe_layers", [sparse(f"model.layers.{i}.", c) for i in layers[first:]], scan_layers, param_scan_axis),
     }
     predictors = range(last, last + (c.get("num_nextn_predict_layers") or 0))
+    if len(predictors) > last:
+        raise MappingError(
+            f"config.json has num_nextn_predict_layers = {len(predictors)}, more than the {last} of num_hidden_layers"
+        )
     if mtp and not predictors:
         raise MappingError("mtp is True, and config.json has no num_nextn_predict_layers")
     beside: Leaves = {}
