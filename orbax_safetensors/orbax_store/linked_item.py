@@ -83,7 +83,8 @@ def _chunk_key(name: str, index: tuple[int, ...], *, zarr3: bool) -> bytes:
 def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
     """The description of an array. `order` are the dimensions, slowest in a chunk first."""
     if not zarr3:
-        dtype = leaf.dtype.str if leaf.dtype.isbuiltin == 1 else leaf.dtype.name
+        native = np.dtype(leaf.dtype.type)
+        dtype = native.str if native.isbuiltin == 1 else native.name  # Zarr 2 knows NumPy's, TensorStore the others
         metadata = {
             "zarr_format": 2,
             "shape": leaf.shape,
