@@ -145,7 +145,7 @@ def test_a_delay_holds_up_nobody_else(server):
     with ThreadPoolExecutor(16) as pool:
         reads = [pool.submit(obstore.get_range, store(server), "sub/a b.bin", start=n, end=n + 1) for n in range(32)]
         assert b"".join(read.result().to_bytes() for read in reads) == DATA[:32]
-    assert 0.4 <= time.perf_counter() - start < 3
+    assert 0.4 <= time.perf_counter() - start < 6
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_the_second_is_refused(kind, tmp_path):
             began = time.monotonic()
             with pytest.raises(ost.StorageError, match=OTHERS.replace("to", "to/0") if kind in TO_ORBAX else OTHERS):
                 CALLS[kind](source, destination, resume=resume)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30
         assert everything(tmp_path) == before
         assert first.go_on() == (0, "")
     is_alone(kind, tmp_path)
