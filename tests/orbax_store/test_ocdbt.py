@@ -213,7 +213,9 @@ def test_half_a_million_entries(tmp_path):
     seconds = []
     for number in (0, 250_000, 499_999):
         started = time.perf_counter()
-        assert database.open().read(b"params.decoder.layers_%d.kernel/c/%d/0" % divmod(number, 100)).result().value == b""
+        assert (
+            database.open().read(b"params.decoder.layers_%d.kernel/c/%d/0" % divmod(number, 100)).result().value == b""
+        )
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.5
     assert len(database.open().list().result()) == len(entries)
