@@ -182,11 +182,11 @@ def test_a_database_below_is_merged(entries, below):
         store.write(b"\xff" * 13, b"").result()  # a key that the other never has
         for key, value in below.items():
             store.write(key, value).result()
-        values = [path for path in Path(scratch).rglob("made/d/*")]
+        values = list(Path(scratch).rglob("made/d/*"))
         merge(f"{scratch}/made", scratch)
         database.entries |= {**below, b"\xff" * 13: b""}
         database.assert_reads()
-        assert [path for path in Path(scratch).rglob("made/d/*")] == values
+        assert list(Path(scratch).rglob("made/d/*")) == values
 
 
 @pytest.mark.parametrize("where", [0, 5, 12, 13, 14, 40, 0.5, -5, -1])
