@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 
+from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.io.arena import peak_bytes
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.link.decide import Decision, decide, nbytes
@@ -23,6 +25,7 @@ from orbax_safetensors.orbax_store.linked_item import item_files, step_files
 from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
 from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.streaming.beside import copied
 from orbax_safetensors.streaming.partition import AskedMesh, Spec
 from orbax_safetensors.streaming.pipeline import Progress
 
@@ -156,6 +159,12 @@ def _make(
         work.source.close()
 
 
+def _beside(request: LinkRequest) -> list[str]:
+    """What makes files a model, besides the files: the index of several, `config.json`, the tokenizer's and their like."""
+    indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
+    return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
+
+
 def _write(decision: Decision, staging: Staging, made: Mapping[str, OrbaxLeaf]) -> None:
     """Writes the index, and gives the link its place."""
     write_references(decision.entries(), staging.write)
@@ -168,7 +177,7 @@ def _write(decision: Decision, staging: Staging, made: Mapping[str, OrbaxLeaf]) 
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if not decision.request.beside:
-        staging.link_files(files)
+        staging.link_files([*files, *_beside(decision.request)])
     for number in range(len(files)):
         decision.checkpoint.open_file(number).close()  # which says if it has changed since its header was read
     staging.finish()
