@@ -172,6 +172,8 @@ def test_a_snapshot_of_the_hubs_cache(beside, tmp_path):
         assert names(snapshot) == OF_A_MODEL
         assert names(snapshot.parent) == {snapshot.name}
     else:
-        ost.link(snapshot, tmp_path / "link")
-        assert names(snapshot) == OF_A_MODEL == names(blobs)
-        assert_same(read(tmp_path / "link"), arrays())
+        for hard_links in (False, True):
+            ost.link(snapshot, tmp_path / "link", hard_links=hard_links)
+            assert names(snapshot) == OF_A_MODEL == names(blobs)
+            assert_same(read(tmp_path / "link"), arrays())
+            shutil.rmtree(tmp_path / "link")
