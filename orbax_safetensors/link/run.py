@@ -160,7 +160,7 @@ def _make(
 
 
 def _beside(request: LinkRequest) -> list[str]:
-    """What makes files a model, besides the files: the index of several, `config.json`, the tokenizer's and their like."""
+    """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
     return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
 
