@@ -225,12 +225,14 @@ def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
         to = None if beside else root / "to"
         place = to or source
         descriptors = open_files()
-        with interrupted(number, killed if kind == "killed" else full, dies=kind == "killed"):
-            with pytest.raises(
+        with (
+            interrupted(number, killed if kind == "killed" else full, dies=kind == "killed"),
+            pytest.raises(
                 KilledError if kind == "killed" else ost.StorageError,
                 match=None if kind == "killed" else os.strerror(errno.ENOSPC),
-            ):
-                ost.link(source, to, family=FAMILY)
+            ),
+        ):
+            ost.link(source, to, family=FAMILY)
         assert open_files() == descriptors
         assert {name: text for name, text in content(source).items() if name in original} == original
         complete = (place / "_METADATA").exists()
