@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import logging
 import os
 import time
@@ -107,7 +106,7 @@ def link(
             link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links),
             resume=resume,
         ),
-        lambda begun: _digest(begun[0]),
+        lambda begun: begun[0].digest,
         otherwise="was called with other arguments than process 0",
     )
     try:
@@ -132,15 +131,8 @@ def _begun(request: LinkRequest, *, resume: bool) -> tuple[Decision, Staging]:
     decision, staging = decide(request), Staging(request)
     if jax.process_index() == 0:
         staging.check_free(FILES)
-        staging.begin({"digest": _digest(decision)}, resume=resume)
+        staging.begin({"digest": decision.digest}, resume=resume)
     return decision, staging
-
-
-def _digest(decision: Decision) -> str:
-    """Equal for links of the same files into the same index."""
-    stamps = [(file.path, file.stamp) for file in decision.checkpoint.files]
-    what = (stamps, sorted(decision.checkpoint.leaves.items()), sorted(decision.sharded.items()), decision.request)
-    return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _make(

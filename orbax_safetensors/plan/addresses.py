@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -68,12 +69,9 @@ class Chunks:
     def places(self) -> Iterator[Place]:
         """Where all chunks lie that are stored; the others are zeros."""
         for piece in _stored(self.view):
-            at = np.full((), piece.offset, np.int64)
-            for modes, step in zip(piece.dims, self.shape, strict=True):
-                at = np.add.outer(at, offsets(modes, np.arange(0, extent(modes), step)))
             first = tuple(start // step for start, step in zip(piece.start, self.shape, strict=True))
             assert piece.tensor is not None
-            yield Place(piece.tensor, first, at)
+            yield Place(piece.tensor, first, _offsets(piece.dims, self.shape) + piece.offset)
 
 
 def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks | str:
@@ -101,6 +99,15 @@ def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks 
     _cut_to(view, step, chain, max_bytes)
     rest = [axis for axis in range(len(view.shape)) if axis not in chain]
     return Chunks(view, tuple(step), (*rest, *reversed(chain)))
+
+
+@lru_cache
+def _offsets(dims: tuple[Modes, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Where chunks of a shape begin in a piece, from its first element. Most pieces are alike, and lie elsewhere."""
+    at = np.zeros((), np.int64)
+    for modes, step in zip(dims, shape, strict=True):
+        at = np.add.outer(at, offsets(modes, np.arange(0, extent(modes), step)))
+    return at
 
 
 def _stored(view: View) -> Iterator[Piece]:
