@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -186,7 +187,7 @@ def interrupted(number, fail, *, dies):
         yield calls
 
 
-def killed():
+def killed(*_):
     raise KilledError
 
 
@@ -272,6 +273,15 @@ def test_killed_and_begun_anew(beside, tmp_path):
     refused(ost.TensorMismatchError, "was begun of other files or with other arguments", source, to, resume=True)
     ost.link(source, to)
     assert_same(read(place), arrays())
+
+
+def test_a_family_of_another_process(source, tmp_path):
+    """Its functions are elsewhere in memory, and make the same of the files."""
+    with mock.patch.object(Staging, "finish", killed), pytest.raises(KilledError):
+        ost.link(source, tmp_path / "to", family=FAMILY)
+    again = replace(FAMILY, tree=lambda config: FAMILY.tree(config))
+    ost.link(source, tmp_path / "to", family=again, resume=True)
+    assert_same(read(tmp_path / "to"), mapped())
 
 
 def test_killed_while_leaves_are_made(source, tmp_path):
