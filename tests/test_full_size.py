@@ -1,10 +1,7 @@
 """Full-size models, planned from headers: files of the published names, shapes and sizes, with holes for data."""
 
-import gzip
-import json
 import re
 from math import prod
-from pathlib import Path
 
 import jax
 import pytest
@@ -12,34 +9,18 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli.partition import spread
-from orbax_safetensors.format.dtypes import DTYPES, nbytes
-from orbax_safetensors.format.layout import INDEX_NAME, lay_out
+from orbax_safetensors.format.dtypes import nbytes
+from tests.full_size import make, stored
 
-GEOMETRY = Path(__file__).parents[1] / "testdata" / "geometry"
 MODELS = ["deepseek-v3", "deepseek-v3-fp8", "gpt-oss-120b", "gpt-oss-120b-mxfp4", "llama-3.1-405b", "qwen3-30b-a3b"]
 MESH = {"fsdp": 64, "tensor": 8}
 # What a layer of multi-token prediction shares with the model.
 NOT_RESTORED = re.compile(r"model\.layers\.61\.(embed_tokens|shared_head)\..*")
 
 
-def stored(model):
-    with gzip.open(GEOMETRY / f"{model}.json.gz") as file:
-        return {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in json.load(file).items()}
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    tensors = [(name, *facts) for name, facts in stored(request.param).items()]
-    layout = lay_out(tensors, {"format": "pt"}, max_file_bytes=5 * 10**9, alignment=64)
-    for name, header in layout.files:
-        with (directory / name).open("wb") as file:
-            file.write(header.encode())
-            file.truncate(header.file_bytes)
-    (directory / INDEX_NAME).write_bytes(layout.index.encode())
-    config = (GEOMETRY / f"{request.param}.config.json").read_text()
-    (directory / "config.json").write_text(config)
-    return request.param, directory
+    return request.param, make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def sharded(leaves, mesh):

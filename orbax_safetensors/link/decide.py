@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -46,6 +48,15 @@ class Decision:
     reasons: Mapping[str, str]
     sharded: Mapping[str, OrbaxLeaf]  # all leaves, with their shards as chunks
     request: LinkRequest
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for links of the same files into the same index."""
+        stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
+        # A family is what it makes of the files: its own text tells where its functions are in this process.
+        mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
+        what = (stamps, mapped, replace(self.request, family=None))
+        return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
 
     def view(self, name: str) -> View:
         """What a leaf is made of."""
@@ -106,12 +117,14 @@ def decide(request: LinkRequest) -> Decision:
     around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    addressed, reasons, sharded = {}, {}, {}
+    addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
     for own, view in checkpoint.leaves.items():
         name = around.above + own
         shard = partition.shard(own, view.shape)
-        record = named_sharding(partition.mesh, partition.spec(own, view.shape))
-        sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=record)
+        spec = partition.spec(own, view.shape)
+        if spec not in records:
+            records[spec] = named_sharding(partition.mesh, spec)
+        sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
         quantized = checkpoint.quantized.keys() & view.tensors
         found = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
         if isinstance(found, str):

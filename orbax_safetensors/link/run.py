@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import logging
 import os
 import time
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.io.arena import peak_bytes
 from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.link.decide import Decision, decide, nbytes
@@ -23,6 +24,7 @@ from orbax_safetensors.orbax_store.linked_item import item_files, step_files
 from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
 from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.streaming.beside import copied
 from orbax_safetensors.streaming.partition import AskedMesh, Spec
 from orbax_safetensors.streaming.pipeline import Progress
 
@@ -104,7 +106,7 @@ def link(
             link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links),
             resume=resume,
         ),
-        lambda begun: _digest(begun[0]),
+        lambda begun: begun[0].digest,
         otherwise="was called with other arguments than process 0",
     )
     try:
@@ -129,15 +131,8 @@ def _begun(request: LinkRequest, *, resume: bool) -> tuple[Decision, Staging]:
     decision, staging = decide(request), Staging(request)
     if jax.process_index() == 0:
         staging.check_free(FILES)
-        staging.begin({"digest": _digest(decision)}, resume=resume)
+        staging.begin({"digest": decision.digest}, resume=resume)
     return decision, staging
-
-
-def _digest(decision: Decision) -> str:
-    """Equal for links of the same files into the same index."""
-    stamps = [(file.path, file.stamp) for file in decision.checkpoint.files]
-    what = (stamps, sorted(decision.checkpoint.leaves.items()), sorted(decision.sharded.items()), decision.request)
-    return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _make(
@@ -156,6 +151,12 @@ def _make(
         work.source.close()
 
 
+def _beside(request: LinkRequest) -> list[str]:
+    """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
+    indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
+    return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
+
+
 def _write(decision: Decision, staging: Staging, made: Mapping[str, OrbaxLeaf]) -> None:
     """Writes the index, and gives the link its place."""
     write_references(decision.entries(), staging.write)
@@ -168,7 +169,7 @@ def _write(decision: Decision, staging: Staging, made: Mapping[str, OrbaxLeaf]) 
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if not decision.request.beside:
-        staging.link_files(files)
+        staging.link_files([*files, *_beside(decision.request)])
     for number in range(len(files)):
         decision.checkpoint.open_file(number).close()  # which says if it has changed since its header was read
     staging.finish()

@@ -24,7 +24,9 @@ from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE, SHARDING_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.orbax_store.trust import TRUST_FILE
 
-_RECORD = "link.json"
+_RECORD = ".link.json"
+# What has been moved beside the files, by name its inode, from before the first is until all are.
+_PLACED = ".placed.json"
 
 # What a link consists of besides files.
 FILES = [TREE_FILE, SHARDING_FILE, ARRAYS_FILE, MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE]
@@ -54,7 +56,7 @@ class Staging:
             raise StorageError(f"{self.destination}: already exists")
         if self._beside:
             tops = {name.split("/")[0] for name in names}
-            if present := sorted(tops & set(os.listdir(self.destination))):
+            if present := sorted(tops & set(os.listdir(self.destination)) - set(self._placed())):
                 raise StorageError(
                     f"{os.path.join(self.destination, present[0])}: already exists; a link writes {sorted(tops)}"
                 )
@@ -69,32 +71,37 @@ class Staging:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
             begun = self._begun()
+            self._take_back()
             if begun is not None and resume:
                 if begun != record:
                     raise TensorMismatchError(
                         f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
                     )
             else:
-                if begun is not None:
+                if os.path.lexists(self.path):
                     shutil.rmtree(self.path)
                 os.mkdir(self.path)
                 self.write(_RECORD, json.dumps(record).encode())
             for entry in list(os.scandir(self.path)):
                 if entry.name != _RECORD and MADE not in entry.name:
                     shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"{self.path}: cannot be made: {error}") from error
+        except BaseException as error:
+            self.release()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise StorageError(f"{self.path}: cannot be made: {error}") from error
+            raise
 
     def _begun(self) -> dict[str, Any] | None:
-        """The record of a link that was begun, None if there is none."""
+        """The record of a link that was begun, None if there is none, or none that holds anything."""
         if not os.path.lexists(self.path):
             return None
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, _RECORD), "rb") as file:
             found = json.load(file)
             if isinstance(found, dict):
                 return found
+        with contextlib.suppress(NotADirectoryError):
+            if set(os.listdir(self.path)) <= {_RECORD}:
+                return None
         raise StorageError(f"{self.path}: is not an unfinished link; move it away")
 
     def write(self, name: str, content: bytes) -> None:
@@ -114,42 +121,74 @@ class Staging:
             link = os.path.join(self.path, os.path.basename(file))
             try:
                 if self._hard:
-                    os.link(file, link)
+                    os.link(os.path.realpath(file), link)  # of a link to a file, that file
                 else:
                     os.symlink(os.path.relpath(file, os.path.join(above, os.path.basename(self.destination))), link)
             except OSError as error:
                 raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error
 
     def keep_data(self) -> None:
-        """Deletes what makes the arrays that were made a checkpoint of their own, and keeps their data."""
+        """Deletes what makes the arrays that were made a checkpoint of their own, and keeps their database."""
         for name in os.listdir(self.made):
             path = os.path.join(self.made, name)
             if not os.path.isdir(path):
-                os.unlink(path)
+                if name != MANIFEST:
+                    os.unlink(path)
             elif name != DATA_DIRECTORY and MANIFEST not in os.listdir(path):
                 shutil.rmtree(path)
 
     def finish(self) -> None:
-        """Gives the link its place. Beside files, what makes it a checkpoint of Orbax comes last."""
-        os.unlink(os.path.join(self.path, _RECORD))
-        names = sorted(os.listdir(self.path), key=lambda name: (name == TREE_FILE, name))
+        """Gives the link its place."""
         try:
             if self._beside:
-                for name in names:
-                    if name in STEP_FILES and os.path.lexists(os.path.join(self.destination, name)):
-                        os.unlink(os.path.join(self.path, name))  # Orbax has finished what is there
-                        continue
-                    os.rename(os.path.join(self.path, name), os.path.join(self.destination, name))
+                self._place()
+                for name in (_PLACED, _RECORD):
+                    os.unlink(os.path.join(self.path, name))
                 os.rmdir(self.path)
-                self._store.sync(self.destination)
             else:
                 self._store.sync(self.path)
                 os.rename(self.path, self.destination)
-                self._store.sync(os.path.dirname(self.destination))
+                os.unlink(os.path.join(self.destination, _RECORD))
+            self._store.sync(os.path.dirname(self.destination))
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             raise StorageError(f"{self.destination}: cannot be finished: {error}") from error
+
+    def _place(self) -> None:
+        """Moves all beside the files, and last what makes it a checkpoint of Orbax."""
+        there = set(os.listdir(self.destination))
+        # A step that Orbax has finished keeps what says so.
+        names = [
+            name for name in os.listdir(self.path) if name != _RECORD and not (name in STEP_FILES and name in there)
+        ]
+        names.sort(key=lambda name: (name == TREE_FILE, name))
+        inodes = {name: os.lstat(os.path.join(self.path, name)).st_ino for name in names}
+        self.write(_PLACED, json.dumps(inodes).encode())
+        try:
+            for name in names:
+                if name == TREE_FILE:
+                    self._store.sync(self.destination)
+                os.rename(os.path.join(self.path, name), os.path.join(self.destination, name))
+            self._store.sync(self.destination)
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _placed(self) -> list[str]:
+        """What of an unfinished link lies beside the files, and first what makes it a checkpoint of Orbax."""
+        try:
+            with open(os.path.join(self.path, _PLACED), "rb") as file:
+                inodes = json.load(file)
+            there = {entry.name: entry.inode() for entry in os.scandir(self.destination)}
+            placed = [name for name, inode in inodes.items() if there.get(name) == inode]
+        except (OSError, ValueError, AttributeError):  # none, or not yet written
+            return []
+        return sorted(placed, key=lambda name: name != TREE_FILE)
+
+    def _take_back(self) -> None:
+        for name in self._placed():
+            os.rename(os.path.join(self.destination, name), os.path.join(self.path, name))
 
     def release(self) -> None:
         """Lets others begin."""

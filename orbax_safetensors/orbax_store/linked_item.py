@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -64,9 +65,9 @@ def linked_entries(name: str, array: Linked, locate: Locate, *, zarr3: bool = Tr
     for place in chunks.places():
         file, begin = locate(place.tensor)
         at = begin + place.offsets * leaf.dtype.itemsize
-        for index, offset in zip(np.ndindex(at.shape), at.reshape(-1).tolist(), strict=True):
-            own = tuple(first + step for first, step in zip(place.first, index, strict=True))
-            yield _chunk_key(name, own, zarr3=zarr3), Range(file, offset, nbytes)
+        grid = product(*(range(first, first + size) for first, size in zip(place.first, at.shape, strict=True)))
+        for index, offset in zip(grid, at.reshape(-1).tolist(), strict=True):
+            yield _chunk_key(name, index, zarr3=zarr3), Range(file, offset, nbytes)
 
 
 def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:
@@ -122,11 +123,10 @@ def _zero(dtype: np.dtype) -> Any:
 
 def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
     """The content of `_sharding`: the shardings of arrays that have one."""
-    shardings = {
-        base64.urlsafe_b64encode(name.encode()).decode(): leaf.sharding.to_serialized_string()
-        for name, leaf in leaves.items()
-        if leaf.sharding is not None
-    }
+    sharded = {name: leaf.sharding for name, leaf in leaves.items() if leaf.sharding is not None}
+    different = {id(own): own for own in sharded.values()}
+    text = {number: own.to_serialized_string() for number, own in different.items()}
+    shardings = {base64.urlsafe_b64encode(name.encode()).decode(): text[id(own)] for name, own in sharded.items()}
     return json.dumps(shardings).encode()
 
 

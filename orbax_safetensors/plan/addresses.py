@@ -7,8 +7,9 @@ storage, in one order of the dimensions for all chunks. Geometry only: nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from orbax_safetensors.plan.strided import Modes, extent, offsets
 from orbax_safetensors.plan.tiling import divisors
 from orbax_safetensors.plan.view import Piece, View
 
-# Chunks are not cut smaller than this, unless a stored tensor is: each costs a request and an entry of an index.
+# Chunks are not smaller than this, unless stored tensors are: each costs a request and an entry of an index.
 MIN_CHUNK_BYTES = 64 * 2**10
 # Chunks are not cut to less than this part of what they may have, if a dimension has no better divisor.
 _CRUMBS = 8
@@ -68,29 +69,30 @@ class Chunks:
     def places(self) -> Iterator[Place]:
         """Where all chunks lie that are stored; the others are zeros."""
         for piece in _stored(self.view):
-            at = np.full((), piece.offset, np.int64)
-            for modes, step in zip(piece.dims, self.shape, strict=True):
-                at = np.add.outer(at, offsets(modes, np.arange(0, extent(modes), step)))
             first = tuple(start // step for start, step in zip(piece.start, self.shape, strict=True))
             assert piece.tensor is not None
-            yield Place(piece.tensor, first, at)
+            yield Place(piece.tensor, first, _offsets(piece.dims, self.shape) + piece.offset)
 
 
 def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks | str:
     """The chunks of a view that need not be moved; a sentence that says why there are none, if so.
 
     Chunks have at most `max_bytes`, if that divides a dimension well, and do not cross the edges of shards of the shape
-    `shard` if such an edge is not inside of what is stored contiguously. A view without elements has no chunks.
+    `shard` if such an edge is not inside of what is stored contiguously. What is stored nowhere is one chunk of zeros.
     """
     for piece in view.pieces:
         if piece.tensor is None and piece.ops != (Offset(0.0),):
             return "it has constants that are stored nowhere"
         if piece.tensor is not None and piece.ops:
             return f"its elements are computed ({', '.join(type(op).__name__.lower() for op in piece.ops)})"
+    sizes = [_nbytes(view, map(extent, piece.dims)) for piece in _stored(view)]
+    if not sizes:
+        return Chunks(view, tuple(size or 1 for size in view.shape), tuple(range(len(view.shape))))
     step = _finest(view)
     chain = _contiguous(view, step)
     step = [size if axis in chain else 1 for axis, size in enumerate(step)]
-    least = min([MIN_CHUNK_BYTES, *(_nbytes(view, map(extent, piece.dims)) for piece in _stored(view))])
+    # One small tensor among large ones does not cut these to crumbs.
+    least = min(MIN_CHUNK_BYTES, max(min(sizes), sum(sizes) // len(sizes) // _CRUMBS))
     if (run := _nbytes(view, step)) < least:
         return f"its elements lie together in runs of {run} bytes only"
     _cut_along_shards(view, step, chain, shard, least)
@@ -99,11 +101,20 @@ def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks 
     return Chunks(view, tuple(step), (*rest, *reversed(chain)))
 
 
+@lru_cache
+def _offsets(dims: tuple[Modes, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Where chunks of a shape begin in a piece, from its first element. Most pieces are alike, and lie elsewhere."""
+    at = np.zeros((), np.int64)
+    for modes, step in zip(dims, shape, strict=True):
+        at = np.add.outer(at, offsets(modes, np.arange(0, extent(modes), step)))
+    return at
+
+
 def _stored(view: View) -> Iterator[Piece]:
     return (piece for piece in view.pieces if piece.tensor is not None)
 
 
-def _nbytes(view: View, shape: Sequence[int] | Iterator[int]) -> int:
+def _nbytes(view: View, shape: Iterable[int]) -> int:
     return prod(shape) * view.dtype.itemsize
 
 
@@ -118,7 +129,7 @@ def _finest(view: View) -> list[int]:
                 step[axis] = gcd(step[axis], length, *(size for size, _ in modes[-1:]))
             elif start + length < view.shape[axis]:
                 step[axis] = gcd(step[axis], length)
-    return [own or size or 1 for own, size in zip(step, view.shape, strict=True)]
+    return [own or size for own, size in zip(step, view.shape, strict=True)]
 
 
 def _contiguous(view: View, step: Sequence[int]) -> list[int]:
@@ -127,7 +138,7 @@ def _contiguous(view: View, step: Sequence[int]) -> list[int]:
     common = 0
     while len({tuple(chain[: common + 1]) for chain in chains}) == 1 and common < len(chains[0]):
         common += 1
-    return chains[0][:common] if chains else []
+    return chains[0][:common]
 
 
 def _chain(dims: Sequence[Modes], step: Sequence[int]) -> list[int]:
