@@ -11,7 +11,7 @@ from typing import Any
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.decide import decide, nbytes
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, PathLike, link_request
-from orbax_safetensors.link.staging import FILES, Staging
+from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_planning import OrbaxRestorePlan, plan_arrays
 from orbax_safetensors.orbax_store import OrbaxLeaf
@@ -112,7 +112,7 @@ def plan_link(
         source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links=False
     )
     decision, staging = decide(request), Staging(request)
-    staging.check_free(FILES)
+    staging.check_free()
     work = decision.making(staging.path)
     made: Mapping[str, OrbaxLeaf] = {}
     if work is not None:

@@ -29,7 +29,7 @@ _RECORD = ".link.json"
 _PLACED = ".placed.json"
 
 # What a link consists of besides files.
-FILES = [TREE_FILE, SHARDING_FILE, ARRAYS_FILE, MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE]
+_NAMES = [TREE_FILE, SHARDING_FILE, ARRAYS_FILE, MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE]
 
 
 class Staging:
@@ -49,13 +49,13 @@ class Staging:
         """The directory of what has been made, once all of it is."""
         return os.path.join(self.path, MADE)
 
-    def check_free(self, names: list[str]) -> None:
-        """Raises `StorageError` if something is in the way of the link, whose files are called `names`."""
+    def check_free(self) -> None:
+        """Raises `StorageError` if something is in the way of the link."""
         check_makeable(self.path)
         if not self._beside and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
         if self._beside:
-            tops = {name.split("/")[0] for name in names}
+            tops = {name.split("/")[0] for name in _NAMES}
             if present := sorted(tops & set(os.listdir(self.destination)) - set(self._placed())):
                 raise StorageError(
                     f"{os.path.join(self.destination, present[0])}: already exists; a link writes {sorted(tops)}"
@@ -67,6 +67,7 @@ class Staging:
         Raises `StorageError` if another process is at work or something else is in the place, and
         `TensorMismatchError` if another link was begun.
         """
+        self.check_free()
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
@@ -85,11 +86,10 @@ class Staging:
             for entry in list(os.scandir(self.path)):
                 if entry.name != _RECORD and MADE not in entry.name:
                     shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-        except BaseException as error:
-            self.release()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(f"{self.path}: cannot be made: {error}") from error
-            raise
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def _begun(self) -> dict[str, Any] | None:
         """The record of a link that was begun, None if there is none, or none that holds anything."""
