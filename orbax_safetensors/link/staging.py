@@ -49,6 +49,10 @@ class Staging:
         """The directory of what has been made, once all of it is."""
         return os.path.join(self.path, MADE)
 
+    def has_made(self) -> bool:
+        """Whether all that has to be made is there."""
+        return os.path.isdir(self.made)
+
     def check_free(self, names: list[str]) -> None:
         """Raises `StorageError` if something is in the way of the link, whose files are called `names`."""
         check_makeable(self.path)
