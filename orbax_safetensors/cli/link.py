@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_safetensors.cli import cluster, family
+from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.convert import add_mesh, given_spec, report
 from orbax_safetensors.cli.partition import UsageError
-from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
+from orbax_safetensors.cli.plan_orbax import over_reads
+from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bytes, parse_count
 from orbax_safetensors.link.plan import LinkPlan, plan_link
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
@@ -129,27 +131,28 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Output) -> int
                 for number, cost in enumerate(plan.restore.processes)
             ),
         )
-    if made := [array for array in plan.arrays if array.made is not None]:
-        output.table(
-            ("to be made", "bytes", "because"), ((array.name, Size(array.nbytes), array.made or "") for array in made)
-        )
+    if plan.made_bytes:
+        _print_made(plan, output)
     if plan.restore is not None and plan.restore.over_reads:
-        output.table(
-            ("leaf", "needed", "read", "over-read", "chunk"),
-            (
-                (
-                    leaf.name,
-                    Size(leaf.needed_bytes),
-                    Size(leaf.read_bytes),
-                    leaf.over_read,
-                    shape_text(leaf.chunk_shape),
-                )
-                for leaf in plan.restore.over_reads
-            ),
-        )
+        over_reads(plan.restore, output)
         output.line("")
         output.line(
             "Orbax reads chunks whole, and these are cut across by shards. SafetensorsHandler reads the ranges that it "
             "needs, and reshard stores the arrays in chunks of their shards."
         )
     return 0
+
+
+def _print_made(plan: LinkPlan, output: Output) -> None:
+    """What has to be made: on a terminal arrays whose names differ in numbers alone are one line."""
+    made = {array.name: array for array in plan.arrays if array.made is not None}
+    rows = [(name, [name]) for name in made]
+    if output.for_people:
+        reasons = dict.fromkeys(array.made for array in made.values())
+        rows = [
+            row for reason in reasons for row in in_braces(name for name, array in made.items() if array.made == reason)
+        ]
+    output.table(
+        ("to be made", "bytes", "because"),
+        ((text, Size(sum(made[name].nbytes for name in names)), made[names[0]].made or "") for text, names in rows),
+    )

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, count: int, output: Output) -> int:
         return 0
     _print(checkpoint, plan, time, mesh, output)
     if plan.over_reads:
-        _over_reads(plan, output)
+        over_reads(plan, output)
         output.line("")
         output.line("Stored anew in such chunks, each process reads what it needs:")
         output.line(reshard)
@@ -118,7 +118,7 @@ def _print(
     )
 
 
-def _over_reads(plan: OrbaxRestorePlan, output: Output) -> None:
+def over_reads(plan: OrbaxRestorePlan, output: Output) -> None:
     """The worst leaves: on a terminal grouped, where shapes are equal too, and only some; elsewhere all."""
     leaves = {leaf.name: leaf for leaf in plan.over_reads}
     rows: list[tuple[str, list[OrbaxLeafOverRead]]] = []

@@ -16,7 +16,7 @@ from etils import epath
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
-from orbax_safetensors.link.staging import FILES, Staging
+from orbax_safetensors.link.staging import NAMES, Staging
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.linked_item import STEP_FILES
@@ -51,19 +51,19 @@ class ObjectStaging:
         with stored(self.made):
             return FINISHED_FILE in names(self._made)
 
-    def check_free(self, files: list[str]) -> None:
-        """Raises `StorageError` if something is in the way of the link, whose files are called `files`."""
+    def check_free(self) -> None:
+        """Raises `StorageError` if something is in the way of the link."""
         with stored(self.path):
             inside = names(self._directory)
-        tops = {name.split("/")[0] for name in files}
-        if _RECORD not in inside and (present := sorted(tops & set(inside))):
-            raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {sorted(tops)}")
+        if _RECORD not in inside and (present := [name for name in NAMES if name in inside]):
+            raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {NAMES}")
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
         """Deletes what an unfinished link has left, except what it has made if `resume` goes on with the same `record`.
 
-        Raises `TensorMismatchError` if another link was begun.
+        Raises `StorageError` if something is in the way, and `TensorMismatchError` if another link was begun.
         """
+        self.check_free()
         begun = self._begun()
         going_on = begun is not None and begun["begun"] is not None and resume
         if begun is not None and going_on and begun["begun"] != record:
@@ -78,10 +78,9 @@ class ObjectStaging:
                 self._kept = begun["kept"]
                 if not going_on:
                     self._note(None)  # what is deleted in part must not be taken up again
-                ours = {name.split("/")[0] for name in (*FILES, *STEP_FILES)} - {*self._kept}
-                if going_on:
-                    ours.remove(MADE)
-                for name in sorted(ours & set(inside), key=lambda name: name != TREE_FILE):
+                kept = {*self._kept, MADE} if going_on else {*self._kept}
+                left = ({*NAMES, *STEP_FILES} - kept) & {*inside}
+                for name in sorted(left, key=lambda name: name != TREE_FILE):
                     remove(self._directory / name)
             self._note(record)
 

@@ -18,7 +18,7 @@ from orbax_safetensors.io.arena import peak_bytes
 from orbax_safetensors.link.decide import Decision, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, PathLike, link_request
-from orbax_safetensors.link.staging import FILES, Staging
+from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.linked_item import item_files, step_files
@@ -102,21 +102,23 @@ def link(
     """
     started = time.perf_counter()
     key = new_key("link")
-    decision, staging = together(
+    decision = together(
         f"{key}/decide",
-        lambda: _begun(
-            link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links),
-            resume=resume,
+        lambda: decide(
+            link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links)
         ),
-        lambda begun: begun[0].digest,
+        lambda decision: decision.digest,
         otherwise="was called with other arguments than process 0",
     )
+    staging = staging_of(decision.request)
+    record = {"digest": decision.digest}
     try:
+        together(f"{key}/begin", lambda: staging.begin(record, resume=resume) if jax.process_index() == 0 else None)
         made = _make(decision, staging, key, resume=resume, progress=progress)
         together(f"{key}/write", lambda: _write(decision, staging, made) if jax.process_index() == 0 else None)
     finally:
         staging.release()
-    for part in ("decide", "made", "write"):
+    for part in ("decide", "begin", "made", "write"):
         forget(f"{key}/{part}")
     return Link(
         staging.destination,
@@ -127,14 +129,6 @@ def link(
         time.perf_counter() - started,
         peak_bytes(),
     )
-
-
-def _begun(request: LinkRequest, *, resume: bool) -> tuple[Decision, Staging | ObjectStaging]:
-    decision, staging = decide(request), staging_of(request)
-    if jax.process_index() == 0:
-        staging.check_free(FILES)
-        staging.begin({"digest": decision.digest}, resume=resume)
-    return decision, staging
 
 
 def _make(

@@ -28,8 +28,8 @@ _RECORD = ".link.json"
 # What has been moved beside the files, by name its inode, from before the first is until all are.
 _PLACED = ".placed.json"
 
-# What a link consists of besides files.
-FILES = [TREE_FILE, SHARDING_FILE, ARRAYS_FILE, MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE]
+# What a link's directory has besides files, except `STEP_FILES`, which a step of Orbax may have already.
+NAMES = sorted([TREE_FILE, SHARDING_FILE, os.path.dirname(ARRAYS_FILE), MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE])
 
 
 class Staging:
@@ -53,16 +53,15 @@ class Staging:
         """Whether all that has to be made is there."""
         return os.path.isdir(self.made)
 
-    def check_free(self, names: list[str]) -> None:
-        """Raises `StorageError` if something is in the way of the link, whose files are called `names`."""
+    def check_free(self) -> None:
+        """Raises `StorageError` if something is in the way of the link."""
         check_makeable(self.path)
         if not self._beside and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
         if self._beside:
-            tops = {name.split("/")[0] for name in names}
-            if present := sorted(tops & set(os.listdir(self.destination)) - set(self._placed())):
+            if present := sorted({*NAMES} & set(os.listdir(self.destination)) - set(self._placed())):
                 raise StorageError(
-                    f"{os.path.join(self.destination, present[0])}: already exists; a link writes {sorted(tops)}"
+                    f"{os.path.join(self.destination, present[0])}: already exists; a link writes {NAMES}"
                 )
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
@@ -71,6 +70,7 @@ class Staging:
         Raises `StorageError` if another process is at work or something else is in the place, and
         `TensorMismatchError` if another link was begun.
         """
+        self.check_free()
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
@@ -89,11 +89,10 @@ class Staging:
             for entry in list(os.scandir(self.path)):
                 if entry.name != _RECORD and MADE not in entry.name:
                     shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-        except BaseException as error:
-            self.release()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(f"{self.path}: cannot be made: {error}") from error
-            raise
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def _begun(self) -> dict[str, Any] | None:
         """The record of a link that was begun, None if there is none, or none that holds anything."""

@@ -32,6 +32,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from orbax_safetensors.orbax_store.flow import stored
@@ -116,7 +117,7 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
 
 def merge(directory: str, root: str) -> None:
     """Adds all that the database in a directory below `root` has to the database in `root`; no value is moved."""
-    context = ts.Context()
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
     with stored(root):
         databases = [kvstore(path, context, ocdbt=True) for path in (directory, root)]
         databases[0].experimental_copy_range_to(databases[1]).result()

@@ -57,6 +57,7 @@ def test_all_fail_together_and_resume(together):
     root, found = together
     assert all("gemma2: already exists" in str(one["exists"]) for one in found)
     assert all("process 1 was called with other arguments than process 0" in str(one["disagree"]) for one in found)
+    assert not any(one["left"] for one in found)
     assert all("No space left on device" in str(one["full"]) for one in found)
     made = sum(mapped()[name].nbytes for name in MADE)
     assert [one["resumed"]["made"] for one in found] == [made, made]

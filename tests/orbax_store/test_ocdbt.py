@@ -141,9 +141,7 @@ def test_nodes_above_nodes_have_their_statistics(node_bytes, least_height, tmp_p
     database = Database(tmp_path, {key: values[number % 3] for number, key in enumerate(keys)})
     database.assert_reads()
     base = database.open().base
-    manifest = ts.ocdbt.dump(base).result()
-    assert ts.ocdbt.undump_manifest(manifest) == (tmp_path / MANIFEST).read_bytes()
-    (version,) = manifest["versions"]
+    (version,) = ts.ocdbt.dump(base).result()["versions"]
     noted = version["root"]["statistics"]
     height, counted = statistics(base, version["root"]["location"])
     assert height == version["root_height"] >= least_height
@@ -197,7 +195,7 @@ def test_tensorstore_finds_a_byte_that_has_changed(which, where, tmp_path):
     content = bytearray(path.read_bytes())
     content[int(where * len(content)) if isinstance(where, float) else where] ^= 0x10
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"DATA_LOSS|FAILED_PRECONDITION|INVALID_ARGUMENT|OUT_OF_RANGE"):
+    with pytest.raises(ValueError, match=path.name):
         database.open().list().result()
 
 
