@@ -58,11 +58,11 @@ class Staging:
         check_makeable(self.path)
         if not self._beside and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
-        if self._beside:
-            if present := sorted({*NAMES} & set(os.listdir(self.destination)) - set(self._placed())):
-                raise StorageError(
-                    f"{os.path.join(self.destination, present[0])}: already exists; a link writes {NAMES}"
-                )
+        in_the_way = {*NAMES} & {*os.listdir(self.destination)} - {*self._placed()} if self._beside else None
+        if in_the_way:
+            raise StorageError(
+                f"{os.path.join(self.destination, min(in_the_way))}: already exists; a link writes {NAMES}"
+            )
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
         """Makes the directory anew, unless `resume` finds one that was begun with the same `record`.

@@ -13,6 +13,7 @@ from etils import epath
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
+from orbax_safetensors.link.decide import Decision
 from orbax_safetensors.link.objects import ObjectStaging
 from orbax_safetensors.orbax_store import open_orbax, places
 from tests.link import stock
@@ -167,10 +168,22 @@ def test_places_that_have_no_link(source, destination, url, tmp_path, objects, m
     before = content(objects)
     source, destination = (text and text.format(gs=url) for text in (source, destination))
     refused(ost.StorageError, "or lies beside the objects of a gs:// directory", source, destination)
-    refused(ost.StorageError, "is one object; below gs:// a link is of a directory", f"{url}/model-00001-of-00002.safetensors")
-    refused(ost.StorageError, r"takes? this path for a pattern", f"{url}*")
     assert content(objects) == before
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_whole_bucket(orbax_gcs, tmp_path):
+    for path in make(tmp_path / "model").iterdir():
+        (epath.Path(orbax_gcs.url) / path.name).write_bytes(path.read_bytes())
+    done = ost.link(orbax_gcs.url, family=FAMILY)
+    assert done.path == orbax_gcs.url
+    assert_same(read(orbax_gcs.url), mapped())
+
+
+def test_one_object_and_a_pattern(url):
+    one = f"{url}/model-00001-of-00002.safetensors"
+    refused(ost.StorageError, "is one object; below gs:// a link is of a directory", one)
+    refused(ost.StorageError, "takes? this path for a pattern", f"{url}*")
 
 
 # --- what fails ---
@@ -283,6 +296,18 @@ def test_verify_finds_what_has_changed(url, objects, tmp_path):
     faults = ost.verify(url)
     assert faults
     assert "model-00001-of-00002.safetensors" in str(faults[0])
+
+
+def test_verify_finds_wrong_addresses(url):
+    locate = Decision._locate
+
+    def further(self, tensor):
+        file, begin = locate(self, tensor)
+        return file, begin + 1
+
+    with mock.patch.object(Decision, "_locate", further):
+        ost.link(url)
+    assert "of no tensor" in str(ost.verify(url)[-1])
 
 
 def test_the_command(url, capsys):
