@@ -25,6 +25,7 @@ from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.index_check import Extent, index_faults
+from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.orbax_store.trust import read_note
 from orbax_safetensors.plan.report import RestorePlan
 from orbax_safetensors.planning import exchanges, no_collection, planned
@@ -284,7 +285,9 @@ def _index_faults(path: PathLike, storage_options: Mapping[str, Any] | None) -> 
     if checkpoint.files[0].path == checkpoint.path or (note := read_note(checkpoint.store, checkpoint.path)) is None:
         return []
     changed = note.changed(checkpoint.store, checkpoint.path)
-    if changed or not checkpoint.store.maps:
+    # TensorStore finds an object store without options only.
+    reads = checkpoint.store.maps or (is_remote(checkpoint.path) and not storage_options)
+    if changed or not reads:
         return list(changed)
     tensors = {
         posixpath.basename(file.path): [

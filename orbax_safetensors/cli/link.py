@@ -26,7 +26,8 @@ Orbax restores the arrays from the files as they are, without this package."""
 _EPILOG = """\
 SOURCE is a .safetensors file or a directory with such files. DESTINATION is a
 directory to make, with symbolic links to the files; without it the index is
-written beside them. With --family the checkpoint is a model's own tree.
+written beside them. A gs:// directory has its index beside its objects.
+With --family the checkpoint is a model's own tree.
 
 Arrays that are not in the files as they have to be (scaled, cast, decoded, or
 permuted inside of a dimension) are made, in --memory. --plan says which, why,

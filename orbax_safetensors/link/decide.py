@@ -22,6 +22,7 @@ from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.leaves import SCALAR
 from orbax_safetensors.orbax_store.linked_item import Linked, linked, linked_entries, scalar_entries
 from orbax_safetensors.orbax_store.ocdbt import Entry
+from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
 from orbax_safetensors.streaming.cutting import interleaved
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -111,8 +112,8 @@ def decide(request: LinkRequest) -> Decision:
     Raises what `convert` raises of a source, a family or a spec, and `StorageError` for files that are not local.
     """
     checkpoint = read_checkpoint(request.source)
-    if not checkpoint.store.maps:
-        raise StorageError(f"{request.source}: a link is of files; download them first")
+    if is_remote(request.source) and checkpoint.files[0].path == request.source:
+        raise StorageError(f"{request.source}: is one object; below gs:// a link is of a directory")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
     around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition

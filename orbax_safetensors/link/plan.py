@@ -10,8 +10,8 @@ from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.decide import decide, nbytes
+from orbax_safetensors.link.objects import staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, PathLike, link_request
-from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_planning import OrbaxRestorePlan, plan_arrays
 from orbax_safetensors.orbax_store import OrbaxLeaf
@@ -111,7 +111,7 @@ def plan_link(
     request = link_request(
         source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links=False
     )
-    decision, staging = decide(request), Staging(request)
+    decision, staging = decide(request), staging_of(request)
     staging.check_free()
     work = decision.making(staging.path)
     made: Mapping[str, OrbaxLeaf] = {}

@@ -11,6 +11,7 @@ from typing import Any
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.io.paths import as_text, is_url
 from orbax_safetensors.mapped import AskedFamily
+from orbax_safetensors.orbax_store.places import absolute, check_literal, is_remote
 from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, partition
 
 PathLike = str | os.PathLike[str]
@@ -25,7 +26,9 @@ _SNAPSHOT = re.compile(r".*/models--[^/]+/snapshots/[^/]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRequest:
-    """A link to make. `source` is a local path; `destination` is a directory, that of the source if it is the same.
+    """A link to make. `source` is a path; `destination` is a directory, that of the source if it is the same.
+
+    Below `gs://` it has to be the same.
 
     Raises `StorageError` for a place that cannot be meant, and `SafetensorsError` for a number that is out of range.
     """
@@ -41,11 +44,12 @@ class LinkRequest:
 
     def __post_init__(self) -> None:
         for path in (self.source, self.destination):
-            if is_url(path):
+            if is_url(path) and not (is_remote(path) and self.beside):
                 raise StorageError(
-                    f"{path}: a link is between files of one file system; download the files first, or restore from "
-                    "the URL, which needs no link"
+                    f"{path}: a link is between files of one file system, or lies beside the objects of a gs:// "
+                    "directory; download the files first, or restore from the URL, which needs no link"
                 )
+        check_literal(self.destination)
         for name, least in (("chunk_bytes", _LEAST_CHUNK_BYTES), ("memory_bytes", 4)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -66,9 +70,11 @@ class LinkRequest:
         return self.destination == self.directory
 
 
-def _local_path(path: str | os.PathLike[str]) -> str:
-    """An absolute path; a URL as it is, which `LinkRequest` refuses."""
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """An absolute path, or the URL of a `gs://` directory; another URL as it is, which `LinkRequest` refuses."""
     text = as_text(path)
+    if is_remote(text):
+        return absolute(text)
     if is_url(text):
         return text
     try:
@@ -90,11 +96,11 @@ def link_request(
     hard_links: bool,
 ) -> LinkRequest:
     """The request that `link` is called with; raises what it raises of arguments."""
-    own = _local_path(source)
+    own = _absolute(source)
     beside = os.path.dirname(own) if os.path.isfile(own) else own
     return LinkRequest(
         source=own,
-        destination=beside if destination is None else _local_path(destination),
+        destination=beside if destination is None else _absolute(destination),
         family=family,
         variant=variant,
         partition=partition(mesh, spec, like),

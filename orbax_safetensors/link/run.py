@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ import jax
 
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.io.arena import peak_bytes
-from orbax_safetensors.io.local import LocalStore
 from orbax_safetensors.link.decide import Decision, decide, nbytes
+from orbax_safetensors.link.objects import ObjectStaging, staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, PathLike, link_request
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.mapped import AskedFamily
@@ -82,8 +83,9 @@ def link(
     Every process of a program calls this alike.
 
     Args:
-      source: files, or a directory, as for `open_checkpoint`, on a file system.
-      destination: a directory to make, with symbolic links to the files. By default the index is written beside them.
+      source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
+      destination: a directory to make, with symbolic links to the files. By default the index is written beside them,
+        as it always is below `gs://`.
       family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
       mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
       chunk_bytes: the most that a chunk has, if its dimensions divide well.
@@ -108,7 +110,7 @@ def link(
         lambda decision: decision.digest,
         otherwise="was called with other arguments than process 0",
     )
-    staging = Staging(decision.request)
+    staging = staging_of(decision.request)
     record = {"digest": decision.digest}
     try:
         together(f"{key}/begin", lambda: staging.begin(record, resume=resume) if jax.process_index() == 0 else None)
@@ -130,14 +132,14 @@ def link(
 
 
 def _make(
-    decision: Decision, staging: Staging, key: str, *, resume: bool, progress: Progress | None
+    decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
 ) -> Mapping[str, OrbaxLeaf]:
     """Makes the leaves that are no addresses, together with all other processes; they are there already if resumed."""
     work = decision.making(staging.path)
     if work is None:
         return {}
     try:
-        complete = together(f"{key}/made", lambda: os.path.isdir(staging.made), str)
+        complete = together(f"{key}/made", staging.has_made, str)
         if not complete:
             work.run(resume=resume, progress=progress)
         return work.leaves
@@ -151,21 +153,23 @@ def _beside(request: LinkRequest) -> list[str]:
     return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
 
 
-def _write(decision: Decision, staging: Staging, made: Mapping[str, OrbaxLeaf]) -> None:
+def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:
     """Writes the index, and gives the link its place."""
     write_references(decision.entries(), staging.write)
     if made:
         merge(staging.made, staging.path)
         staging.keep_data()
-    files = [file.path for file in decision.checkpoint.files]
-    staging.write(TRUST_FILE, fingerprints(LocalStore(), files))
+    checkpoint = decision.checkpoint
+    files = [file.path for file in checkpoint.files]
+    staging.write(TRUST_FILE, fingerprints(checkpoint.store, files))
     small = item_files(decision.tree(made))
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
-    if not decision.request.beside:
+    if isinstance(staging, Staging) and not decision.request.beside:
         staging.link_files([*files, *_beside(decision.request)])
-    for number in range(len(files)):
-        decision.checkpoint.open_file(number).close()  # which says if it has changed since its header was read
+    for file in checkpoint.files:
+        with closing(checkpoint.store.open(file.path)) as opened:
+            opened.check(file.stamp)  # which says if it has changed since its header was read
     staging.finish()
     logger.info(
         "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)

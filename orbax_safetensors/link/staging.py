@@ -28,8 +28,8 @@ _RECORD = ".link.json"
 # What has been moved beside the files, by name its inode, from before the first is until all are.
 _PLACED = ".placed.json"
 
-# What a link consists of besides files.
-_NAMES = [TREE_FILE, SHARDING_FILE, ARRAYS_FILE, MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE]
+# What a link's directory has besides files, except `STEP_FILES`, which a step of Orbax may have already.
+NAMES = sorted([TREE_FILE, SHARDING_FILE, os.path.dirname(ARRAYS_FILE), MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE])
 
 
 class Staging:
@@ -49,17 +49,20 @@ class Staging:
         """The directory of what has been made, once all of it is."""
         return os.path.join(self.path, MADE)
 
+    def has_made(self) -> bool:
+        """Whether all that has to be made is there."""
+        return os.path.isdir(self.made)
+
     def check_free(self) -> None:
         """Raises `StorageError` if something is in the way of the link."""
         check_makeable(self.path)
         if not self._beside and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
-        if self._beside:
-            tops = {name.split("/")[0] for name in _NAMES}
-            if present := sorted(tops & set(os.listdir(self.destination)) - set(self._placed())):
-                raise StorageError(
-                    f"{os.path.join(self.destination, present[0])}: already exists; a link writes {sorted(tops)}"
-                )
+        in_the_way = {*NAMES} & {*os.listdir(self.destination)} - {*self._placed()} if self._beside else None
+        if in_the_way:
+            raise StorageError(
+                f"{os.path.join(self.destination, min(in_the_way))}: already exists; a link writes {NAMES}"
+            )
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
         """Makes the directory anew, unless `resume` finds one that was begun with the same `record`.

@@ -13,6 +13,7 @@ import tensorstore as ts
 from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
+from orbax_safetensors.orbax_store.places import absolute, kvstore
 
 # As `ts.ocdbt.dump` writes where a value lies. A path may have colons.
 _LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
@@ -27,7 +28,7 @@ class Extent(NamedTuple):
 
 
 def index_faults(directory: str, tensors: Mapping[str, Sequence[Extent]]) -> list[IndexFileError]:
-    """What is wrong with the index in a directory of a file system, whose files have these `tensors` by file name.
+    """What is wrong with the index in a directory, whose files have these `tensors` by file name.
 
     Every chunk that lies in one of the files has to be in one tensor, and no two may share a byte. Raises
     `StorageError` if the index cannot be read.
@@ -55,7 +56,7 @@ def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
     """The values of the database that are ranges of files, with their keys."""
     where = f"{directory}/{MANIFEST}"
     with stored(where):
-        base = ts.KvStore.open(ts.KvStore.Spec({"driver": "file", "path": f"{directory}/"})).result()
+        base = kvstore(absolute(directory), ts.Context())
         versions = ts.ocdbt.dump(base).result()["versions"]
         nodes = [max(versions, key=lambda version: version["generation_number"])["root"]["location"]]
         while nodes:

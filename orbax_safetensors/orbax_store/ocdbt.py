@@ -32,9 +32,11 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from orbax_safetensors.orbax_store.flow import stored
+from orbax_safetensors.orbax_store.places import kvstore
 
 _T = TypeVar("_T")
 
@@ -115,14 +117,10 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
 
 def merge(directory: str, root: str) -> None:
     """Adds all that the database in a directory below `root` has to the database in `root`; no value is moved."""
-    context = ts.Context()
-
-    def database(path: str) -> ts.KvStore:
-        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
-        return ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result()
-
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
     with stored(root):
-        database(directory).experimental_copy_range_to(database(root)).result()
+        databases = [kvstore(path, context, ocdbt=True) for path in (directory, root)]
+        databases[0].experimental_copy_range_to(databases[1]).result()
 
 
 def _inline_bytes(value: bytes | Range) -> int:

@@ -79,7 +79,8 @@ def test_something_else_where_the_work_is_done(beside, source, tmp_path):
     ("args", "keywords", "error", "message"),
     [
         (("hf://me/mine", "to"), {}, ost.StorageError, "hf://me/mine: a link is between files of one file system"),
-        (("gs://bucket/model",), {}, ost.StorageError, "gs://bucket/model: a link is between files"),
+        (("gs://bucket/model", "to"), {}, ost.StorageError, "gs://bucket/model: a link is between files"),
+        (("model", r"a\b"), {}, ost.StorageError, r"a\\b: cannot hold a checkpoint of Orbax"),
         (("model", "https://me.org/to"), {}, ost.StorageError, "https://me.org/to: a link is between files"),
         (("nowhere", "to"), {}, ost.StorageError, "nowhere"),
         (("model", "model/config.json/to"), {}, ost.StorageError, "cannot be made: .*config.json: Not a directory"),

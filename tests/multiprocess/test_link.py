@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from etils import epath
 
 from tests.link.models import MADE, assert_same, make, mapped, read
 from tests.multiprocess.launch import launch
@@ -73,3 +74,13 @@ def test_a_tree_that_is_restored_is_what_maxtext_made(together):
     assert found.pop("step") == 0
     with np.load(DATA / "gemma2" / "mt_scanned.npz") as arrays:
         assert_same(found, {f"params.{name.replace('-', '.')}": arrays[name] for name in arrays})
+
+
+def test_beside_objects(orbax_gcs, tmp_path):
+    url = f"{orbax_gcs.url}/model"
+    for path in make(tmp_path / "model").iterdir():
+        (epath.Path(url) / path.name).write_bytes(path.read_bytes())
+    found = launch("tests.multiprocess.workers_link:beside_objects", url, processes=2, devices=2)
+    assert all(of_process["own"] for of_process in found)
+    assert {of_process["made"] for of_process in found} == {sum(of_process["own"] for of_process in found)}
+    assert_same(read(url), mapped())

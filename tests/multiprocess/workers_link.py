@@ -32,7 +32,12 @@ def run(root: str) -> dict[str, Any]:
     return out
 
 
-def _linked(source: Path, destination: Path | None, **more: Any) -> dict[str, int]:
+def beside_objects(url: str) -> dict[str, int]:
+    """A link of a `gs://` directory."""
+    return _linked(url, None, family=FAMILY, memory_bytes=4096)
+
+
+def _linked(source: str | Path, destination: Path | None, **more: Any) -> dict[str, int]:
     told: list[tuple[int, int]] = []
     done = ost.link(source, destination, progress=lambda *now: told.append(now), **more)
     return {"made": done.made_bytes, "linked": done.linked_bytes, "own": told[-1][0] if told else 0}
