@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,13 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     )
 
 
-def _variants(family: Family, leaves: LeafShapes) -> Iterator[Variant]:
-    """Yield the variants of a family that may have such a tree, each once, with the switches that are set."""
-    seen: list[Variant] = []
-    for variant in family.variants(leaves):
-        if (variant := {**variant, **family.variant}) not in seen:
-            seen.append(variant)
-            yield variant
+def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
+    """Return the variants of a family that may have such a tree, each once, with the switches that are set."""
+    try:
+        every = [{**variant, **family.variant} for variant in family.variants(leaves)]
+    except Exception as error:
+        raise MappingError(f"{family.name}: no variants follow from these leaves: {error!r}") from error
+    return [variant for at, variant in enumerate(every) if variant not in every[:at]]
 
 
 def _against(family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: int) -> Fit:

@@ -22,7 +22,8 @@ class _Registered(NamedTuple):
     chosen: Family  # the same with the switches that were registered, for checkpoints of its architectures
 
 
-_registered: dict[str, _Registered] = {}
+# By name. It is replaced and not changed, as other threads look at it meanwhile.
+_registered: Mapping[str, _Registered] = {}
 
 
 def register(families: Iterable[Family | str], variant: Variant | None = None) -> None:
@@ -31,6 +32,7 @@ def register(families: Iterable[Family | str], variant: Variant | None = None) -
     A name stands for one family, or the part before the first dot for all whose names begin with it. Raises
     `MappingError`, and registers nothing, if no family has a name, or none of those of a name can have the variant.
     """
+    global _registered
     added: dict[str, _Registered] = {}
     for asked in families:
         named = [asked] if isinstance(asked, Family) else _named(asked, _known())
@@ -45,13 +47,14 @@ def register(families: Iterable[Family | str], variant: Variant | None = None) -
         for family in named:
             added[family.name] = _Registered(family, replace(family, variant={**family.variant, **(variant or {})}))
     with _lock:
-        _registered.update(added)
+        _registered = {**_registered, **added}
 
 
 def unregister() -> None:
     """Forgets all families that were registered."""
+    global _registered
     with _lock:
-        _registered.clear()
+        _registered = {}
 
 
 def any_registered() -> bool:

@@ -88,6 +88,12 @@ def test_nothing_to_choose_from(families):
         fit(families, CONFIG, {"w": (3, 4, 2)}, stored=3)
 
 
+@pytest.mark.parametrize("variants", [lambda leaves: leaves["nothing"], lambda leaves: [3], lambda leaves: None])
+def test_variants_that_fail(variants):
+    with pytest.raises(MappingError, match="toy.wrong: no variants follow from these leaves: "):
+        fit([Family("toy.wrong", (), layers, variants=variants)], CONFIG, {"w": (3, 4, 2)}, stored=3)
+
+
 def test_a_config_that_no_tree_follows_from():
     with pytest.raises(MappingError, match="toy.layers: config.json has no 'layers'"):
         fit([TOY], {}, {"w": (3, 4, 2)}, stored=3)
