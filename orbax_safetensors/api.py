@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from orbax_safetensors import cooperative, targets
 from orbax_safetensors import save as saving
@@ -21,7 +22,7 @@ from orbax_safetensors.exchanges import exchangeable
 from orbax_safetensors.io.paths import as_text
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
-from orbax_safetensors.mapped import AskedFamily, mapped
+from orbax_safetensors.mapped import AskedFamily, fitted, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.index_check import Extent, index_faults
@@ -87,13 +88,8 @@ def restore(
       StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
     """
     path = as_text(path)
-    key = None
-    if _all_together(path, item, restore_args, options):
-        # Before anything can fail, and of nothing else: these are counted alike in all processes.
-        key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
 
-    def resolve() -> tuple[Checkpoint, targets.Request]:
-        stored = _read_for(path, options.storage_options, key)
+    def resolve(stored: Checkpoint) -> tuple[Checkpoint, targets.Request]:
         everything = item is None and restore_args is None
         saved = saved_tree(path, stored, family, variant) if everything else None
         checkpoint = mapped(
@@ -114,9 +110,51 @@ def restore(
             request = targets.everything(checkpoint)
         else:
             request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
+        return checkpoint, request
+
+    return _restored(path, item, restore_args, options, resolve)
+
+
+def restore_leaves(
+    path: PathLike, leaves: Mapping[str, ocp.RestoreArgs], *, options: SafetensorsOptions
+) -> dict[str, Any]:
+    """Restores leaves by name: stored tensors, or all of the tree of a family that is registered for the architecture.
+
+    The variant is that whose tree has these leaves. Raises what `restore` raises, and `MappingError` if no registered
+    family has such a tree or several have.
+    """
+    path = as_text(path)
+    paths: dict[str, str] = {}
+
+    def resolve(stored: Checkpoint) -> tuple[Checkpoint, targets.Request]:
+        shapes = {name: targets.exact_shape(args) for name, args in leaves.items()}
+        checkpoint, found = fitted(stored, shapes, dequantize=options.dequantize)
+        paths.update(found)
+        restore_args = {paths[name]: args for name, args in leaves.items()}
+        return checkpoint, targets.resolve(checkpoint, None, restore_args, partial=checkpoint.mapped is None)
+
+    restored = _restored(path, None, dict(leaves), options, resolve)
+    return {name: restored[paths[name]] for name in leaves}
+
+
+def _restored(
+    path: str,
+    item: Any,
+    restore_args: Any,
+    options: SafetensorsOptions,
+    resolve: Callable[[Checkpoint], tuple[Checkpoint, targets.Request]],
+) -> Any:
+    """Restore what `resolve` makes of a request, given the checkpoint at `path`."""
+    key = None
+    if _all_together(path, item, restore_args, options):
+        # Before anything can fail, and of nothing else: these are counted alike in all processes.
+        key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+
+    def placed() -> tuple[Checkpoint, targets.Request]:
+        checkpoint, request = resolve(_read_for(path, options.storage_options, key))
         return checkpoint, targets.placed(request, checkpoint)
 
-    decided = cooperative.decide(resolve, options, key)
+    decided = cooperative.decide(placed, options, key)
     return decided.request.tree(cooperative.restore(decided, options))
 
 

@@ -17,7 +17,8 @@ from orbax_safetensors.format.names import by_same
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, Tree
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
+from orbax_safetensors.mapping.inference import fit
 from orbax_safetensors.mapping.quantization import quantization
 from orbax_safetensors.plan.elementwise import Cast
 from orbax_safetensors.plan.view import UNKNOWN, View
@@ -59,6 +60,26 @@ def mapped(
         return _mapped(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
+
+
+def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: bool) -> tuple[Checkpoint, dict[str, str]]:
+    """Return `checkpoint` as the registered family sees it whose tree has exactly these leaves, and their paths in it.
+
+    If all leaves are stored tensors, or no family is registered, the checkpoint stays as it is. Raises `MappingError`
+    if no registered family is for its architecture or has such a tree, and if several have.
+    """
+    as_stored = {name: path for path, name in by_same({name: name for name in leaves}, checkpoint.tensors).items()}
+    if checkpoint.tensors.keys() >= set(as_stored.values()) or not registry.any_registered():
+        return checkpoint, as_stored
+    try:
+        config = read_config(checkpoint)
+        found = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
+        fitting = _mapped(checkpoint, found.family, config, found.variant, complete=True, dequantize=dequantize)
+    except MappingError as error:
+        if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
+            return checkpoint, as_stored  # somebody wants stored tensors, and one that is not
+        raise MappingError(f"{checkpoint.path}: {error}") from error
+    return fitting, dict(found.paths)
 
 
 def _no_family(variant: Mapping[str, Any] | None) -> None:

@@ -111,7 +111,8 @@ def plan_save(
         content = as_config(config)
         sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
         found = registry.find(family, content or {})
-        saved = {"family": found and found.name, "variant": dict(variant or {})}
+        switches = {**(found.variant if found else {}), **(variant or {})}
+        saved = {"family": found and found.name, "variant": switches}
         layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if content is None else json.dumps(content, indent=2) + "\n"
         groups = tuple(_owned(grouped(sources)))

@@ -140,6 +140,12 @@ def _without_placeholders(leaves: Mapping[str, Any], args: Mapping[str, Any]) ->
             yield name, leaf
 
 
+def exact_shape(args: ocp.RestoreArgs) -> tuple[int, ...] | None:
+    """The shape that a leaf has to have; None if `args` do not say it, or allow others."""
+    shape = getattr(args, "global_shape", None)
+    return tuple(shape) if isinstance(shape, tuple | list) and getattr(args, "strict", True) else None
+
+
 def are_restore_args(tree: Any) -> bool:
     """Whether a tree is one of restore arguments rather than of arrays."""
     return any(isinstance(leaf, ocp.RestoreArgs) for leaf in jax.tree_util.tree_leaves(tree))

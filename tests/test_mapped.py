@@ -520,7 +520,7 @@ class TestErrors:
         tree["params"]["layers"]["norm"]["scale"] = tree["params"]["layers"]["norm"]["scale"].T
         message = (
             r"toy\.model: params\.layers\.gate is missing; params\.layers\.extra is not in the family's tree.*; "
-            r"params\.layers\.norm\.scale, which makes 'layers\.0\.norm.*: expected \(16, 3\), found \(3, 16\)"
+            r"params\.layers\.norm\.scale, of 'layers\.0\.norm.*: expected \(16, 3\), found \(3, 16\)"
         )
         with pytest.raises(ost.MappingError, match=message):
             checkpointer(family=TOY).save(tmp_path / "saved", args=ost.SafetensorsSave(tree, config=CONFIG))

@@ -72,7 +72,7 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 16
+    assert len(blocks) == 17
     found = {}
     for path in (tmp_path / "llama").iterdir():
         obstore.put(gcs.store(), f"llama/{path.name}", path.read_bytes())
@@ -104,20 +104,23 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
         assert stored["tuned"][name].tobytes() == array.tobytes()
     assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == found[6]["config"]
     assert found[7]["my_params"]["embedding"].tobytes() == EMBEDDING.T.tobytes()
+    again = found[8]["state_params"]["params"]["decoder"]
+    assert again["layers"]["mlp"]["wi_0"]["kernel"].sharding.spec == P("model")
+    np.testing.assert_array_equal(again["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
     for directory, count in (("new", 1), ("two", 1)):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert len(saved.files) == count
         assert saved.metadata["format"] == "pt"
     assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
-    assert len(found[11]["plan"].processes) == 64
-    assert len(found[12]["plan"].processes) == 8
+    assert len(found[12]["plan"].processes) == 64
+    assert len(found[13]["plan"].processes) == 8
     assert not (tmp_path / "planned").exists()
     for name, array in llama.items():
-        assert np.asarray(found[13]["params"][name]).tobytes() == array.tobytes()
+        assert np.asarray(found[14]["params"][name]).tobytes() == array.tobytes()
     assert "new/commit_success.txt" in {one["path"] for one in obstore.list(gcs.store()).collect()}
-    of_the_hub = found[14]["params"]["params"]["decoder"]
+    of_the_hub = found[15]["params"]["params"]["decoder"]
     np.testing.assert_array_equal(of_the_hub["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
-    assert len(found[15]["together"].cooperative) == 64
+    assert len(found[16]["together"].cooperative) == 64
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]

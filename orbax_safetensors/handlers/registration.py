@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry
+from orbax_safetensors.orbax_store.finding import TREE_FILE
 
 # What the leaves of a tree may be restored as, whatever they were when they were saved.
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
@@ -29,17 +30,28 @@ _registered: dict[type, _Registered] = {}
 _named: dict[str, ocp.type_handlers.TypeHandler] = {}
 
 
-def register(*families: Family, save: bool = False) -> None:
+def register(*families: Family | str, save: bool = False, variant: Mapping[str, Any] | None = None) -> None:
     """Lets Orbax's handlers of trees read checkpoints whose arrays are safetensors, in the whole program.
 
     For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
-    and what is built on them restore what `SafetensorsTypeHandler` has saved; they do everything else exactly as
-    before. With `save`, those that are made from then on also save array leaves as safetensors, unless the format
-    cannot hold them. Our own handlers restore checkpoints of the architectures of `families` with those, where no other
-    family is asked for; a family of the same name is replaced. May be called again and from any thread: what was asked
-    for once stays until `unregister`.
+    and what is built on them restore what `SafetensorsTypeHandler` has saved, and directories from Hugging Face if an
+    `item` says the tree; they do everything else exactly as before. With `save`, those that are made from then on also
+    save array leaves as safetensors, unless the format cannot hold them. May be called again and from any thread: what
+    was asked for once stays until `unregister`.
+
+    Args:
+      families: for checkpoints of their architectures, if no other family is asked for: a `mapping.Family`, the name of
+        one (`"maxtext.qwen3"`), or the part before the dot, which stands for all of these. One of the same name is
+        replaced. To Orbax's handlers, the leaves of an `item` are stored tensors, or exactly those of the family's
+        tree, with one leading `params` more or less.
+      save: whether handlers also save safetensors.
+      variant: the families' own switches, as `{"scan_layers": False}`. For Orbax's handlers, those that are not here
+        follow from the leaves' names and shapes, if the family says how, as MaxText's do.
+
+    Raises:
+      MappingError: there is no such family, or none of them has such switches. Nothing is registered then.
     """
-    registry.register(families)
+    registry.register(families, variant)
     with _lock:
         for kind in _TYPES:
             if kind not in _registered:
@@ -122,7 +134,7 @@ class _Registered(ocp.type_handlers.TypeHandler):
 
     async def _each(self, infos: Sequence[Any], call: Callable[[Any, list[int]], Any]) -> list[Any]:
         """What `call` makes of all leaves, which are given to whichever handler has them."""
-        stored: dict[Any, frozenset[str]] = {}
+        stored: dict[Any, Container[str]] = {}
         for info in infos:
             if info.parent_dir not in stored:
                 stored[info.parent_dir] = _stored_names(info.parent_dir)
@@ -147,8 +159,21 @@ def _can_store(value: jax.Array, info: Any) -> bool:
     return bool(info.name != "__metadata__")
 
 
-def _stored_names(directory: Any) -> frozenset[str]:
-    """Names of the tensors in a directory's safetensors files; none where it has no such files."""
+class _Everything(Container[str]):
+    """All names."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _stored_names(directory: Any) -> Container[str]:
+    """Names of the leaves in a directory that are ours.
+
+    None if it has no safetensors files; those of the tensors beside what Orbax has saved; all if there is no tree of
+    Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes.
+    """
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
+    if not (directory / TREE_FILE).exists():
+        return _Everything()
     return frozenset(read_checkpoint(directory).tensors)

@@ -17,7 +17,6 @@ from orbax_safetensors import api
 from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.mapping.registry import IDENTITY
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import Shards
 from orbax_safetensors.save_index import IndexAs
@@ -98,9 +97,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             wanted = {
                 info.name: _as_array(arg) for info, arg in zip(infos, args, strict=True) if info.parent_dir == directory
             }
-            restored = api.restore(
-                directory, None, wanted, partial_restore=True, family=IDENTITY, options=self._bounded(infos)
-            )
+            restored = api.restore_leaves(directory, wanted, options=self._bounded(infos))
             found |= {(directory, name): leaf for name, leaf in restored.items()}
         return [found[info.parent_dir, info.name] for info in infos]
 

@@ -11,7 +11,7 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import nearest, some
-from orbax_safetensors.mapping.family import Tree
+from orbax_safetensors.mapping.family import LeafShapes, Tree
 from orbax_safetensors.plan.coalesce import disjoint
 from orbax_safetensors.plan.strided import extent, runs_of
 from orbax_safetensors.plan.view import Piece, View
@@ -58,21 +58,27 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
         raise MappingError(f"{where}: {some(problems, problem, '; ')}")
 
 
-def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
-    """`tree` without its optional leaves that are not among `leaves`, which are to be saved.
-
-    Raises `MappingError` where others are missing or unknown, or have another shape.
-    """
+def leaf_problems(tree: Tree, leaves: LeafShapes) -> tuple[Tree, list[str]]:
+    """Return `tree` without its optional leaves that are not among `leaves`, and what else differs."""
     kept = _without_optional(tree, leaves.keys())
     problems = [
         *(f"{path} is missing" for path in kept if path not in leaves),
         *(f"{path} is not in the family's tree" for path in leaves if path not in kept),
         *(
-            f"{path}, which makes {some(view.tensors, shown)}: expected {view.shape}, found {leaves[path]}"
+            f"{path}, of {some(view.tensors, shown)}: expected {view.shape}, found {leaves[path]}"
             for path, view in kept.items()
-            if path in leaves and leaves[path] != view.shape
+            if path in leaves and leaves[path] not in (None, view.shape)
         ),
     ]
+    return kept, problems
+
+
+def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
+    """`tree` without its optional leaves that are not among `leaves`, which are to be saved.
+
+    Raises `MappingError` where others are missing or unknown, or have another shape.
+    """
+    kept, problems = leaf_problems(tree, leaves)
     if problems:
         raise MappingError(f"{where}: {some(problems, separator='; ')}")
     return kept

@@ -35,6 +35,7 @@ def is_maxtext(family: Family | None) -> bool:
 
 def envelope(family: Family | None, variant: Mapping[str, Any] | None) -> Envelope:
     """The envelope of a family's trees."""
-    if not is_maxtext(family):
+    if family is None or not is_maxtext(family):
         return Envelope()
-    return Envelope("params.", {"scan_layers": bool((variant or {}).get("scan_layers", True))})
+    switches = {**family.variant, **(variant or {})}
+    return Envelope("params.", {"scan_layers": bool(switches.get("scan_layers", True))})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -21,6 +21,9 @@ _MOST_OF_STORED = 4
 
 # What `tensor` makes of a name and a shape while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
+# The shapes of a tree's leaves by name, None if only the name is known.
+LeafShapes = Mapping[str, tuple[int, ...] | None]
+Variant = Mapping[str, Any]
 _bind: ContextVar[Bind | None] = ContextVar("bind", default=None)
 
 
@@ -62,6 +65,10 @@ def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+def _only_the_default(leaves: LeafShapes) -> Iterable[Variant]:
+    return [{}]
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family.
@@ -74,25 +81,31 @@ class Family:
         and runs for restores and for saves alike.
       renames: pairs `(regular expression, replacement)`, as for `re.sub`, that bring other spellings of stored names
         to those that `tree` uses and saves write.
+      variants: `variants(leaves)` yields the variants that a tree with leaves of these names and shapes may be, the
+        likeliest first. Names may have a leading `params` more or less than `tree` has.
+      variant: switches that are set unless a caller sets them.
     """
 
     name: str
     architectures: tuple[str, ...]
     tree: Callable[..., Mapping[str, View]]
     renames: tuple[tuple[str, str], ...] = ()
+    variants: Callable[[LeafShapes], Iterable[Variant]] = _only_the_default
+    variant: Variant = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
             raise MappingError(f"{self.name}: expected a tuple of architectures, found {self.architectures!r}")
         _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
-    def describe(self, config: Mapping[str, Any], variant: Mapping[str, Any], bind: Bind, *, stored: int = 0) -> Tree:
+    def describe(self, config: Mapping[str, Any], variant: Variant, bind: Bind, *, stored: int = 0) -> Tree:
         """`tree` with its tensors made by `bind`; `stored` is how many there are of them, or of leaves to save.
 
         Raises `MappingError` where the config lacks or contradicts what the tree is made of, for a switch that the
         family does not have, where the tree is none of views, and where it is made of far more tensors than are stored.
         """
-        self._check_variant(variant)
+        variant = {**self.variant, **variant}
+        self.check_variant(variant)
         most = max(_MOST_TENSORS, _MOST_OF_STORED * stored)
         described = count()
 
@@ -128,7 +141,7 @@ class Family:
                     raise MappingError(f"{self.name}: {parent!r} cannot be a leaf and have {path!r} below it")
         return tree if isinstance(tree, Tree) else Tree(tree)
 
-    def _check_variant(self, variant: Mapping[str, Any]) -> None:
+    def check_variant(self, variant: Variant) -> None:
         """Raises `MappingError` for switches that the family does not have, or that are of another type than theirs."""
         switches = list(inspect.signature(self.tree).parameters.values())[1:]
         known = {switch.name: switch for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD}

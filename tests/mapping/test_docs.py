@@ -52,7 +52,7 @@ def checkpoint(directory):
 def test_the_examples(tmp_path):
     stored = checkpoint(tmp_path / "llama")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names, found = {}, []
     try:
         for block in blocks:
@@ -66,6 +66,7 @@ def test_the_examples(tmp_path):
         assert params["layers"]["mlp"]["in"].shape == (2, 2, WIDTH, HIDDEN)
         assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
     assert found[4]["layers"]["1"]["mlp"]["in"].tobytes() == both.tobytes()
+    assert np.asarray(found[5]["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
     assert "layers" in found[2]
     for directory in ("tuned", "again"):
         saved = ost.open_checkpoint(tmp_path / directory)

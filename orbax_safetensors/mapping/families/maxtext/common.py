@@ -7,7 +7,7 @@ Parts are dicts of views by dotted path. `h` is what the stored names of a layer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod, sqrt
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, View, stack, tensor
+from orbax_safetensors.mapping.family import LeafShapes, Variant
 
 Config = Mapping[str, Any]
 Leaves = dict[str, View]
@@ -198,6 +199,15 @@ def model(
     else:
         leaves["decoder.logits_dense.kernel"] = kernel("lm_head", (width, stored)).pad((width, size))
     return Tree(under("params", leaves), unused=unused, optional=tuple(optional))
+
+
+def variants(leaves: LeafShapes) -> Iterator[Variant]:
+    """Yield the switches that all families have, as trees of these leaves may have them."""
+    sizes = [shape[0] for path, shape in leaves.items() if "token_embedder.embedding" in path and shape]
+    vocabulary = {"vocab_size": sizes[0]} if sizes else {}
+    yield {"scan_layers": True, "param_scan_axis": 1, **vocabulary}
+    yield {"scan_layers": True, "param_scan_axis": 0, **vocabulary}
+    yield {"scan_layers": False, **vocabulary}
 
 
 def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Callable[..., Tree]:

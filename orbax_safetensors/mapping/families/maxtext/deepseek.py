@@ -6,6 +6,8 @@ have them or not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
@@ -23,7 +25,9 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     refuse,
     require,
     under,
+    variants,
 )
+from orbax_safetensors.mapping.family import LeafShapes, Variant
 
 
 def _queries(a: str, c: Config) -> Leaves:
@@ -182,6 +186,13 @@ def deepseek3_2(
     return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense_v3_2, sparse=_sparse_v3_2, mtp=mtp)
 
 
-DEEPSEEK2 = Family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2)
-DEEPSEEK3 = Family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3)
-DEEPSEEK3_2 = Family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2)
+def _with_mtp(leaves: LeafShapes) -> Iterator[Variant]:
+    """Yield what `variants` yields, with `mtp` as these leaves have it."""
+    mtp = None if any("mtp_block." in path for path in leaves) else False
+    for variant in variants(leaves):
+        yield {**variant, "mtp": mtp}
+
+
+DEEPSEEK2 = Family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2, variants=variants)
+DEEPSEEK3 = Family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3, variants=_with_mtp)
+DEEPSEEK3_2 = Family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_with_mtp)

@@ -26,6 +26,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     require_even,
     scaled_query,
     under,
+    variants,
 )
 
 # MaxText has no place for images. Some files spell `model.` differently.
@@ -117,10 +118,11 @@ def gemma3(
     return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[_VISION])
 
 
-GEMMA2 = Family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
+GEMMA2 = Family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2, variants=variants)
 GEMMA3 = Family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
     renames=_OTHER_SPELLINGS,
+    variants=variants,
 )

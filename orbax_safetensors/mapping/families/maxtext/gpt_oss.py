@@ -15,6 +15,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     model,
     require_even,
     under,
+    variants,
 )
 
 
@@ -62,4 +63,4 @@ def gpt_oss(
     return model(c, in_cycles(2, layers, scan_layers, param_scan_axis), vocab_size)
 
 
-GPT_OSS = Family("maxtext.gpt_oss", ("GptOssForCausalLM",), gpt_oss)
+GPT_OSS = Family("maxtext.gpt_oss", ("GptOssForCausalLM",), gpt_oss, variants=variants)

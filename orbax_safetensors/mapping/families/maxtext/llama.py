@@ -19,6 +19,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     scaled_query,
     under,
     uniform,
+    variants,
 )
 
 
@@ -55,4 +56,4 @@ def llama3(
     return tree(config, scan_layers=scan_layers, param_scan_axis=param_scan_axis, vocab_size=vocab_size)
 
 
-LLAMA3 = Family("maxtext.llama3", ("LlamaForCausalLM",), llama3)
+LLAMA3 = Family("maxtext.llama3", ("LlamaForCausalLM",), llama3, variants=variants)

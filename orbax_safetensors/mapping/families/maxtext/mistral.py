@@ -13,6 +13,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     scaled_query,
     under,
     uniform,
+    variants,
 )
 
 
@@ -33,5 +34,9 @@ def _mixtral(h: str, c: Config) -> Leaves:
     }
 
 
-MISTRAL = Family("maxtext.mistral", ("MistralForCausalLM",), uniform(_mistral, num_key_value_heads=8))
-MIXTRAL = Family("maxtext.mixtral", ("MixtralForCausalLM",), uniform(_mixtral, num_key_value_heads=8))
+MISTRAL = Family(
+    "maxtext.mistral", ("MistralForCausalLM",), uniform(_mistral, num_key_value_heads=8), variants=variants
+)
+MIXTRAL = Family(
+    "maxtext.mixtral", ("MixtralForCausalLM",), uniform(_mixtral, num_key_value_heads=8), variants=variants
+)
