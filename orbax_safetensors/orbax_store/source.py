@@ -240,6 +240,14 @@ def recorded_tree(path: str | os.PathLike[str]) -> RecordedTree:
     return RecordedTree(kinds, _shardings(directory), structure)
 
 
+def recorded_shardings(path: str | os.PathLike[str]) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """The shardings that are recorded of an item's arrays, by name; none if no file says them.
+
+    Raises `StorageError` if that file cannot be read.
+    """
+    return _shardings(epath.Path(absolute(path)))
+
+
 def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
     """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
 
