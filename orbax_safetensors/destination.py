@@ -21,8 +21,8 @@ from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
 from orbax_safetensors.io.remote import READ_ONLY
 from orbax_safetensors.io.store import Store
-from orbax_safetensors.orbax_store.finding import TREE_FILE
-from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE, SHARDING_FILE
+from orbax_safetensors.orbax_store.finding import SHARDING_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST
 from orbax_safetensors.orbax_store.trust import TRUST_FILE
 

@@ -16,9 +16,9 @@ import orbax.checkpoint as ocp
 from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
+from orbax_safetensors.orbax_store.finding import SHARDING_FILE
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.linked_item import (
-    SHARDING_FILE,
     Linked,
     item_files,
     linked,

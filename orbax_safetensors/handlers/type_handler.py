@@ -19,6 +19,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.registry import IDENTITY
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.finding import SHARDING_FILE
 from orbax_safetensors.orbax_store.source import recorded_shardings
 from orbax_safetensors.save import Shards
 from orbax_safetensors.save_index import IndexAs
@@ -54,7 +55,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         for info in infos:
             if info.parent_dir not in checkpoints:
                 checkpoints[info.parent_dir] = read_checkpoint(info.parent_dir, self._options.storage_options)
-                shardings[info.parent_dir] = recorded_shardings(info.parent_dir)
+                shardings[info.parent_dir] = self._shardings(info.parent_dir)
             tensor = checkpoints[info.parent_dir][info.name]
             out.append(
                 ocp.metadata.ArrayMetadata(
@@ -102,7 +103,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     def _deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs]) -> list[Any]:
         found: dict[tuple[Any, str], Any] = {}
         for directory in dict.fromkeys(info.parent_dir for info in infos):
-            shardings = recorded_shardings(directory)
+            shardings = self._shardings(directory)
             wanted = {
                 info.name: _as_array(arg, shardings.get(info.name))
                 for info, arg in zip(infos, args, strict=True)
@@ -113,6 +114,11 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             )
             found |= {(directory, name): leaf for name, leaf in restored.items()}
         return [found[info.parent_dir, info.name] for info in infos]
+
+    def _shardings(self, directory: Any) -> dict[str, ocp.metadata.ShardingMetadata]:
+        """The shardings that were recorded of the leaves in a directory."""
+        content = api.read_beside(directory, SHARDING_FILE, options=self._options)
+        return recorded_shardings(content, str(directory))
 
     def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:
         """The options, with no more bytes in flight than `save_concurrent_gb` or `restore_concurrent_gb` allows."""
@@ -127,7 +133,10 @@ def _as_array(args: ocp.RestoreArgs, recorded: ocp.metadata.ShardingMetadata | N
         return ocp.ArrayRestoreArgs(dtype=args.dtype, sharding=recorded)
     if args.restore_type is None:
         args = dataclasses.replace(args, restore_type=jax.Array)
-    if isinstance(args, ocp.ArrayRestoreArgs) and args.restore_type is jax.Array:
-        if args.sharding is None and (args.mesh is None or args.mesh_axes is None):
-            return dataclasses.replace(args, sharding=recorded)
+    if isinstance(args, ocp.ArrayRestoreArgs) and args.restore_type is jax.Array and not _has_sharding(args):
+        return dataclasses.replace(args, sharding=recorded)
     return args
+
+
+def _has_sharding(args: ocp.ArrayRestoreArgs) -> bool:
+    return args.sharding is not None or args.mesh is not None or args.mesh_axes is not None

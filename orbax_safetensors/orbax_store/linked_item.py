@@ -17,13 +17,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.orbax_store.finding import FINISHED_FILE, STEP_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.finding import FINISHED_FILE, SHARDING_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, Range
 from orbax_safetensors.plan.addresses import Chunks, chunks_in_place
 from orbax_safetensors.plan.view import View
 
-SHARDING_FILE = "_sharding"
 ARRAYS_FILE = "array_metadatas/process_0"
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
 
