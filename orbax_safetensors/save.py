@@ -459,7 +459,7 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
     if store.whole:
         _write_index(save, directory, store)
         if save.index is not None:
-            save.index.write(lambda name, content: _write_small(save, directory, name, content, store))
+            save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))
         return
     _write_config(save, directory, store)
     if save.index is not None:
@@ -467,7 +467,9 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
         for path in below:
             store.make(path)
         renamed = {TREE_FILE: _UNFINISHED}
-        save.index.write(lambda name, content: _write_small(save, directory, renamed.get(name, name), content, store))
+        save.index.write(
+            directory, lambda name, content: _write_small(save, directory, renamed.get(name, name), content, store)
+        )
         for path in below if save.options.fsync else ():
             store.sync(path)
     _write_index(save, directory, store)

@@ -19,6 +19,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry
+from orbax_safetensors.orbax_store.trust import read_note
 
 # What the leaves of a tree may be restored as, whatever they were when they were saved.
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
@@ -148,7 +149,14 @@ def _can_store(value: jax.Array, info: Any) -> bool:
 
 
 def _stored_names(directory: Any) -> frozenset[str]:
-    """Names of the tensors in a directory's safetensors files; none where it has no such files."""
+    """Names of the tensors in a directory's safetensors files; none where it has no such files.
+
+    Orbax finds other leaves by the index of such files, if they have one. Raises `StorageError` if it is of others.
+    """
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
-    return frozenset(read_checkpoint(directory).tensors)
+    checkpoint = read_checkpoint(directory)
+    if (note := read_note(checkpoint.store, checkpoint.path)) is not None:
+        for fault in note.changed(checkpoint.store, checkpoint.path):
+            raise fault
+    return frozenset(checkpoint.tensors)

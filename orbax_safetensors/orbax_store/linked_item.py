@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, SHARDING_FILE, STEP_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, Range
 from orbax_safetensors.plan.addresses import Chunks, chunks_in_place
@@ -119,14 +122,25 @@ def _zero(dtype: np.dtype) -> Any:
     return zero.item() if dtype.kind in "bui" else 0.0
 
 
-def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
+def _shardings(leaves: Mapping[str, OrbaxLeaf]) -> dict[str, str]:
     """The content of `_sharding`: the shardings of arrays that have one."""
-    shardings = {
+    return {
         base64.urlsafe_b64encode(name.encode()).decode(): leaf.sharding.to_serialized_string()
         for name, leaf in leaves.items()
         if leaf.sharding is not None
     }
-    return json.dumps(shardings).encode()
+
+
+def record_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
+    """Adds the shardings of arrays to `_sharding`, to which Orbax may be adding those of others meanwhile."""
+    context, transaction = ts.Context(), ts.Transaction()
+    kvstore = tensorstore_utils.build_kvstore_tspec(directory, SHARDING_FILE, use_ocdbt=False)
+    with stored(f"{directory}/{SHARDING_FILE}"):
+        for key, sharding in _shardings(leaves).items():
+            spec = {"driver": "json", "kvstore": kvstore, "json_pointer": f"/{key}"}
+            entry = ts.open(spec, open=True, context=context).result()
+            entry.with_transaction(transaction).write(sharding).result()
+        transaction.commit_sync()
 
 
 def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
@@ -159,7 +173,7 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
         "custom_metadata": custom_metadata,
     }
     return {
-        SHARDING_FILE: sharding_file(leaves),
+        SHARDING_FILE: json.dumps(_shardings(leaves)).encode(),
         ARRAYS_FILE: json.dumps({"array_metadatas": arrays}).encode(),
         TREE_FILE: json.dumps(metadata).encode(),
     }
