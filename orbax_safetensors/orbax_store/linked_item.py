@@ -79,7 +79,12 @@ def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:
 
 def _chunk_key(name: str, index: tuple[int, ...], *, zarr3: bool) -> bytes:
     key = "/".join(("c", *map(str, index))) if zarr3 else ".".join(map(str, index)) or "0"
-    return f"{name}/{key}".encode()
+    return _below(name, key)
+
+
+def _below(name: str, key: str) -> bytes:
+    """A key of an array; the tree may be an array itself, and has no name then."""
+    return (f"{name}/{key}" if name else key).encode()
 
 
 def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
@@ -98,7 +103,7 @@ def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool)
             "compressor": None,
             "dimension_separator": ".",
         }
-        return f"{name}/.zarray".encode(), json.dumps(metadata).encode()
+        return _below(name, ".zarray"), json.dumps(metadata).encode()
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if list(order) != sorted(order):
         codecs.insert(0, {"name": "transpose", "configuration": {"order": list(order)}})
@@ -112,7 +117,7 @@ def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool)
         "fill_value": _zero(leaf.dtype),
         "codecs": codecs,
     }
-    return f"{name}/zarr.json".encode(), json.dumps(metadata).encode()
+    return _below(name, "zarr.json"), json.dumps(metadata).encode()
 
 
 def _zero(dtype: np.dtype) -> Any:

@@ -87,6 +87,8 @@ def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks 
             return "it has constants that are stored nowhere"
         if piece.tensor is not None and piece.ops:
             return f"its elements are computed ({', '.join(type(op).__name__.lower() for op in piece.ops)})"
+    if 0 in view.shape:
+        return Chunks(view, tuple(max(1, size) for size in view.shape), tuple(range(len(view.shape))))
     step = _finest(view)
     chain = _contiguous(view, step)
     step = [size if axis in chain else 1 for axis, size in enumerate(step)]
