@@ -2,6 +2,7 @@
 
 Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
 follow from the tree's shapes alone, and headers are written last: until then no file is valid, and nothing restores.
+What makes the files a checkpoint of Orbax, too, is written before, and gets its name after them.
 Where files appear whole, as on object stores, each is written in order by one process, and the index comes last.
 """
 
@@ -28,12 +29,14 @@ from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
 from orbax_safetensors.io.arena import allocate
+from orbax_safetensors.io.local import rename
 from orbax_safetensors.io.store import NewFile, Store, write_small
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.io.upload import files_at_once
 from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.finding import TREE_FILE
 from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.plan.groups import by_tensors
@@ -56,6 +59,8 @@ EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
 
 # Hugging Face's loaders refuse a file that does not say which framework it is from.
 METADATA = {"format": "pt"}
+# The name of `TREE_FILE` until the files are whole, of which it makes a checkpoint of Orbax.
+_UNFINISHED = f"{TREE_FILE}.unfinished"
 _NO_INDEX_OF_PIECES = (
     "several processes save pieces of tensors to an object store, of which Orbax finds none by itself; save with "
     "SafetensorsOptions(whole_tensors=True), or without index=True"
@@ -450,20 +455,30 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int
 def _write_facts(save: Save, directory: str, store: Store) -> None:
     """Writes what makes the files a checkpoint, which it is with the last of it.
 
-    That are config, index and headers; of files that are there and whole already, only the index.
+    That are config, indexes and headers; of files that are there and whole already, only the indexes.
     """
-    if not store.whole:
-        _write_config(save, directory, store)
-    if save.layout.index is not None:
-        _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
-    if not store.whole:
-        for name, header in save.layout.files:
-            _write_small(save, directory, name, header.encode(), store)
+    if store.whole:
+        _write_index(save, directory, store)
+        if save.index is not None:
+            save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))
+        return
+    _write_config(save, directory, store)
     if save.index is not None:
-        store.make(posixpath.join(directory, DATA_DIRECTORY))
-        store.make(posixpath.join(directory, posixpath.dirname(ARRAYS_FILE)))
-        save.index.write(lambda name, content: _write_small(save, directory, name, content, store))
-    if save.options.fsync and not store.whole:
+        below = [posixpath.join(directory, name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
+        for path in below:
+            store.make(path)
+        renamed = {TREE_FILE: _UNFINISHED}
+        save.index.write(
+            directory, lambda name, content: _write_small(save, directory, renamed.get(name, name), content, store)
+        )
+        for path in below if save.options.fsync else ():
+            store.sync(path)
+    _write_index(save, directory, store)
+    for name, header in save.layout.files:
+        _write_small(save, directory, name, header.encode(), store)
+    if save.index is not None and save.index.tree is not None:
+        rename(posixpath.join(directory, _UNFINISHED), posixpath.join(directory, TREE_FILE))
+    if save.options.fsync:
         store.sync(directory)
 
 
@@ -482,6 +497,11 @@ def write_beside(directory: str, files: Mapping[str, str], options: SafetensorsO
 def _hashed(directory: str) -> str:
     """A path as part of a key, which may be of any length and hold bytes that are no text."""
     return hashlib.sha256(os.fsencode(directory)).hexdigest()
+
+
+def _write_index(save: Save, directory: str, store: Store) -> None:
+    if save.layout.index is not None:
+        _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
 
 
 def _write_config(save: Save, directory: str, store: Store) -> None:

@@ -18,12 +18,11 @@ from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.linked_item import (
-    SHARDING_FILE,
     Linked,
     item_files,
     linked,
     linked_entries,
-    sharding_file,
+    record_shardings,
 )
 from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprint, noted
@@ -69,14 +68,17 @@ class SavedIndex:
     zarr3: bool
     saved: Mapping[str, Any] | None  # see `orbax_store.trust.noted`
 
-    def write(self, write: Callable[[str, bytes], None]) -> None:
-        """Calls `write` with name and content of every file; that which makes it a checkpoint is the last."""
+    def write(self, directory: str, write: Callable[[str, bytes], None]) -> None:
+        """Calls `write` with name and content of every file; that which makes it a checkpoint is the last.
+
+        If Orbax notes the tree, it has a file of shardings in `directory`, too, to which those of `arrays` are added.
+        """
         headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
         sizes = {name: header.file_bytes for name, header in self.layout.files}
         write(TRUST_FILE, noted({name: fingerprint(sizes[name], headers[name]) for name in headers}, self.saved))
         write_references(self._entries(), write)
         if self.tree is None:
-            write(SHARDING_FILE, sharding_file({name: array.leaf for name, array in self.arrays.items()}))
+            record_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
             return
         for name, content in item_files(self.tree).items():
             write(name, content)

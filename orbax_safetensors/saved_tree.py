@@ -14,16 +14,18 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError, TensorMismatchError
-from orbax_safetensors.io.paths import is_url
+from orbax_safetensors.io.store import read_small
 from orbax_safetensors.mapped import AskedFamily, read_config
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.orbax_store.finding import TREE_FILE
+from orbax_safetensors.orbax_store.finding import SHARDING_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, SCALAR
-from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.orbax_store.source import RecordedTree, recorded_tree
 from orbax_safetensors.orbax_store.trust import read_note
 
 logger = logging.getLogger(__name__)
+
+# More than Orbax notes of a tree, in bytes.
+_MAX_BYTES = 2**30
 
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float}
 
@@ -61,10 +63,10 @@ def saved_tree(
 
     Raises `StorageError` if the files are no longer those that were saved.
     """
-    if checkpoint.files[0].path == checkpoint.path or (is_url(path) and not is_remote(path)):
+    if checkpoint.files[0].path == checkpoint.path or not checkpoint.store.writes:
         return None
     note = read_note(checkpoint.store, checkpoint.path)
-    if note is None or note.saved is None or checkpoint.store.find(posixpath.join(checkpoint.path, TREE_FILE)) is None:
+    if note is None or note.saved is None or (tree := _beside(checkpoint, TREE_FILE)) is None:
         return None
     own = note.saved.get("family") or registry.IDENTITY.name, note.saved.get("variant") or {}
     config = read_config(checkpoint)
@@ -77,7 +79,12 @@ def saved_tree(
         return None
     for fault in note.changed(checkpoint.store, checkpoint.path):
         raise fault
-    return SavedTree(*own, recorded_tree(path))
+    return SavedTree(*own, recorded_tree(tree, _beside(checkpoint, SHARDING_FILE), checkpoint.path))
+
+
+def _beside(checkpoint: Checkpoint, name: str) -> bytes | None:
+    file = checkpoint.store.find(posixpath.join(checkpoint.path, name))
+    return None if file is None else read_small(file, _MAX_BYTES)
 
 
 def _array(sharding: ocp.metadata.ShardingMetadata | None, where: str) -> ocp.RestoreArgs:

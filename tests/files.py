@@ -11,8 +11,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import safetensors
+from etils import epath
 
+import orbax_safetensors as ost
 from orbax_safetensors.format.dtypes import from_numpy
 
 # TensorStore closes its files in the background, soon after it has said that it is done.
@@ -63,6 +66,24 @@ def write_indexed(directory: Path, parts: list[Mapping[str, np.ndarray]]) -> Non
     total = sum(array.nbytes for tensors in parts for array in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# What a save writes for Orbax beside its files.
+FOR_ORBAX = frozenset(("_LINKED_FILES", "_METADATA", "_sharding", "array_metadatas", "d", "manifest.ocdbt"))
+
+
+def other_names(directory: Path) -> list[str]:
+    """The names in a directory, sorted, without those of the index that a save writes for Orbax."""
+    return sorted(path.name for path in directory.iterdir() if path.name not in FOR_ORBAX)
+
+
+def stored_arrays(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint by their stored names, whatever tree it was saved from."""
+    names = ost.open_checkpoint(directory, family="identity").tensors
+    args = ost.SafetensorsRestore(
+        restore_args=dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray)), family="identity"
+    )
+    return ost.SafetensorsHandler().restore(epath.Path(directory), args)
 
 
 @contextlib.contextmanager

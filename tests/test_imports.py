@@ -49,6 +49,7 @@ def test_rooms(module):
         "decoding.py": ("errors", "format", "plan"),
         "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
         "orbax_store": ("errors", "plan", "trees", "processes", "io.local", "io.lock", "orbax_store"),
+        "orbax_store/trust.py": ("errors", "format.header", "io.store"),
     }
     streaming = ("errors", "format", "plan", "io", "options", "processes", "transfer", "streaming")
     below |= {

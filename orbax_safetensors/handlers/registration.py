@@ -20,6 +20,7 @@ from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry
 from orbax_safetensors.orbax_store.finding import TREE_FILE
+from orbax_safetensors.orbax_store.trust import read_note
 
 # What the leaves of a tree may be restored as, whatever they were when they were saved.
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
@@ -170,10 +171,15 @@ def _stored_names(directory: Any) -> Container[str]:
     """Names of the leaves in a directory that are ours.
 
     None if it has no safetensors files; those of the tensors beside what Orbax has saved; all if there is no tree of
-    Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes.
+    Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes. Raises
+    `StorageError` if there is an index that Orbax finds other leaves by, of other files.
     """
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
     if not (directory / TREE_FILE).exists():
         return _Everything()
-    return frozenset(read_checkpoint(directory).tensors)
+    checkpoint = read_checkpoint(directory)
+    if (note := read_note(checkpoint.store, checkpoint.path)) is not None:
+        for fault in note.changed(checkpoint.store, checkpoint.path):
+            raise fault
+    return frozenset(checkpoint.tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.finding import SHARDING_FILE
+from orbax_safetensors.orbax_store.source import recorded_shardings
 from orbax_safetensors.save import Shards
 from orbax_safetensors.save_index import IndexAs
 
@@ -42,19 +44,25 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         return "jax.Array"
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[ocp.metadata.ArrayMetadata]:
-        """Shape and dtype of each leaf."""
+        """Shape and dtype of each leaf, and its sharding if that was recorded."""
         return await asyncio.to_thread(self._metadata, infos)
 
     def _metadata(self, infos: Sequence[Any]) -> list[ocp.metadata.ArrayMetadata]:
         checkpoints: dict[Any, Checkpoint] = {}
+        shardings: dict[Any, Mapping[str, ocp.metadata.ShardingMetadata]] = {}
         out = []
         for info in infos:
             if info.parent_dir not in checkpoints:
                 checkpoints[info.parent_dir] = read_checkpoint(info.parent_dir, self._options.storage_options)
+                shardings[info.parent_dir] = self._shardings(info.parent_dir)
             tensor = checkpoints[info.parent_dir][info.name]
             out.append(
                 ocp.metadata.ArrayMetadata(
-                    name=info.name, directory=info.parent_dir, shape=tensor.shape, sharding=None, dtype=tensor.dtype
+                    name=info.name,
+                    directory=info.parent_dir,
+                    shape=tensor.shape,
+                    sharding=shardings[info.parent_dir].get(info.name),
+                    dtype=tensor.dtype,
                 )
             )
         return out
@@ -86,7 +94,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
-        """Restores all leaves in one plan."""
+        """Restores all leaves in one plan. Those without a sharding get that which was recorded, if one was."""
         if args is None:
             args = [ocp.ArrayRestoreArgs()] * len(infos)
         return await asyncio.to_thread(self._deserialize, infos, args)
@@ -94,12 +102,20 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     def _deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs]) -> list[Any]:
         found: dict[tuple[Any, str], Any] = {}
         for directory in dict.fromkeys(info.parent_dir for info in infos):
+            shardings = self._shardings(directory)
             wanted = {
-                info.name: _as_array(arg) for info, arg in zip(infos, args, strict=True) if info.parent_dir == directory
+                info.name: _as_array(arg, shardings.get(info.name))
+                for info, arg in zip(infos, args, strict=True)
+                if info.parent_dir == directory
             }
             restored = api.restore_leaves(directory, wanted, options=self._bounded(infos))
             found |= {(directory, name): leaf for name, leaf in restored.items()}
         return [found[info.parent_dir, info.name] for info in infos]
+
+    def _shardings(self, directory: Any) -> dict[str, ocp.metadata.ShardingMetadata]:
+        """The shardings that were recorded of the leaves in a directory."""
+        content = api.read_beside(directory, SHARDING_FILE, options=self._options)
+        return recorded_shardings(content, str(directory))
 
     def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:
         """The options, with no more bytes in flight than `save_concurrent_gb` or `restore_concurrent_gb` allows."""
@@ -108,8 +124,16 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         return dataclasses.replace(self._options, in_flight_bytes=max(1, min(own, int(limit))))
 
 
-def _as_array(args: ocp.RestoreArgs) -> ocp.RestoreArgs:
-    """Arguments that do not say what to restore as, as those of a `jax.Array`, which the leaf was."""
+def _as_array(args: ocp.RestoreArgs, recorded: ocp.metadata.ShardingMetadata | None) -> ocp.RestoreArgs:
+    """Arguments as those of the `jax.Array` that the leaf was, if they do not say what to restore as, and where."""
     if args.restore_type is None and not isinstance(args, ocp.ArrayRestoreArgs):
-        return ocp.ArrayRestoreArgs(dtype=args.dtype)
-    return dataclasses.replace(args, restore_type=jax.Array) if args.restore_type is None else args
+        return ocp.ArrayRestoreArgs(dtype=args.dtype, sharding=recorded)
+    if args.restore_type is None:
+        args = dataclasses.replace(args, restore_type=jax.Array)
+    if isinstance(args, ocp.ArrayRestoreArgs) and args.restore_type is jax.Array and not _has_sharding(args):
+        return dataclasses.replace(args, sharding=recorded)
+    return args
+
+
+def _has_sharding(args: ocp.ArrayRestoreArgs) -> bool:
+    return args.sharding is not None or args.mesh is not None or args.mesh_axes is not None

@@ -148,6 +148,14 @@ class NewLocalFile:
             raise StorageError(f"{self.path}: closing failed: {error.strerror}") from error
 
 
+def rename(path: str, new: str) -> None:
+    """Gives a file another name, in the place of a file that has it."""
+    try:
+        os.replace(path, new)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be renamed to {new}: {error.strerror}") from error
+
+
 def _sync(descriptor: int, path: str) -> None:
     try:
         os.fsync(descriptor)

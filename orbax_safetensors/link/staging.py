@@ -19,8 +19,8 @@ from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.io.store import write_small
 from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
-from orbax_safetensors.orbax_store.finding import TREE_FILE
-from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE, SHARDING_FILE, STEP_FILES
+from orbax_safetensors.orbax_store.finding import SHARDING_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.orbax_store.trust import TRUST_FILE
 

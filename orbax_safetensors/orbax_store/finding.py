@@ -13,6 +13,7 @@ from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.orbax_store.places import fresh, is_remote, names, read_json
 
 TREE_FILE = "_METADATA"
+SHARDING_FILE = "_sharding"
 STEP_FILE = "_CHECKPOINT_METADATA"
 # What an unfinished checkpoint of this package is; it is there from the beginning to the end of the work.
 RECORD_FILE = "_in_progress.json"

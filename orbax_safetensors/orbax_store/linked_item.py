@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from orbax_safetensors.orbax_store.finding import FINISHED_FILE, STEP_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.finding import FINISHED_FILE, SHARDING_FILE, STEP_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, Range
 from orbax_safetensors.plan.addresses import Chunks, chunks_in_place
 from orbax_safetensors.plan.view import View
 
-SHARDING_FILE = "_sharding"
 ARRAYS_FILE = "array_metadatas/process_0"
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
 
@@ -78,7 +80,12 @@ def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:
 
 def _chunk_key(name: str, index: tuple[int, ...], *, zarr3: bool) -> bytes:
     key = "/".join(("c", *map(str, index))) if zarr3 else ".".join(map(str, index)) or "0"
-    return f"{name}/{key}".encode()
+    return _below(name, key)
+
+
+def _below(name: str, key: str) -> bytes:
+    """A key of an array; the tree may be an array itself, and has no name then."""
+    return (f"{name}/{key}" if name else key).encode()
 
 
 def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
@@ -97,7 +104,7 @@ def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool)
             "compressor": None,
             "dimension_separator": ".",
         }
-        return f"{name}/.zarray".encode(), json.dumps(metadata).encode()
+        return _below(name, ".zarray"), json.dumps(metadata).encode()
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if list(order) != sorted(order):
         codecs.insert(0, {"name": "transpose", "configuration": {"order": list(order)}})
@@ -111,7 +118,7 @@ def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool)
         "fill_value": _zero(leaf.dtype),
         "codecs": codecs,
     }
-    return f"{name}/zarr.json".encode(), json.dumps(metadata).encode()
+    return _below(name, "zarr.json"), json.dumps(metadata).encode()
 
 
 def _zero(dtype: np.dtype) -> Any:
@@ -121,13 +128,24 @@ def _zero(dtype: np.dtype) -> Any:
     return zero.item() if dtype.kind in "bui" else 0.0
 
 
-def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
+def _shardings(leaves: Mapping[str, OrbaxLeaf]) -> dict[str, str]:
     """The content of `_sharding`: the shardings of arrays that have one."""
     sharded = {name: leaf.sharding for name, leaf in leaves.items() if leaf.sharding is not None}
     different = {id(own): own for own in sharded.values()}
     text = {number: own.to_serialized_string() for number, own in different.items()}
-    shardings = {base64.urlsafe_b64encode(name.encode()).decode(): text[id(own)] for name, own in sharded.items()}
-    return json.dumps(shardings).encode()
+    return {base64.urlsafe_b64encode(name.encode()).decode(): text[id(own)] for name, own in sharded.items()}
+
+
+def record_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
+    """Adds the shardings of arrays to `_sharding`, to which Orbax may be adding those of others meanwhile."""
+    context, transaction = ts.Context(), ts.Transaction()
+    kvstore = tensorstore_utils.build_kvstore_tspec(directory, SHARDING_FILE, use_ocdbt=False)
+    with stored(f"{directory}/{SHARDING_FILE}"):
+        for key, sharding in _shardings(leaves).items():
+            spec = {"driver": "json", "kvstore": kvstore, "json_pointer": f"/{key}"}
+            entry = ts.open(spec, open=True, context=context).result()
+            entry.with_transaction(transaction).write(sharding).result()
+        transaction.commit_sync()
 
 
 def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
@@ -160,7 +178,7 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
         "custom_metadata": custom_metadata,
     }
     return {
-        SHARDING_FILE: sharding_file(leaves),
+        SHARDING_FILE: json.dumps(_shardings(leaves)).encode(),
         ARRAYS_FILE: json.dumps({"array_metadatas": arrays}).encode(),
         TREE_FILE: json.dumps(metadata).encode(),
     }

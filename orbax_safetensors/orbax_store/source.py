@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -24,7 +25,15 @@ from orbax.checkpoint._src.metadata import tree as tree_metadata
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store.finding import TREE_FILE, Found, find, recorded, step_metadata, step_number
+from orbax_safetensors.orbax_store.finding import (
+    SHARDING_FILE,
+    TREE_FILE,
+    Found,
+    find,
+    recorded,
+    step_metadata,
+    step_number,
+)
 from orbax_safetensors.orbax_store.flow import Budget, Operations, stored
 from orbax_safetensors.orbax_store.leaves import (
     ARRAYS,
@@ -47,7 +56,6 @@ from orbax_safetensors.plan.view import Box
 
 logger = logging.getLogger(__name__)
 
-_SHARDING_FILE = "_sharding"
 _STRINGS_FILE = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
 
@@ -229,15 +237,27 @@ class RecordedTree:
         return _mapped(self._structure, None, leaf)
 
 
-def recorded_tree(path: str | os.PathLike[str]) -> RecordedTree:
-    """Reads what an item's small files say of its tree; raises as `open_orbax`."""
-    directory = epath.Path(absolute(path))
-    with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
-        nested = _tree_metadata(directory).as_nested_tree()
+def recorded_tree(tree: bytes, shardings: bytes | None, directory: str) -> RecordedTree:
+    """What the small files of the item in a directory say of its tree, given their content.
+
+    Raises `StorageError` if they are not what Orbax writes, and `TensorMismatchError` as `open_orbax`.
+    """
+    with stored(f"{directory}/{TREE_FILE}: is not what Orbax writes"):
+        nested = tree_metadata.InternalTreeMetadata.from_json(json.loads(tree)).as_nested_tree()
     entries: dict[str, Any] = {}
-    structure = _structure(nested, None, entries, os.fspath(directory))
+    structure = _structure(nested, None, entries, directory)
     kinds = {name: entry.value_type for name, entry in entries.items()}
-    return RecordedTree(kinds, _shardings(directory), structure)
+    return RecordedTree(kinds, recorded_shardings(shardings, directory), structure)
+
+
+def recorded_shardings(content: bytes | None, directory: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """The shardings of an item's arrays, by name, given the content of the file that records them; none if it is None.
+
+    Raises `StorageError` if it is not what Orbax writes.
+    """
+    path = f"{directory}/{SHARDING_FILE}"
+    with stored(f"{path}: is not what Orbax writes"):
+        return _sharding_metadata(json.loads(content or b"{}"), path)
 
 
 def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
@@ -422,19 +442,23 @@ def _leaf(entry: Any, store: ts.TensorStore | None, sharding: Any, random_key: s
 
 def _shardings(item: epath.Path) -> dict[str, ocp.metadata.ShardingMetadata]:
     """What is recorded of shardings, by leaf; those of kinds that this Orbax has no record for are left out."""
-    path = item / _SHARDING_FILE
+    path = item / SHARDING_FILE
     content = read_json(path) or {}
-    shardings: dict[str, ocp.metadata.ShardingMetadata] = {}
     with stored(f"{path}: is not what Orbax writes"):
-        for key, text in content.items():
-            try:
-                sharding = sharding_metadata.from_serialized_string(text)
-            except (ValueError, NotImplementedError) as error:
-                logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
-                continue
-            if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
-                sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
-            shardings[base64.urlsafe_b64decode(key).decode()] = sharding
+        return _sharding_metadata(content, os.fspath(path))
+
+
+def _sharding_metadata(content: Mapping[str, str], path: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+    shardings: dict[str, ocp.metadata.ShardingMetadata] = {}
+    for key, text in content.items():
+        try:
+            sharding = sharding_metadata.from_serialized_string(text)
+        except (ValueError, NotImplementedError) as error:
+            logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
+            continue
+        if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
+            sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
+        shardings[base64.urlsafe_b64decode(key).decode()] = sharding
     return shardings
 
 

@@ -197,12 +197,15 @@ def saved_arrays(tmp_path, tree):
     return tmp_path / "arrays"
 
 
-def test_without_register_orbax_does_not_find_them(tmp_path):
+def test_without_register_orbax_finds_them_by_their_index(tmp_path):
     tree = {"w": jnp.arange(3)}
     with ocp.Checkpointer(make_handler()) as checkpointer:
         checkpointer.save(tmp_path / "saved", tree)
+    args = {"w": ocp.ArrayRestoreArgs(sharding=tree["w"].sharding)}
+    assert_same(restore(tmp_path / "saved", tree, args), tree)
+    (tmp_path / "saved" / "manifest.ocdbt").unlink()
     with pytest.raises(ValueError, match="NOT_FOUND"):
-        restore(tmp_path / "saved", tree, {"w": ocp.ArrayRestoreArgs(sharding=tree["w"].sharding)})
+        restore(tmp_path / "saved", tree, args)
 
 
 def test_errors_are_typed(saved_arrays, tree, mesh):
@@ -222,9 +225,13 @@ def test_errors_are_typed(saved_arrays, tree, mesh):
 
 
 def test_a_tensor_that_is_gone(saved_arrays, tree, mesh):
-    """It is nowhere, which Orbax says: whatever is not in the safetensors files is its."""
+    """It is nowhere, which Orbax says: whatever is not in the safetensors files is its, unless their index is old."""
     write(saved_arrays / "model.safetensors", {"bias": BIAS})
     ost.register()
+    with pytest.raises(ost.StorageError, match="safetensors: is not the file that the index beside it is of"):
+        restore(saved_arrays, tree["params"], sharded_args(tree["params"], mesh, 0))
+    for name in ("manifest.ocdbt", "_LINKED_FILES"):
+        (saved_arrays / name).unlink()
     with pytest.raises(ValueError, match=r"NOT_FOUND.*kernel"):
         restore(saved_arrays, tree["params"], sharded_args(tree["params"], mesh, 0))
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.io import local
-from tests.files import DTYPES, nothing_left, random_bits
+from tests.files import DTYPES, nothing_left, random_bits, stored_arrays
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))
@@ -60,7 +61,7 @@ def assert_same_bits(found, expected):
 
 
 def assert_saved(directory, values=None):
-    restored = ost.SafetensorsHandler().restore(epath.Path(directory))
+    restored = stored_arrays(directory)
     values = VALUES if values is None else values
     assert sorted(restored) == sorted(values)
     for name, array in values.items():
@@ -92,6 +93,10 @@ def test_what_is_there_is_kept_unless_forced(tmp_path, checkpointer, tree):
     assert sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors*")) == ["model.safetensors"]
 
 
+# Of an index for Orbax: files of a save without one, beside these, would be taken for what it describes.
+LEFT_OF_INDEX = ("_METADATA", "_METADATA.unfinished", "_sharding", "manifest.ocdbt", "_LINKED_FILES", "array_metadatas")
+
+
 def stored_bytes(root):
     """Of every file its bytes and when they were written."""
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in root.rglob("*") if path.is_file()}
@@ -102,12 +107,19 @@ def commit(futures):
         one.result()
 
 
+def delete(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("max_file_bytes", [100, 10**9], ids=["indexed", "one file"])
 def test_a_handler_alone_saves_over_nothing(tmp_path, tree, background, max_file_bytes):
     """The index of the first save would win, and a kill would leave files of both."""
     handler, directory = ost.SafetensorsHandler(), epath.Path(tmp_path)
-    (tmp_path / "_METADATA").write_text("of somebody else")
+    (tmp_path / "README.md").write_text("of somebody else")
 
     def save(args):
         if background:
@@ -118,21 +130,22 @@ def test_a_handler_alone_saves_over_nothing(tmp_path, tree, background, max_file
     save(ost.SafetensorsSave(tree, max_file_bytes=max_file_bytes))
     before = stored_bytes(tmp_path)
     for args in (ost.SafetensorsSave(tree), ost.SafetensorsSave({"other": B}, max_file_bytes=10)):
-        with pytest.raises(ost.StorageError, match="already exists, and holds model.*safetensors.*delete these files"):
+        with pytest.raises(ost.StorageError, match="already exists, and holds .*safetensors.*delete these files"):
             save(args)
     assert stored_bytes(tmp_path) == before
     assert_saved(tmp_path)
-    for path in tmp_path.glob("*.safetensors*"):
-        path.unlink()
+    for path in tmp_path.iterdir():
+        delete(path)
     save(ost.SafetensorsSave({"other": B}))
     assert_saved(tmp_path, {"other": B})
 
 
-@pytest.mark.parametrize("left", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
-def test_what_a_killed_save_of_a_handler_alone_has_left(tmp_path, tree, left):
+@pytest.mark.parametrize("index", [None, False])
+@pytest.mark.parametrize("left", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", *LEFT_OF_INDEX])
+def test_what_a_killed_save_of_a_handler_alone_has_left(tmp_path, tree, left, index):
     (tmp_path / left).write_bytes(b"")
     with pytest.raises(ost.StorageError, match=f"holds {left}; delete these files, or save elsewhere"):
-        ost.SafetensorsHandler().save(epath.Path(tmp_path), ost.SafetensorsSave(tree))
+        ost.SafetensorsHandler().save(epath.Path(tmp_path), ost.SafetensorsSave(tree, index=index))
     assert [path.name for path in tmp_path.iterdir()] == [left]
 
 
