@@ -109,7 +109,8 @@ def restore(job: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Run:
         stored = arrays[jax.tree_util.keystr(path, simple=True, separator=".")]
         for shard in array.addressable_shards:
             own, wanted = np.ascontiguousarray(shard.data), np.ascontiguousarray(stored[shard.index])
-            assert own.dtype == wanted.dtype and np.array_equal(own.view(np.uint16), wanted.view(np.uint16)), path
+            assert own.dtype == wanted.dtype, path
+            assert np.array_equal(own.view(np.uint16), wanted.view(np.uint16)), path
     return run
 
 

@@ -171,8 +171,8 @@ def _stored_names(directory: Any) -> Container[str]:
     """Names of the leaves in a directory that are ours.
 
     None if it has no safetensors files; those of the tensors beside what Orbax has saved; all if there is no tree of
-    Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes. Raises
-    `StorageError` if there is an index that Orbax finds other leaves by, of other files.
+    Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes.
+    Raises `StorageError` if there is an index by which Orbax finds other leaves, and it is of other files.
     """
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
