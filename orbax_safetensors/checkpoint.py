@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Head
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.sharding_info import saved_offsets
+from orbax_safetensors.io.arena import no_collection
 from orbax_safetensors.io.store import UNKNOWN, File, Stamp, Store
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapping.quantization import Quantized
@@ -52,8 +53,7 @@ class StoredFile:
     header: Header
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of a file: `file` is its position in `Checkpoint.files`, `start` where it begins in the whole tensor."""
 
     file: int
@@ -61,8 +61,7 @@ class Piece:
     start: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, in one piece except in PyTorch's sharded files, where its pieces tile it."""
 
     stored_dtype: DType
@@ -157,7 +156,7 @@ class Checkpoint:
             return View.tensor(name, quantized.encoding.shape, self.decoded_dtype).transpose(quantized.axes)
         tensor = self[name]
         if len(tensor.pieces) == 1:
-            return View.tensor(name, tensor.shape, tensor.dtype)
+            return View.tensor(name, *held(tensor.stored_dtype, tensor.stored_shape))
         parts = [
             (piece.start, View.tensor(_key(name, number), piece.entry.shape, tensor.dtype))
             for number, piece in enumerate(tensor.pieces)
@@ -172,17 +171,24 @@ class Checkpoint:
         """Where a tensor lies, or a piece of one as a view names it."""
         if name in self.quantized:
             quantized = self.quantized[name]
-            codes, scales = self._location(quantized.codes, 0), self._location(quantized.scales, 0)
-            return Location(codes.file, codes.begin, _FLOAT32, quantized.encoding, (scales.file, scales.begin))
-        if name in self.tensors:
-            return self._location(name, 0)
-        return self._location(self.whole(name), int(name.rpartition(_PIECE)[2]))
-
-    def _location(self, name: str, number: int) -> Location:
-        """Where a piece of a stored tensor lies."""
-        tensor = self[name]
-        piece = tensor.pieces[number]
+            return Location(*self.begin(name), _FLOAT32, quantized.encoding, self._begin(quantized.scales))
+        tensor, piece = self._piece(name)
         return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
+
+    def begin(self, name: str) -> tuple[int, int]:
+        """The file in which a tensor or a piece of one lies, as a view names it, and the offset of its first byte."""
+        return self._begin(self.quantized[name].codes if name in self.quantized else name)
+
+    def _begin(self, name: str) -> tuple[int, int]:
+        _, piece = self._piece(name)
+        return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
+
+    def _piece(self, name: str) -> tuple[StoredTensor, Piece]:
+        tensor = self.tensors.get(name)
+        if tensor is not None:
+            return tensor, tensor.pieces[0]
+        whole, _, number = name.rpartition(_PIECE)
+        return self[whole], self[whole].pieces[int(number)]
 
     def open_file(self, index: int) -> File:
         """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
@@ -231,11 +237,20 @@ def _open(
             "read goes unnoticed unless its size changes",
             stacklevel=2,
         )
+    with no_collection():
+        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store)
+
+
+def _tensors(
+    path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
+) -> dict[str, StoredTensor]:
+    """The tensors of `files` by name, those that the index names where there is one."""
     pieces: dict[str, list[Piece]] = {}
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
+        base_name = posixpath.basename(stored.path)
         for name, entry in stored.header.tensors.items():
-            if index is not None and index.weight_map.get(name) != posixpath.basename(stored.path):
+            if index is not None and index.weight_map.get(name) != base_name:
                 continue
             if offsets is None and name in pieces:
                 other = files[pieces[name][0].file].path
@@ -245,6 +260,9 @@ def _open(
             pieces.setdefault(name, []).append(Piece(number, entry, start))
     tensors = {}
     for name, own in pieces.items():
+        if len(own) == 1 and not any(own[0].start):
+            tensors[name] = StoredTensor(own[0].entry.dtype, own[0].entry.shape, (own[0],))
+            continue
         try:
             tensors[name] = _whole(name, own, files)
         except SafetensorsError as fault:
@@ -254,7 +272,7 @@ def _open(
         for name, file in index.weight_map.items():
             if name not in tensors and file in read:
                 report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
-    return Checkpoint(path, tuple(files), tensors, store)
+    return tensors
 
 
 def _key(name: str, number: int) -> str:
@@ -264,8 +282,6 @@ def _key(name: str, number: int) -> str:
 def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTensor:
     """The tensor that `pieces` make; `IndexFileError` where they do not tile it."""
     first, first_file = pieces[0].entry, pieces[0].file
-    if len(pieces) == 1 and not any(pieces[0].start):
-        return StoredTensor(first.dtype, first.shape, tuple(pieces))
     for piece in pieces:
         where = f"{files[piece.file].path}: {name!r}"
         if piece.entry.dtype != first.dtype or len(piece.entry.shape) != len(first.shape):
@@ -326,7 +342,8 @@ def read_header(store: Store, path: str) -> StoredFile:
         file.read([(0, [memoryview(prefix)])])
         text = bytearray(header_length(bytes(prefix), file.stamp.nbytes, file=path))
         file.read([(PREFIX_BYTES, [memoryview(text)])])
-        return StoredFile(path, file.stamp, Header.parse(bytes(text), file.stamp.nbytes, file=path))
+        with no_collection():
+            return StoredFile(path, file.stamp, Header.parse(bytes(text), file.stamp.nbytes, file=path))
     finally:
         file.close()
 

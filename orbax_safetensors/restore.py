@@ -17,7 +17,7 @@ import numpy as np
 from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.io.arena import ALIGNMENT, allocate
+from orbax_safetensors.io.arena import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
@@ -53,12 +53,12 @@ class _Fill:
 
 def blocks(target: Target) -> tuple[Block, ...]:
     """The memory that this process fills for a target, one for each distinct box."""
-    out = []
-    for box in target.local_boxes():
-        out.append(
-            Block(target.view, target.view.clipped(box), tuple(stop - start for start, stop in box), target.dtype)
-        )
-    return tuple(out)
+    view = target.view
+    padded = target.shape != view.shape
+    return tuple(
+        Block(view, view.clipped(box) if padded else box, tuple(stop - start for start, stop in box), target.dtype)
+        for box in target.local_boxes()
+    )
 
 
 class Filling:
@@ -82,11 +82,12 @@ class Filling:
           TensorMismatchError: a cast that nobody asked for would change values.
           StorageError: bytes cannot be read.
         """
-        fills = [_Fill(target, blocks(target)) for target in targets]
+        with no_collection():
+            fills = [_Fill(target, blocks(target)) for target in targets]
+            groups = in_file_order(self.checkpoint, targets)
         values: list[Any] = [None] * len(fills)
         in_flight: deque[tuple[list[jax.Array], int]] = deque()
         held = 0
-        groups = in_file_order(self.checkpoint, targets)
         sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
         for batched in batches(sized, self.options.in_flight_bytes // 2):
             batch = [(at, fills[at]) for group in batched for at in group]
@@ -100,8 +101,9 @@ class Filling:
             )
             self.num_reads += reads
             buffers = iter(memory)
-            for at, fill in batch:
-                values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
+            with no_collection():
+                for at, fill in batch:
+                    values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
             if leaving:
                 in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
                 held += leaving
@@ -152,13 +154,9 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
     In the order of the files, so that a disk reads forward and each batch is one stretch of it.
     """
     groups = by_tensors([target.view for target in targets])
-    groups.sort(key=lambda group: min(_first_location(checkpoint, targets[at]) for at in group))
+    begin = [min(map(checkpoint.begin, target.view.tensors), default=(0, 0)) for target in targets]
+    groups.sort(key=lambda group: begin[group[0]] if len(group) == 1 else min(begin[at] for at in group))
     return groups
-
-
-def _first_location(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
-    located = (checkpoint.location(name) for name in target.view.tensors)
-    return min(((at.file, at.begin) for at in located), default=(0, 0))
 
 
 def _read(
@@ -174,7 +172,10 @@ def _read(
         ]
     left = [at for at, mapped in enumerate(memory) if mapped is None]
     fresh = allocate([wanted[at].nbytes for at in left])
-    plan = transfer_plan([wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
+    with no_collection():
+        plan = transfer_plan(
+            [wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
+        )
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
     reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
     rest = iter(fresh)

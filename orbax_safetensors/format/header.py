@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import HeaderError
 from orbax_safetensors.format.dtypes import DTYPES, DType
@@ -38,8 +38,7 @@ _USUAL = re.compile(
 _MAX_SHOWN = 200  # characters of a file's own text in a message: a hostile name can be 100 MB long
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Where one tensor lies: `shape` in elements, `[begin, end)` in bytes from the start of the data section."""
 
     name: str

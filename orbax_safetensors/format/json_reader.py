@@ -29,6 +29,7 @@ for _ in range(_LEVELS):
 
 _space = re.compile(_SPACE)
 _string = re.compile(r'"([^"\\\x00-\x1f]*+)"')
+_key = re.compile(rf'"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}')
 _number = re.compile(_NUMBER)
 _constant = re.compile("true|false|null")
 _plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE})*+")
@@ -64,11 +65,15 @@ class JsonReader:
         self._open("{")
         seen: set[str] = set()
         while self._more("}", first=not seen):
-            key = self.string()
+            if match := _key.match(self.text, self.at):
+                key = match[1]
+                self.at = match.end()
+            else:
+                key = self.string()
+                self._expect(":")
             if key in seen:
                 self._fail(f"the key {_cut(key)!r} twice in one object")
             seen.add(key)
-            self._expect(":")
             yield key
 
     def items(self) -> Iterator[int]:
@@ -173,11 +178,14 @@ class JsonReader:
 
     def _more(self, bracket: str, *, first: bool) -> bool:
         """Whether another member or item follows, of which the comma before it is then read, or else the `bracket`."""
-        if self.next == bracket:
+        character = self.next
+        if character == bracket:
             self.move(self.at + 1)
             return False
         if not first:
-            self._expect(",")
+            if character != ",":
+                self._fail(f"{self.excerpt} instead of ',' or {bracket!r}")
+            self.move(self.at + 1)
         return True
 
     def _expect(self, character: str) -> None:
