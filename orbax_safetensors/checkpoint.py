@@ -25,6 +25,7 @@ from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
+from orbax_safetensors.format.names import some
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.io.arena import no_collection
 from orbax_safetensors.io.store import UNKNOWN, File, Stamp, Store
@@ -330,7 +331,7 @@ def _file_names(
     for name in sorted(set(index.files) - there):
         report(StorageError(f"{posixpath.join(path, name)}: is named by the index and missing"))
     if unnamed := sorted(set(present) - set(index.files)):
-        logger.info("%s: the index does not name these files, they are ignored: %s", path, ", ".join(unnamed))
+        logger.info("%s: the index does not name these files, they are ignored: %s", path, some(unnamed))
     return [name for name in index.files if name in there]
 
 
@@ -415,7 +416,7 @@ def _index_name(path: str, names: Sequence[str]) -> str | None:
     # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
     name = INDEX_NAME if INDEX_NAME in found else found[0]
     if len(found) > 1 and name != INDEX_NAME:
-        raise IndexFileError(f"{path}: expected one index, found {', '.join(found)} and none is {INDEX_NAME}")
+        raise IndexFileError(f"{path}: expected one index, found {some(found)} and none is {INDEX_NAME}")
     return name
 
 

@@ -65,13 +65,13 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 
     Raises `TensorMismatchError` if NumPy cannot hold it.
     """
-    _check_holdable(view, f"{checkpoint.path}: {name!r}")
+    _check_holdable(view, checkpoint.path, name)
     return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
 
 
-def _check_holdable(view: View, where: str) -> None:
+def _check_holdable(view: View, path: str, name: str) -> None:
     if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
-        raise TensorMismatchError(f"{where}: an array of shape {view.shape} cannot be held")
+        raise TensorMismatchError(f"{path}: {name!r}: an array of shape {view.shape} cannot be held")
 
 
 def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
@@ -85,7 +85,7 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
     of_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
     path = checkpoint.files[checkpoint.begin(tensors[0])[0]].path if of_one_file else checkpoint.path
     where = f"{path}: {name!r}"
-    _check_holdable(view, where)
+    _check_holdable(view, path, name)
     kind = _kind(leaf, args, where)
     stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
     dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)

@@ -7,9 +7,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, same_bits, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
+from orbax_safetensors.plan.view import shape_of
 from orbax_safetensors.transfer import Reader, batches
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,7 @@ EVENT_NUM_READS = "/jax/orbax/read/safetensors/num_reads"
 EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
 
 
-@dataclass(frozen=True)
-class _Fill:
+class _Fill(NamedTuple):
     """A target and what this process has to fill of it: a block and, once it is there, memory for each box."""
 
     target: Target
@@ -56,8 +55,7 @@ def blocks(target: Target) -> tuple[Block, ...]:
     view = target.view
     padded = target.shape != view.shape
     return tuple(
-        Block(view, view.clipped(box) if padded else box, tuple(stop - start for start, stop in box), target.dtype)
-        for box in target.local_boxes()
+        [Block(view, view.clipped(box) if padded else box, shape_of(box), target.dtype) for box in target.local_boxes()]
     )
 
 
@@ -85,27 +83,28 @@ class Filling:
         with no_collection():
             fills = [_Fill(target, blocks(target)) for target in targets]
             groups = in_file_order(self.checkpoint, targets)
+            sized = [(group, sum([fills[at].leaving for at in group])) for group in groups]
+            batched = list(batches(sized, self.options.in_flight_bytes // 2))
         values: list[Any] = [None] * len(fills)
         in_flight: deque[tuple[list[jax.Array], int]] = deque()
         held = 0
-        sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
-        for batched in batches(sized, self.options.in_flight_bytes // 2):
-            batch = [(at, fills[at]) for group in batched for at in group]
-            leaving = sum(fill.leaving for _, fill in batch)
+        for together in batched:
+            batch = [at for group in together for at in group]
+            leaving = sum([fills[at].leaving for at in batch])
             while in_flight and held + leaving > self.options.in_flight_bytes:
                 transferred, nbytes = in_flight.popleft()
                 jax.block_until_ready(transferred)
                 held -= nbytes
             memory, reads = _read(
-                self.checkpoint, self._reader, [fill for _, fill in batch], self._pace, alias=self.options.alias
+                self.checkpoint, self._reader, [fills[at] for at in batch], self._pace, alias=self.options.alias
             )
             self.num_reads += reads
             buffers = iter(memory)
             with no_collection():
-                for at, fill in batch:
-                    values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
+                for at in batch:
+                    values[at] = _value(fills[at], list(islice(buffers, len(fills[at].blocks))))
             if leaving:
-                in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
+                in_flight.append(([values[at] for at in batch if not fills[at].on_host], leaving))
                 held += leaving
         self.num_arrays += len(targets)
         return values
@@ -154,9 +153,12 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
     In the order of the files, so that a disk reads forward and each batch is one stretch of it.
     """
     groups = by_tensors([target.view for target in targets])
-    begin = [min(map(checkpoint.begin, target.view.tensors), default=(0, 0)) for target in targets]
-    groups.sort(key=lambda group: begin[group[0]] if len(group) == 1 else min(begin[at] for at in group))
-    return groups
+
+    def begin(group: list[int]) -> tuple[int, int]:
+        names = [name for at in group for name in targets[at].view.tensors]
+        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
+
+    return sorted(groups, key=begin)
 
 
 def _read(

@@ -316,6 +316,12 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 @lru_cache(maxsize=2**16)
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+@lru_cache(maxsize=2**16)
 def _whole_copy(offset: int, dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Copy:
     """Return the copy of one piece that is a whole view of `shape`; most tensors of a model are alike."""
     return Copy(offset, 0, copy_modes(dims, row_major(shape)))
