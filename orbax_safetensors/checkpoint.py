@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -172,15 +172,14 @@ class Checkpoint:
         """Where a tensor lies, or a piece of one as a view names it."""
         if name in self.quantized:
             quantized = self.quantized[name]
-            return Location(*self.begin(name), _FLOAT32, quantized.encoding, self._begin(quantized.scales))
+            return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
         tensor, piece = self._piece(name)
         return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
 
     def begin(self, name: str) -> tuple[int, int]:
         """The file in which a tensor or a piece of one lies, as a view names it, and the offset of its first byte."""
-        return self._begin(self.quantized[name].codes if name in self.quantized else name)
-
-    def _begin(self, name: str) -> tuple[int, int]:
+        if name in self.quantized:
+            name = self.quantized[name].codes
         _, piece = self._piece(name)
         return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
 
@@ -253,12 +252,13 @@ def _tensors(
         for name, entry in stored.header.tensors.items():
             if index is not None and index.weight_map.get(name) != base_name:
                 continue
-            if offsets is None and name in pieces:
+            if name not in pieces:
+                pieces[name] = [Piece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])]
+            elif offsets is not None:
+                pieces[name].append(Piece(number, entry, offsets[name]))
+            else:
                 other = files[pieces[name][0].file].path
                 report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
-                continue
-            start = (0,) * len(entry.shape) if offsets is None else offsets[name]
-            pieces.setdefault(name, []).append(Piece(number, entry, start))
     tensors = {}
     for name, own in pieces.items():
         if len(own) == 1 and not any(own[0].start):
@@ -274,6 +274,11 @@ def _tensors(
             if name not in tensors and file in read:
                 report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
     return tensors
+
+
+@lru_cache
+def _origin(rank: int) -> tuple[int, ...]:
+    return (0,) * rank
 
 
 def _key(name: str, number: int) -> str:

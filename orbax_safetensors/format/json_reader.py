@@ -29,7 +29,7 @@ for _ in range(_LEVELS):
 
 _space = re.compile(_SPACE)
 _string = re.compile(r'"([^"\\\x00-\x1f]*+)"')
-_key = re.compile(rf'"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}')
+_next_key = re.compile(rf',{_SPACE}"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}')
 _number = re.compile(_NUMBER)
 _constant = re.compile("true|false|null")
 _plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE})*+")
@@ -64,10 +64,12 @@ class JsonReader:
         """Yield each key of the object here; its value has to be read or skipped before the next is asked for."""
         self._open("{")
         seen: set[str] = set()
-        while self._more("}", first=not seen):
-            if match := _key.match(self.text, self.at):
+        while True:
+            if seen and (match := _next_key.match(self.text, self.at)):  # as almost all are
                 key = match[1]
                 self.at = match.end()
+            elif not self._more("}", first=not seen):
+                return
             else:
                 key = self.string()
                 self._expect(":")

@@ -182,7 +182,11 @@ def transfer_plan(
             if name is None:
                 constants.append(Constant(End(number, ops), copy))
             else:
-                uses.setdefault(name, []).append((End(number, ops), copy))
+                use = End(number, ops), copy
+                if name in uses:
+                    uses[name].append(use)
+                else:
+                    uses[name] = [use]
     located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
     ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block
     parts: list[Part] = []
