@@ -18,6 +18,7 @@ from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.exchanges import exchangeable
+from orbax_safetensors.io.arena import no_collection
 from orbax_safetensors.io.paths import as_text
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
@@ -25,7 +26,7 @@ from orbax_safetensors.mapped import AskedFamily, mapped
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.plan.report import RestorePlan
-from orbax_safetensors.planning import exchanges, no_collection, planned
+from orbax_safetensors.planning import exchanges, planned
 from orbax_safetensors.processes import first, new_key
 
 PathLike = str | os.PathLike[str]
@@ -95,6 +96,10 @@ def restore(
             complete=not partial_restore,
             dequantize=options.dequantize,
         )
+        with no_collection():
+            return checkpoint, requested(checkpoint)
+
+    def requested(checkpoint: Checkpoint) -> targets.Request:
         if item is None and restore_args is None:
             if jax.process_count() > 1:
                 raise TensorMismatchError(
@@ -104,7 +109,7 @@ def restore(
             request = targets.everything(checkpoint)
         else:
             request = targets.resolve(checkpoint, item, restore_args, partial=partial_restore)
-        return checkpoint, targets.placed(request, checkpoint)
+        return targets.placed(request, checkpoint)
 
     decided = cooperative.decide(resolve, options, key)
     return decided.request.tree(cooperative.restore(decided, options))
