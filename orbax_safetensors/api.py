@@ -19,6 +19,7 @@ from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.exchanges import exchangeable
+from orbax_safetensors.io.arena import no_collection
 from orbax_safetensors.io.paths import as_text
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
@@ -29,7 +30,7 @@ from orbax_safetensors.orbax_store.index_check import Extent, index_faults
 from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.orbax_store.trust import read_note
 from orbax_safetensors.plan.report import RestorePlan
-from orbax_safetensors.planning import exchanges, no_collection, planned
+from orbax_safetensors.planning import exchanges, planned
 from orbax_safetensors.processes import first, new_key
 from orbax_safetensors.save_index import NO_INDEX, IndexAs
 from orbax_safetensors.saved_tree import saved_tree
@@ -151,8 +152,10 @@ def _restored(
         key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
 
     def placed() -> tuple[Checkpoint, targets.Request]:
-        checkpoint, request = resolve(_read_for(path, options.storage_options, key))
-        return checkpoint, targets.placed(request, checkpoint)
+        stored = _read_for(path, options.storage_options, key)
+        with no_collection():
+            checkpoint, request = resolve(stored)
+            return checkpoint, targets.placed(request, checkpoint)
 
     decided = cooperative.decide(placed, options, key)
     return decided.request.tree(cooperative.restore(decided, options))

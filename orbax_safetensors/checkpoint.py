@@ -13,9 +13,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +25,9 @@ from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, TensorEntry, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
+from orbax_safetensors.format.names import some
 from orbax_safetensors.format.sharding_info import saved_offsets
+from orbax_safetensors.io.arena import no_collection
 from orbax_safetensors.io.store import UNKNOWN, File, Stamp, Store
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapping.quantization import Quantized
@@ -52,8 +54,7 @@ class StoredFile:
     header: Header
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor of a file: `file` is its position in `Checkpoint.files`, `start` where it begins in the whole tensor."""
 
     file: int
@@ -61,8 +62,7 @@ class Piece:
     start: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, in one piece except in PyTorch's sharded files, where its pieces tile it."""
 
     stored_dtype: DType
@@ -157,7 +157,7 @@ class Checkpoint:
             return View.tensor(name, quantized.encoding.shape, self.decoded_dtype).transpose(quantized.axes)
         tensor = self[name]
         if len(tensor.pieces) == 1:
-            return View.tensor(name, tensor.shape, tensor.dtype)
+            return View.tensor(name, *held(tensor.stored_dtype, tensor.stored_shape))
         parts = [
             (piece.start, View.tensor(_key(name, number), piece.entry.shape, tensor.dtype))
             for number, piece in enumerate(tensor.pieces)
@@ -172,17 +172,23 @@ class Checkpoint:
         """Where a tensor lies, or a piece of one as a view names it."""
         if name in self.quantized:
             quantized = self.quantized[name]
-            codes, scales = self._location(quantized.codes, 0), self._location(quantized.scales, 0)
-            return Location(codes.file, codes.begin, _FLOAT32, quantized.encoding, (scales.file, scales.begin))
-        if name in self.tensors:
-            return self._location(name, 0)
-        return self._location(self.whole(name), int(name.rpartition(_PIECE)[2]))
-
-    def _location(self, name: str, number: int) -> Location:
-        """Where a piece of a stored tensor lies."""
-        tensor = self[name]
-        piece = tensor.pieces[number]
+            return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
+        tensor, piece = self._piece(name)
         return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
+
+    def begin(self, name: str) -> tuple[int, int]:
+        """The file in which a tensor or a piece of one lies, as a view names it, and the offset of its first byte."""
+        if name in self.quantized:
+            name = self.quantized[name].codes
+        _, piece = self._piece(name)
+        return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
+
+    def _piece(self, name: str) -> tuple[StoredTensor, Piece]:
+        tensor = self.tensors.get(name)
+        if tensor is not None:
+            return tensor, tensor.pieces[0]
+        whole, _, number = name.rpartition(_PIECE)
+        return self[whole], self[whole].pieces[int(number)]
 
     def open_file(self, index: int) -> File:
         """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
@@ -240,20 +246,33 @@ def _open(
             "read goes unnoticed unless its size changes",
             stacklevel=2,
         )
+    with no_collection():
+        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store)
+
+
+def _tensors(
+    path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
+) -> dict[str, StoredTensor]:
+    """The tensors of `files` by name, those that the index names where there is one."""
     pieces: dict[str, list[Piece]] = {}
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
+        base_name = posixpath.basename(stored.path)
         for name, entry in stored.header.tensors.items():
-            if index is not None and index.weight_map.get(name) != posixpath.basename(stored.path):
+            if index is not None and index.weight_map.get(name) != base_name:
                 continue
-            if offsets is None and name in pieces:
+            if name not in pieces:
+                pieces[name] = [Piece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])]
+            elif offsets is not None:
+                pieces[name].append(Piece(number, entry, offsets[name]))
+            else:
                 other = files[pieces[name][0].file].path
                 report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
-                continue
-            start = (0,) * len(entry.shape) if offsets is None else offsets[name]
-            pieces.setdefault(name, []).append(Piece(number, entry, start))
     tensors = {}
     for name, own in pieces.items():
+        if len(own) == 1 and not any(own[0].start):
+            tensors[name] = StoredTensor(own[0].entry.dtype, own[0].entry.shape, (own[0],))
+            continue
         try:
             tensors[name] = _whole(name, own, files)
         except SafetensorsError as fault:
@@ -263,7 +282,12 @@ def _open(
         for name, file in index.weight_map.items():
             if name not in tensors and file in read:
                 report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
-    return Checkpoint(path, tuple(files), tensors, store)
+    return tensors
+
+
+@lru_cache
+def _origin(rank: int) -> tuple[int, ...]:
+    return (0,) * rank
 
 
 def _key(name: str, number: int) -> str:
@@ -273,8 +297,6 @@ def _key(name: str, number: int) -> str:
 def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTensor:
     """The tensor that `pieces` make; `IndexFileError` where they do not tile it."""
     first, first_file = pieces[0].entry, pieces[0].file
-    if len(pieces) == 1 and not any(pieces[0].start):
-        return StoredTensor(first.dtype, first.shape, tuple(pieces))
     for piece in pieces:
         where = f"{files[piece.file].path}: {name!r}"
         if piece.entry.dtype != first.dtype or len(piece.entry.shape) != len(first.shape):
@@ -323,7 +345,7 @@ def _file_names(
     for name in sorted(set(index.files) - there):
         report(MissingError(f"{posixpath.join(path, name)}: is named by the index and missing"))
     if unnamed := sorted(set(present) - set(index.files)):
-        logger.info("%s: the index does not name these files, they are ignored: %s", path, ", ".join(unnamed))
+        logger.info("%s: the index does not name these files, they are ignored: %s", path, some(unnamed))
     return [name for name in index.files if name in there]
 
 
@@ -335,7 +357,8 @@ def read_header(store: Store, path: str) -> StoredFile:
         file.read([(0, [memoryview(prefix)])])
         text = bytearray(header_length(bytes(prefix), file.stamp.nbytes, file=path))
         file.read([(PREFIX_BYTES, [memoryview(text)])])
-        return StoredFile(path, file.stamp, Header.parse(bytes(text), file.stamp.nbytes, file=path))
+        with no_collection():
+            return StoredFile(path, file.stamp, Header.parse(bytes(text), file.stamp.nbytes, file=path))
     finally:
         file.close()
 
@@ -407,7 +430,7 @@ def _index_name(path: str, names: Sequence[str]) -> str | None:
     # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
     name = INDEX_NAME if INDEX_NAME in found else found[0]
     if len(found) > 1 and name != INDEX_NAME:
-        raise IndexFileError(f"{path}: expected one index, found {', '.join(found)} and none is {INDEX_NAME}")
+        raise IndexFileError(f"{path}: expected one index, found {some(found)} and none is {INDEX_NAME}")
     return name
 
 

@@ -18,7 +18,7 @@ from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
-from orbax_safetensors.plan.view import Box, View
+from orbax_safetensors.plan.view import Box, View, whole_box
 
 # The types of NumPy's scalars that tensors can have: not `np.number` and the like, which are none of one dtype.
 _SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
@@ -58,11 +58,25 @@ class Target:
     def local_boxes(self) -> tuple[Box, ...]:
         """The distinct boxes that this process fills."""
         if self.sharding is None:
-            return (tuple((0, size) for size in self.shape),)
+            return (whole_box(self.shape),)
         try:
             return arrays.local_boxes(arrays.plain(self.sharding), self.shape)
         except TensorMismatchError as error:
             raise TensorMismatchError(f"{self.name!r}: {error}") from error
+
+
+def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
+    """Return the target for a leaf of the checkpoint that is restored as it is, as a NumPy array.
+
+    Raises `TensorMismatchError` if NumPy cannot hold it.
+    """
+    _check_holdable(view, checkpoint.path, name)
+    return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
+
+
+def _check_holdable(view: View, path: str, name: str) -> None:
+    if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
+        raise TensorMismatchError(f"{path}: {name!r}: an array of shape {view.shape} cannot be held")
 
 
 def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
@@ -74,10 +88,9 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
     view = checkpoint.leaves[name]
     tensors = view.tensors
     of_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
-    path = checkpoint.files[checkpoint.location(tensors[0]).file].path if of_one_file else checkpoint.path
+    path = checkpoint.files[checkpoint.begin(tensors[0])[0]].path if of_one_file else checkpoint.path
     where = f"{path}: {name!r}"
-    if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
-        raise TensorMismatchError(f"{where}: an array of shape {view.shape} cannot be held")
+    _check_holdable(view, path, name)
     kind = _kind(leaf, args, where)
     stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
     sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
@@ -193,7 +206,8 @@ def _dtype(
         wanted = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
         raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {wanted}")
     try:
-        np.zeros(1, held).astype(dtype)
+        if dtype != held:
+            np.zeros(1, held).astype(dtype)
     except TypeError as error:
         raise TensorMismatchError(f"{where}: {held} cannot be cast to {dtype}") from error
     if kind is not jax.Array:

@@ -13,8 +13,9 @@ import numpy as np
 
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_same
-from orbax_safetensors.io.store import read_small
+from orbax_safetensors.io.store import File, read_small
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
 from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
@@ -233,7 +234,7 @@ def as_config(config: Any) -> dict[str, Any] | None:
     except (TypeError, ValueError, RecursionError) as error:
         raise MappingError(f"config: cannot be stored as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise MappingError(f"config: expected the content of a config.json, found {given!r:.80}")
+        raise MappingError(f"config: expected the content of a config.json, found {shown(given)}")
     # It says how tensors were stored that have been decoded since.
     for own in (config, config.get("text_config")):
         if isinstance(own, dict):
@@ -252,13 +253,18 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     file = checkpoint.store.find(path)
     if file is None:
         return {}
+    return parse_config(file)
+
+
+def parse_config(file: File) -> dict[str, Any]:
+    """What a `config.json` says. The file is closed; raises as `read_config`."""
     text = read_small(file, _MAX_CONFIG_BYTES)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MappingError(f"{path}: is not JSON: {error}") from error
+        raise MappingError(f"{file.path}: is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise MappingError(f"{path}: expected a JSON object, found {config!r:.80}")
+        raise MappingError(f"{file.path}: expected a JSON object, found {shown(config)}")
     return config
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -197,15 +195,3 @@ def _boxes(
     except TensorMismatchError as error:
         raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
     return deal(boxes, owners, count)
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Holds the cyclic garbage collector. It would look through all names and shapes again and again, in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -7,9 +7,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,13 +16,14 @@ import numpy as np
 from orbax_safetensors import arrays
 from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.io.arena import ALIGNMENT, allocate
+from orbax_safetensors.io.arena import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.leaves import Target
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.groups import by_tensors
 from orbax_safetensors.plan.plan import Block, same_bits, transfer_plan
 from orbax_safetensors.plan.strided import keeps_order
+from orbax_safetensors.plan.view import shape_of
 from orbax_safetensors.transfer import Reader, batches
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,7 @@ EVENT_NUM_READS = "/jax/orbax/read/safetensors/num_reads"
 EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
 
 
-@dataclass(frozen=True)
-class _Fill:
+class _Fill(NamedTuple):
     """A target and what this process has to fill of it: a block and, once it is there, memory for each box."""
 
     target: Target
@@ -53,12 +52,11 @@ class _Fill:
 
 def blocks(target: Target) -> tuple[Block, ...]:
     """The memory that this process fills for a target, one for each distinct box."""
-    out = []
-    for box in target.local_boxes():
-        out.append(
-            Block(target.view, target.view.clipped(box), tuple(stop - start for start, stop in box), target.dtype)
-        )
-    return tuple(out)
+    view = target.view
+    padded = target.shape != view.shape
+    return tuple(
+        [Block(view, view.clipped(box) if padded else box, shape_of(box), target.dtype) for box in target.local_boxes()]
+    )
 
 
 class Filling:
@@ -82,28 +80,31 @@ class Filling:
           TensorMismatchError: a cast that nobody asked for would change values.
           StorageError: bytes cannot be read.
         """
-        fills = [_Fill(target, blocks(target)) for target in targets]
+        with no_collection():
+            fills = [_Fill(target, blocks(target)) for target in targets]
+            groups = in_file_order(self.checkpoint, targets)
+            sized = [(group, sum([fills[at].leaving for at in group])) for group in groups]
+            batched = list(batches(sized, self.options.in_flight_bytes // 2))
         values: list[Any] = [None] * len(fills)
         in_flight: deque[tuple[list[jax.Array], int]] = deque()
         held = 0
-        groups = in_file_order(self.checkpoint, targets)
-        sized = ((group, sum(fills[at].leaving for at in group)) for group in groups)
-        for batched in batches(sized, self.options.in_flight_bytes // 2):
-            batch = [(at, fills[at]) for group in batched for at in group]
-            leaving = sum(fill.leaving for _, fill in batch)
+        for together in batched:
+            batch = [at for group in together for at in group]
+            leaving = sum([fills[at].leaving for at in batch])
             while in_flight and held + leaving > self.options.in_flight_bytes:
                 transferred, nbytes = in_flight.popleft()
                 jax.block_until_ready(transferred)
                 held -= nbytes
             memory, reads = _read(
-                self.checkpoint, self._reader, [fill for _, fill in batch], self._pace, alias=self.options.alias
+                self.checkpoint, self._reader, [fills[at] for at in batch], self._pace, alias=self.options.alias
             )
             self.num_reads += reads
             buffers = iter(memory)
-            for at, fill in batch:
-                values[at] = _value(fill, list(islice(buffers, len(fill.blocks))))
+            with no_collection():
+                for at in batch:
+                    values[at] = _value(fills[at], list(islice(buffers, len(fills[at].blocks))))
             if leaving:
-                in_flight.append(([values[at] for at, fill in batch if not fill.on_host], leaving))
+                in_flight.append(([values[at] for at in batch if not fills[at].on_host], leaving))
                 held += leaving
         self.num_arrays += len(targets)
         return values
@@ -152,13 +153,12 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
     In the order of the files, so that a disk reads forward and each batch is one stretch of it.
     """
     groups = by_tensors([target.view for target in targets])
-    groups.sort(key=lambda group: min(_first_location(checkpoint, targets[at]) for at in group))
-    return groups
 
+    def begin(group: list[int]) -> tuple[int, int]:
+        names = [name for at in group for name in targets[at].view.tensors]
+        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
 
-def _first_location(checkpoint: Checkpoint, target: Target) -> tuple[int, int]:
-    located = (checkpoint.location(name) for name in target.view.tensors)
-    return min(((at.file, at.begin) for at in located), default=(0, 0))
+    return sorted(groups, key=begin)
 
 
 def _read(
@@ -174,7 +174,10 @@ def _read(
         ]
     left = [at for at, mapped in enumerate(memory) if mapped is None]
     fresh = allocate([wanted[at].nbytes for at in left])
-    plan = transfer_plan([wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
+    with no_collection():
+        plan = transfer_plan(
+            [wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
+        )
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
     reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
     rest = iter(fresh)

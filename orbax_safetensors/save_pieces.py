@@ -8,7 +8,6 @@ would write of shared files. The files count all others in their names, so that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import jax
 
@@ -81,7 +80,7 @@ def own_files(
 def places_in(headers: Sequence[Header], files: Sequence[Mapping[str, str]]) -> Mapping[str, Location]:
     """Where the pieces of `own_files` lie."""
     return {
-        own[tensor]: replace(place, file=number)
+        own[tensor]: place._replace(file=number)
         for number, (own, header) in enumerate(zip(files, headers, strict=True))
         for tensor, place in locations(unnamed([header])).items()
     }

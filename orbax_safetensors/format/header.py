@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import HeaderError
 from orbax_safetensors.format.dtypes import DTYPES, DType
@@ -38,8 +39,7 @@ _USUAL = re.compile(
 _MAX_SHOWN = 200  # characters of a file's own text in a message: a hostile name can be 100 MB long
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Where one tensor lies: `shape` in elements, `[begin, end)` in bytes from the start of the data section."""
 
     name: str
@@ -185,13 +185,18 @@ def _read(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             metadata = _read_metadata(reader)
         elif (usual := _USUAL.match(reader.text, reader.at)) and usual[1] in DTYPES:
             dtype, shape, begin, end = usual.groups()
-            sizes = tuple(map(int, shape.split(","))) if shape else ()
-            tensors[name] = TensorEntry(name, DTYPES[dtype], sizes, int(begin), int(end))
+            tensors[name] = TensorEntry(name, DTYPES[dtype], _sizes(shape), int(begin), int(end))
             reader.move(usual.end())
         else:
             tensors[name] = _read_entry(name, reader)
     reader.end()
     return tensors, metadata
+
+
+@lru_cache(maxsize=2**10)
+def _sizes(text: str) -> tuple[int, ...]:
+    """Return the shape that is written as `text`; most tensors have one of few."""
+    return tuple(map(int, text.split(","))) if text else ()
 
 
 def _read_metadata(reader: JsonReader) -> dict[str, str]:

@@ -29,6 +29,7 @@ for _ in range(_LEVELS):
 
 _space = re.compile(_SPACE)
 _string = re.compile(r'"([^"\\\x00-\x1f]*+)"')
+_next_key = re.compile(rf',{_SPACE}"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}')
 _number = re.compile(_NUMBER)
 _constant = re.compile("true|false|null")
 _plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE})*+")
@@ -63,12 +64,18 @@ class JsonReader:
         """Yield each key of the object here; its value has to be read or skipped before the next is asked for."""
         self._open("{")
         seen: set[str] = set()
-        while self._more("}", first=not seen):
-            key = self.string()
+        while True:
+            if seen and (match := _next_key.match(self.text, self.at)):  # as almost all are
+                key = match[1]
+                self.at = match.end()
+            elif not self._more("}", first=not seen):
+                return
+            else:
+                key = self.string()
+                self._expect(":")
             if key in seen:
                 self._fail(f"the key {_cut(key)!r} twice in one object")
             seen.add(key)
-            self._expect(":")
             yield key
 
     def items(self) -> Iterator[int]:
@@ -173,11 +180,14 @@ class JsonReader:
 
     def _more(self, bracket: str, *, first: bool) -> bool:
         """Whether another member or item follows, of which the comma before it is then read, or else the `bracket`."""
-        if self.next == bracket:
+        character = self.next
+        if character == bracket:
             self.move(self.at + 1)
             return False
         if not first:
-            self._expect(",")
+            if character != ",":
+                self._fail(f"{self.excerpt} instead of ',' or {bracket!r}")
+            self.move(self.at + 1)
         return True
 
     def _expect(self, character: str) -> None:

@@ -101,7 +101,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:
             return step_metadata_serialization.deserialize(json.loads(text), item_metadata=item_metadata)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise StorageError(f"{url}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:

@@ -76,7 +76,7 @@ class HubApi:
                 raise ValueError
             if not all(isinstance(file, str) for file in files):
                 raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise WrongAnswerError("what the Hub tells of the repository cannot be understood") from None
         return Contents(name, commit, files)
 

@@ -89,17 +89,21 @@ def _move_all(
     buffers: Sequence[memoryview],
 ) -> None:
     """`preadv` or `pwritev` for as often as it takes: either may move less than was asked for."""
-    missing = sum(buffer.nbytes for buffer in buffers)
-    while missing:
-        try:
-            count = call(descriptor, buffers[:_MAX_BUFFERS], offset)
-        except OSError as error:
-            raise StorageError(f"{path}: {verb} {missing} bytes at offset {offset} failed: {error.strerror}") from error
-        if count == 0:
-            raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found its end")
-        offset, missing = offset + count, missing - count
-        if missing:
-            buffers = list(_after(buffers, count))
+    for first in range(0, len(buffers), _MAX_BUFFERS):
+        here = buffers[first : first + _MAX_BUFFERS]
+        missing = sum(buffer.nbytes for buffer in here)
+        while missing:
+            try:
+                count = call(descriptor, here, offset)
+            except OSError as error:
+                raise StorageError(
+                    f"{path}: {verb} {missing} bytes at offset {offset} failed: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found its end")
+            offset, missing = offset + count, missing - count
+            if missing:
+                here = list(_after(here, count))
 
 
 def _error(error: OSError | ValueError) -> type[StorageError]:

@@ -30,6 +30,9 @@ _REMOTE = "gs://"
 _CLIENTS = ("gcsfs", "tensorflow")
 # What is in memory of a file that is copied: gcsfs reads and writes as much at once anyway.
 _COPY_BYTES = 4 << 20
+# Files of metadata that are longer hold at most one object or list in as many bytes as this, on average.
+_SMALL_BYTES = 64 << 10
+_DENSE = 6
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -112,9 +115,17 @@ def read_json(path: epath.Path) -> Any:
     """What a file says; None where it is not there."""
     with stored(os.fspath(path)):
         try:
-            return json.loads(path.read_bytes())
+            text = path.read_bytes()
         except FileNotFoundError:
             return None
+        # Built, an empty list takes thirty times the memory of its text. What Orbax writes is names and numbers.
+        nested = text.count(b"[") + text.count(b"{")
+        if len(text) > _SMALL_BYTES and nested * _DENSE > len(text):
+            raise StorageError(
+                f"{path}: is not what Orbax writes: expected at most {len(text) // _DENSE} objects and lists in "
+                f"{len(text)} bytes, found {nested}"
+            )
+        return json.loads(text)
 
 
 def make(directory: str) -> None:

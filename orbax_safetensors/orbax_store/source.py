@@ -328,7 +328,8 @@ def _open_item(
     with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
         nested = metadata.as_nested_tree()
     entries: dict[str, Any] = {}
-    structure = _structure(nested, None, entries, item)
+    with stored(f"{directory / TREE_FILE}"):  # a tree can be too deep
+        structure = _structure(nested, None, entries, item)
     ocdbt = metadata.use_ocdbt
     if ocdbt is None:
         with stored(item):

@@ -14,8 +14,10 @@ def by_tensors(views: Sequence[View]) -> list[list[int]]:
     for number, view in enumerate(views):
         groups[number] = [number]
         tensors = view.tensors
-        for other in sorted({group_of[name] for name in tensors if name in group_of}):
-            groups[number] = groups.pop(other) + groups[number]
-            group_of |= {name: number for one in groups[number] for name in views[one].tensors}
-        group_of |= dict.fromkeys(tensors, number)
+        if not group_of.keys().isdisjoint(tensors):
+            for other in sorted({group_of[name] for name in tensors if name in group_of}):
+                groups[number] = groups.pop(other) + groups[number]
+                group_of |= {name: number for one in groups[number] for name in views[one].tensors}
+        for name in tensors:
+            group_of[name] = number
     return [sorted(group) for group in groups.values()]

@@ -105,7 +105,7 @@ def _rebased(piece: Piece, shapes: Mapping[str, tuple[int, ...]], names: Mapping
     strides = row_major([stop - start for start, stop in box])
     offset = sum((at - start) * stride for at, (start, _), stride in zip(own.start, box, strides, strict=True))
     dims = tuple(tuple((size, step * strides[axis]) for axis, size, step in digits) for digits in own.dims)
-    return replace(piece, tensor=name, offset=offset, dims=tuple(merged(modes) for modes in dims))
+    return piece._replace(tensor=name, offset=offset, dims=tuple(merged(modes) for modes in dims))
 
 
 def _within(inner: Box, outer: Box) -> bool:

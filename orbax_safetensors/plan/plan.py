@@ -31,8 +31,7 @@ from orbax_safetensors.plan.strided import Copy
 from orbax_safetensors.plan.view import Box, View
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where the elements of a stored tensor are.
 
     Attributes:
@@ -59,8 +58,7 @@ def locations(layout: Layout) -> dict[str, Location]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Memory at one end of a transfer: a dense row-major array whose leading corner is `box` of `view`.
 
     Its `shape` is the box's own, or larger; what lies outside the box does not take part. Where its `dtype` is not the
@@ -184,35 +182,37 @@ def transfer_plan(
             if name is None:
                 constants.append(Constant(End(number, ops), copy))
             else:
-                uses.setdefault(name, []).append((End(number, ops), copy))
+                use = End(number, ops), copy
+                if name in uses:
+                    uses[name].append(use)
+                else:
+                    uses[name] = [use]
     located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
     ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block
     parts: list[Part] = []
     gathers: list[Gather] = []
     for location, name in located:
-        ends = tuple(end for end, _ in uses[name])
-        gathered = gather_at(
-            location,
-            tuple((copy, same_bits(end.ops, location.dtype, blocks[end.block].dtype)) for end, copy in uses[name]),
-            max_gap_bytes,
-        )
+        own = uses[name]
+        # Lists first: a generator costs as much as all else that is done for a small tensor.
+        copies = tuple([(copy, same_bits(end.ops, location.dtype, blocks[end.block].dtype)) for end, copy in own])
+        gathered = gather_at(location, copies, max_gap_bytes)
         gathers.append(gathered)
-        ranges += [
-            (location.file, location.begin + reads.runs.begin, reads, ends[reads.buffer].block)
-            for reads in gathered.ranges
-        ]
-        parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
+        for reads in gathered.ranges:
+            ranges.append((location.file, location.begin + reads.runs.begin, reads, own[reads.buffer][0].block))
+        if gathered.windowed:
+            ends = tuple([end for end, _ in own])
+            parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
     extents = tuple(_extents(ranges, max_request_bytes))
     joined = Counter(extent.file for extent in extents)
     files = []
     for number, of_file in groupby(zip(located, gathers, strict=True), key=lambda pair: pair[0][0].file):
-        own = [gathered for _, gathered in of_file]
+        of_tensors = [gathered for _, gathered in of_file]
         files.append(
             FileTraffic(
                 number,
-                sum(gathered.needed_bytes for gathered in own),
-                sum(gathered.read_bytes for gathered in own),
-                joined[number] + sum(gathered.num_requests for gathered in own),
+                sum(gathered.needed_bytes for gathered in of_tensors),
+                sum(gathered.read_bytes for gathered in of_tensors),
+                joined[number] + sum(gathered.num_requests for gathered in of_tensors),
             )
         )
     return TransferPlan(

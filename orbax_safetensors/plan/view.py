@@ -40,8 +40,7 @@ Box = tuple[tuple[int, int], ...]  # for every dimension a half-open range
 UNKNOWN = np.dtype(np.void)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
 
     tensor: str | None  # None: zeros that are stored nowhere and have strides of 0
@@ -92,7 +91,7 @@ class View:
     def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
         """Views put together at their `(start, view)`. They tile `shape`, which is not checked."""
         pieces = [
-            replace(piece, start=tuple(a + b for a, b in zip(start, piece.start, strict=True)))
+            piece._replace(start=tuple(a + b for a, b in zip(start, piece.start, strict=True)))
             for start, view in parts
             for piece in view.pieces
         ]
@@ -136,8 +135,7 @@ class View:
             here = min(count, -(-(end - start) // step)) - first
             for done, offset, modes in every(piece.dims[axis], start + first * step - begin, step, max(0, here)):
                 pieces.append(
-                    replace(
-                        piece,
+                    piece._replace(
                         start=_with(piece.start, axis, first + done),
                         offset=piece.offset + offset,
                         dims=_with(piece.dims, axis, modes),
@@ -236,7 +234,7 @@ class View:
         pieces, at = [], 0
         for view in views:
             for piece in view.pieces:
-                pieces.append(replace(piece, start=_with(piece.start, axis, piece.start[axis] + at)))
+                pieces.append(piece._replace(start=_with(piece.start, axis, piece.start[axis] + at)))
             at += view.shape[axis]
         return View(_with(views[0].shape, axis, at), _common_dtype(views), tuple(pieces))
 
@@ -265,10 +263,13 @@ class View:
         return self._with_op(Offset(float(term)))
 
     def _with_op(self, op: Op) -> View:
-        return replace(self, pieces=tuple(replace(piece, ops=(*piece.ops, op)) for piece in self.pieces))
+        return replace(self, pieces=tuple(piece._replace(ops=(*piece.ops, op)) for piece in self.pieces))
 
     def copies(self, box: Box, shape: Sequence[int]) -> list[Taken]:
         """What fills the leading corner of a dense row-major array of `shape` with `box` of the view."""
+        if len(self.pieces) == 1 and shape == self.shape and box == whole_box(self.shape):
+            (piece,) = self.pieces
+            return [Taken(piece.tensor, _whole_copy(piece.offset, piece.dims, self.shape), piece.ops)]
         strides = row_major(shape)
         out = []
         for piece in self.pieces:
@@ -299,11 +300,31 @@ class View:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the stored tensors, in the order in which the view first meets them."""
+        if len(self.pieces) == 1 and (name := self.pieces[0].tensor) is not None:
+            return (name,)
         return tuple(dict.fromkeys(piece.tensor for piece in self.pieces if piece.tensor is not None))
 
     def __str__(self) -> str:
         shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
         return f"view {self.shape} of [{shown}]"
+
+
+@lru_cache(maxsize=2**16)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that is all of an array of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+@lru_cache(maxsize=2**16)
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+@lru_cache(maxsize=2**16)
+def _whole_copy(offset: int, dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Copy:
+    """Return the copy of one piece that is a whole view of `shape`; most tensors of a model are alike."""
+    return Copy(offset, 0, copy_modes(dims, row_major(shape)))
 
 
 @lru_cache

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.errors import MappingError
 from orbax_safetensors.io.store import Store, read_small, write_small
 from orbax_safetensors.io.stores import store_of
-from orbax_safetensors.mapped import CONFIG_NAME, as_config
+from orbax_safetensors.mapped import CONFIG_NAME, as_config, parse_config
 
 # What `save_pretrained` of transformers writes for tokenizers, processors and generation. Where a server does not list
 # what it has, it is asked for the names without a star.
@@ -87,8 +86,8 @@ def beside(config: Any) -> Beside:
         return Beside(as_config(config))
     path = os.fsdecode(config)
     if path.endswith(".json") or os.path.isfile(path):
-        return Beside(as_config(_json(path)))
-    return Beside(as_config(_json(posixpath.join(path, CONFIG_NAME))), copied(path))
+        return Beside(as_config(_config(path)))
+    return Beside(as_config(_config(posixpath.join(path, CONFIG_NAME))), copied(path))
 
 
 def copied(directory: str) -> dict[str, str]:
@@ -120,9 +119,6 @@ def _read(path: str) -> bytes:
     return read_small(store.open(path), _MAX_BYTES)
 
 
-def _json(path: str) -> Any:
-    content = _read(path)
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise MappingError(f"{path}: is not JSON: {error}") from error
+def _config(path: str) -> dict[str, Any]:
+    store, path = store_of(path, None)
+    return parse_config(store.open(path))

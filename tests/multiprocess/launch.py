@@ -23,7 +23,7 @@ from typing import Any
 _ROOT = Path(__file__).parents[2]
 # The end of a process's stderr that a failure shows, in characters.
 _SHOWN = 6000
-# Seconds that a process has, after it dumped its stacks, before it is killed.
+# Seconds that a process has to dump its stacks before it is killed.
 _GRACE_SECONDS = 5.0
 # Seconds after which JAX gives up waiting for processes that do not come.
 _START_SECONDS = 60
@@ -102,7 +102,8 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
 
 def _main(scratch: str, index: int) -> None:
     job = json.loads(Path(scratch, "job.json").read_text())
-    faulthandler.dump_traceback_later(job["timeout"], exit=True)
+    # Without `exit=True`: the first to exit would end the others through JAX before their stacks are shown.
+    faulthandler.dump_traceback_later(job["timeout"])
 
     import jax
 
