@@ -401,7 +401,7 @@ class TestErrors:
         assert "params" in checkpointer(family="other").restore(model)
 
     def test_registering_what_is_no_family(self):
-        with pytest.raises(ost.MappingError, match=r"expected an orbax_safetensors.mapping.Family.*'toy'"):
+        with pytest.raises(ost.MappingError, match=r"there is no family 'toy'"):
             ost.register("toy")
 
     @pytest.mark.parametrize("architectures", [5, True, "ToyForCausalLM", {"ToyForCausalLM": 1}, []])

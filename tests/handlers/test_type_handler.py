@@ -382,7 +382,7 @@ def test_several_directories_in_one_call(tmp_path, checkpointer, params):
 @pytest.mark.parametrize("registered", [False, True])
 def test_orbaxs_limits_bound_what_is_in_flight(tmp_path, monkeypatch, gigabytes, own, expected, registered):
     seen = []
-    for name in ("plan_save", "restore"):
+    for name in ("plan_save", "restore_leaves"):
         real = getattr(ost.api, name)
         monkeypatch.setattr(ost.api, name, lambda *a, real=real, **k: (seen.append(k["options"]), real(*a, **k))[1])
     handler = ost.SafetensorsTypeHandler(options=ost.SafetensorsOptions(in_flight_bytes=own, threads=3))
