@@ -5,6 +5,7 @@ Stock Orbax then restores the tree that was saved, with its structure and its sh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -103,6 +104,10 @@ def saved_index(
     whole_tree: bool = True,
 ) -> SavedIndex | str:
     """The index of the tree `item`, whose leaves are `sources`; a sentence that says why there can be none, if so."""
+    try:
+        json.dumps(saved)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"its variant {saved.get('variant')!r:.200} cannot be noted: {error}"
     kinds = {name: _kind(leaf) for name, leaf in flatten(item)[1].items()}
     arrays: dict[str, Linked] = {}
     reasons = {}
