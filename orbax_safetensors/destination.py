@@ -31,7 +31,7 @@ from orbax_safetensors.orbax_store.trust import TRUST_FILE
 Existing = Literal["kept", "refused", "deleted"]
 
 
-# What the names of an index for Orbax begin with, where it is not numbered.
+# What the names of an index for Orbax begin with.
 _OF_INDEXES = (TREE_FILE, SHARDING_FILE, MANIFEST, TRUST_FILE, posixpath.dirname(ARRAYS_FILE))
 
 
@@ -69,8 +69,5 @@ def _check_text(directory: str) -> None:
 
 def _of_checkpoints(names: Sequence[str]) -> list[str]:
     """Names of what a reader takes for a part of a checkpoint, or what would be a part of this one."""
-    return [
-        name
-        for name in names
-        if (name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")) or name.startswith(_OF_INDEXES)
-    ]
+    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
+    return files + [name for name in names if name.startswith(_OF_INDEXES) and name not in files]

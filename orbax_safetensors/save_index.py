@@ -5,6 +5,7 @@ Stock Orbax then restores the tree that was saved, with its structure and its sh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -103,13 +104,16 @@ def saved_index(
     whole_tree: bool = True,
 ) -> SavedIndex | str:
     """The index of the tree `item`, whose leaves are `sources`; a sentence that says why there can be none, if so."""
-    kinds = {name: _kind(leaf) for name, leaf in flatten(item)[1].items()}
+    try:
+        json.dumps(saved)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"its variant {saved.get('variant')!r:.200} cannot be noted: {error}"
+    structure, leaves = flatten(item)
     arrays: dict[str, Linked] = {}
     reasons = {}
     for source in sources:
-        found = linked(
-            replace(source.view, dtype=source.dtype), _leaf(source, kinds[source.name]), _CHUNK_BYTES, zarr3=zarr3
-        )
+        view = source.view if source.view.dtype == source.dtype else replace(source.view, dtype=source.dtype)
+        found = linked(view, _leaf(source, _kind(leaves[source.name])), _CHUNK_BYTES, zarr3=zarr3)
         if isinstance(found, str):
             reasons[source.name] = found
         else:
@@ -117,8 +121,7 @@ def saved_index(
     if reasons:
         name, reason = next(iter(reasons.items()))
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
-    structure, named = flatten(item)
-    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in named]) if whole_tree else None
+    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in leaves]) if whole_tree else None
     return SavedIndex(arrays, tree, layout, places, zarr3, saved if whole_tree else None)
 
 

@@ -208,14 +208,12 @@ def test_the_type_handler_restores_recorded_shardings(saved, tree, way):
         metadata = checkpointer.metadata(ours).item_metadata.tree
     with ocp.PyTreeCheckpointer() as checkpointer:
         expected = checkpointer.metadata(stock).item_metadata.tree
-    assert [sharding_of(leaf) for leaf in jax.tree.leaves(metadata)] == list(
-        map(sharding_of, jax.tree.leaves(expected))
-    )
+    assert shardings_of(metadata) == shardings_of(expected)
 
 
-def sharding_of(metadata):
-    sharding = getattr(metadata, "sharding", None)
-    return None if sharding is None else sharding.to_jax_sharding()
+def shardings_of(metadata):
+    recorded = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(metadata)]
+    return [sharding and sharding.to_jax_sharding() for sharding in recorded]
 
 
 def test_the_files_are_those_of_a_save_without_an_index(tmp_path, mesh):
@@ -320,20 +318,26 @@ def test_a_familys_save_is_restored_into_its_tree(tmp_path, mode):
 
 
 def test_scaled_leaves_have_no_index(tmp_path, caplog):
-    family = ost.mapping.Family(
-        "mine.scaled",
-        (),
-        lambda config: {"w": ost.mapping.tensor("w", (4, 4)).scale(2.0), "b": ost.mapping.tensor("b", (4,))},
-    )
+    def described(config):
+        return {"w": ost.mapping.tensor("w", (4, 4)).scale(2.0), "b": ost.mapping.tensor("b", (4,))}
+
+    family = ost.mapping.Family("mine.scaled", (), described)
     tree = {"w": np.ones((4, 4), np.float32), "b": np.ones(4, np.float32)}
     with ocp.Checkpointer(ost.SafetensorsHandler(family=family)) as checkpointer:
-        with pytest.raises(
-            ost.TensorMismatchError, match="Orbax cannot read .* index=True .* w cannot be found .* computed"
-        ):
+        with pytest.raises(ost.TensorMismatchError, match="Orbax cannot read .* index=True .* w cannot be .* computed"):
             checkpointer.save(tmp_path / "refused", args=ost.SafetensorsSave(tree, index=True))
         with caplog.at_level("INFO", logger="orbax_safetensors"):
             checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree))
     assert "is saved without an index for Orbax: w cannot be found in the files as they are" in caplog.text
+    assert not {path.name for path in (tmp_path / "saved").iterdir()} & FOR_ORBAX
+
+
+def test_a_variant_that_cannot_be_noted(tmp_path):
+    family = ost.mapping.Family("mine.varied", (), lambda config, kind: {"w": ost.mapping.tensor("w", (4,))})
+    with ocp.Checkpointer(ost.SafetensorsHandler(family=family, variant={"kind": np.float32})) as checkpointer:
+        checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave({"w": np.ones(4, np.float32)}))
+        with pytest.raises(ost.TensorMismatchError, match="variant .* cannot be noted"):
+            checkpointer.save(tmp_path / "refused", args=ost.SafetensorsSave({"w": np.ones(4)}, index=True))
     assert not {path.name for path in (tmp_path / "saved").iterdir()} & FOR_ORBAX
 
 
@@ -422,7 +426,8 @@ def test_addresses_that_share_bytes(two_files):
 BAD = {
     "_METADATA": [b"", b"{", b"[]", b'{"tree_metadata": 3}', b"\xff", b"null"],
     "_sharding": [b"", b"{", b"[]", b'{"a": 3}', b'{"!": "{}"}', b"null"],
-    "_LINKED_FILES": [b"", b"{", b"[]", b'{"files": 3}', b'{"files": {}, "saved": 3}', b'{"files": {"a": 3}}', b"null"],
+    "_LINKED_FILES": [b"", b"{", b"[]", b'{"files": 3}', b'{"files": {}, "saved": 3}', b"null"]
+    + [b'{"files": {}, "saved": {"family": 3}}', b'{"files": {}, "saved": {"variant": [1]}}'],
 }
 
 

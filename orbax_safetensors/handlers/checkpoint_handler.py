@@ -130,7 +130,9 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 class SafetensorsRestore(ocp.args.CheckpointArgs):
     """What to restore.
 
-    With neither `item` nor `restore_args`, all tensors come back as a flat dict of NumPy arrays, in one process only.
+    With neither `item` nor `restore_args`, the tree comes back that was saved: its containers and empty nodes as Orbax
+    restores them, arrays with their shardings, or as NumPy arrays in one process whose devices are others. If that is
+    not noted beside the files, all tensors come back as a flat dict of NumPy arrays, in one process only.
 
     Attributes:
       item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree. The tree that comes

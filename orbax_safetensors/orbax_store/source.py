@@ -257,7 +257,7 @@ def recorded_shardings(content: bytes | None, directory: str) -> dict[str, ocp.m
     """
     path = f"{directory}/{SHARDING_FILE}"
     with stored(f"{path}: is not what Orbax writes"):
-        return _sharding_metadata(json.loads(content or b"{}"), path)
+        return _sharding_metadata(json.loads(b"{}" if content is None else content), path)
 
 
 def open_orbax(path: str | os.PathLike[str], *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:

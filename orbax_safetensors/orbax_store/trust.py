@@ -80,6 +80,9 @@ def read_note(store: Store, directory: str) -> Note | None:
         files, saved = document["files"], document.get("saved")
         if not isinstance(files, dict) or not isinstance(saved, dict | None):
             raise TypeError(f"expected dicts, found {document!r:.80}")
+        family, variant = (saved or {}).get("family"), (saved or {}).get("variant")
+        if not isinstance(family, str | None) or not isinstance(variant, dict | None):
+            raise TypeError(f"expected a name and a dict, found {saved!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
     return Note(files, saved)

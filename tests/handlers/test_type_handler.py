@@ -63,7 +63,7 @@ def test_a_handler_alone_saves_over_nothing(tmp_path, params):
     handler.save(directory, args=ocp.args.PyTreeSave(params))
     handler.finalize(directory)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ost.StorageError, match="already exists, and holds .*safetensors; delete these files"):
+    with pytest.raises(ost.StorageError, match="already exists, and holds model.safetensors, .*; delete these files"):
         handler.save(directory, args=ocp.args.PyTreeSave({**params, "more": jnp.zeros(3)}))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 

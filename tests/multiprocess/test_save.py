@@ -127,6 +127,18 @@ def test_leaves_that_only_some_processes_have_are_written_once(together, scenari
     assert sum(found["bytes_written"][0] for found in counted) == data_bytes(together[0] / directory)
 
 
+def test_one_process_restores_it_with_stock_orbax(together):
+    wanted = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=workers_save.array(leaf, full_mesh(), "y").sharding)
+        for name, leaf in workers_save.VALUES.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(together[0] / "for orbax", wanted)
+    assert sorted(restored) == sorted(workers_save.VALUES)
+    for name, host in workers_save.VALUES.items():
+        assert np.asarray(restored[name]).tobytes() == host.tobytes(), name
+
+
 def test_a_manager_keeps_the_last_steps(together):
     assert values(together, "managed") == [[2, 3]] * len(together[1])
     assert sorted(path.name for path in (together[0] / "managed").iterdir()) == ["2", "3"]

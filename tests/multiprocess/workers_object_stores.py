@@ -125,6 +125,11 @@ def _again(directory: str, job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     names = {"a": array(VALUES["table"], mesh, ("x", "y")), "b": VALUES["table"]}
     fewer = {"a": names["b"]}
     with ost.SafetensorsCheckpointer(options=own) as checkpointer:
+        try:
+            checkpointer.save(directory, args=ost.SafetensorsSave(names, index=True))
+            no_index = ""
+        except ost.SafetensorsError as error:
+            no_index = str(error)
         checkpointer.save(directory, names, custom_metadata={"epoch": 1})
         try:
             checkpointer.save(directory, fewer)
@@ -135,6 +140,7 @@ def _again(directory: str, job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         checkpointer.save(directory, fewer, force=True)
         metadata = checkpointer.metadata(directory)
     return {
+        "no index": no_index,
         "said": said,
         "before": before,
         "after": sorted(metadata.item_metadata.tree),

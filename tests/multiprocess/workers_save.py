@@ -246,6 +246,24 @@ def saved_and_restored(site: Site) -> None:
 
 
 @scenario
+def restored_by_stock_orbax(site: Site) -> None:
+    """What several processes save, Orbax restores in as many, into other shardings and into those that were saved."""
+    tree = _all("x", "y")(site.mesh)
+    save(site.root / "for orbax", tree)
+    other = _all(None, ("y", "x"))(site.mesh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        for restored, like in (
+            (checkpointer.restore(site.root / "for orbax"), tree),
+            (checkpointer.restore(site.root / "for orbax", other), other),
+            (ost.SafetensorsHandler().restore(epath.Path(site.root / "for orbax")), tree),
+        ):
+            assert sorted(restored) == sorted(like)
+            for name, found in restored.items():
+                assert found.sharding == like[name].sharding
+                assert not (wrong := different_shards(found, VALUES[name])), (name, wrong)
+
+
+@scenario
 def a_leaf_that_some_processes_have(site: Site) -> dict[str, list[int]]:
     """Half of the processes, or two of eight devices, hold a leaf; with two processes that is one process."""
     devices = jax.devices()
