@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import posixpath
 from collections.abc import Callable, Mapping
@@ -12,15 +11,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors import cooperative, targets
+from orbax_safetensors import cooperative, save_write, targets
 from orbax_safetensors import save as saving
 from orbax_safetensors.checkpoint import SUFFIX, Checkpoint, find_faults, read_checkpoint
-from orbax_safetensors.conversions import is_orbax, place
+from orbax_safetensors.conversions import is_orbax
 from orbax_safetensors.destination import Existing
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.exchanges import exchangeable
 from orbax_safetensors.io.arena import no_collection
-from orbax_safetensors.io.paths import as_text
+from orbax_safetensors.io.paths import as_text, place
 from orbax_safetensors.io.store import read_small
 from orbax_safetensors.io.stores import moves, store_of
 from orbax_safetensors.mapped import AskedFamily, fitted, mapped
@@ -149,7 +148,7 @@ def _restored(
     key = None
     if _all_together(path, item, restore_args, options):
         # Before anything can fail, and of nothing else: these are counted alike in all processes.
-        key = new_key(f"restore/{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+        key = new_key("restore", path)
 
     def placed() -> tuple[Checkpoint, targets.Request]:
         stored = _read_for(path, options.storage_options, key)
@@ -235,7 +234,7 @@ def write(save: saving.Save, shards: saving.Shards, directory: PathLike) -> None
 
     Raises `StorageError` in every process where one fails.
     """
-    saving.write(save, shards, os.fspath(directory))
+    save_write.write(save, shards, os.fspath(directory))
 
 
 def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
@@ -243,7 +242,7 @@ def write_beside(directory: PathLike, files: Mapping[str, str], *, options: Safe
 
     Raises `StorageError` in every process where it fails.
     """
-    saving.write_beside(os.fspath(directory), files, options)
+    save_write.write_beside(os.fspath(directory), files, options)
 
 
 def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:

@@ -17,7 +17,7 @@ from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
-from orbax_safetensors.io.paths import SCHEMES, as_text, is_url
+from orbax_safetensors.io.paths import place
 from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapped import AskedFamily, mapped, read_config, taken_apart
 from orbax_safetensors.mapping import registry
@@ -152,20 +152,6 @@ def _not_for(what: str, **given: Any) -> None:
     for argument, value in given.items():
         if value:
             raise SafetensorsError(f"{argument} is not for {what}")
-
-
-def place(path: PathLike) -> str:
-    """An absolute path, or a URL as it is but for a slash at its end; `StorageError` where there is none."""
-    path = as_text(path)
-    if is_url(path):
-        scheme, _, rest = path.partition("://")
-        if scheme in SCHEMES and not rest.partition("/")[0]:
-            raise StorageError(f"{path}: expected a name after {scheme}://")
-        return path.rstrip("/")
-    try:
-        return os.path.abspath(path)
-    except FileNotFoundError as error:
-        raise StorageError(f"{path}: is in the working directory, which was deleted") from error
 
 
 def _safetensors_to_orbax(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,8 +29,10 @@ _counts: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
 
-def new_key(purpose: str) -> str:
-    """A key for agreements. Every process asks for those of one purpose in the same order."""
+def new_key(purpose: str, path: str = "") -> str:
+    """A key for agreements. Every process asks for those of one purpose, and one path, in the same order."""
+    if path:  # which may be of any length, and hold bytes that are no text
+        purpose = f"{purpose}/{hashlib.sha256(os.fsencode(path)).hexdigest()}"
     with _lock:
         _counts[purpose] += 1
         return f"orbax_safetensors/{purpose}/{_counts[purpose]}"

@@ -11,9 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import posixpath
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,40 +24,28 @@ from orbax_safetensors import arrays
 from orbax_safetensors.destination import Existing, make_room
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.format.layout import INDEX_NAME, Layout, lay_out
+from orbax_safetensors.format.layout import Layout, lay_out
 from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.io.local import rename
-from orbax_safetensors.io.store import NewFile, Store, write_small
+from orbax_safetensors.io.store import Store
 from orbax_safetensors.io.stores import store_of
-from orbax_safetensors.io.upload import files_at_once
-from orbax_safetensors.mapped import CONFIG_NAME, AskedFamily, Tensors, as_config, taken_apart
+from orbax_safetensors.mapped import AskedFamily, Tensors, as_config, taken_apart
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.finding import TREE_FILE
-from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE
-from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.plan.groups import by_tensors
-from orbax_safetensors.plan.plan import Block, Location, locations, transfer_plan
+from orbax_safetensors.plan.plan import Block, Location, locations
 from orbax_safetensors.plan.view import Box
-from orbax_safetensors.processes import forget, new_key, together
+from orbax_safetensors.processes import new_key, together
 from orbax_safetensors.save_index import IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save_pieces import Views, numbered, own_files, places_in, unnamed
 from orbax_safetensors.save_whole import Move, file_bytes, moves, own_part, received
 from orbax_safetensors.save_whole import deal as deal_files
 from orbax_safetensors.sources import Source, resolve
-from orbax_safetensors.transfer import WholeFileWriter, Writer, batches
+from orbax_safetensors.transfer import batches
 
 logger = logging.getLogger(__name__)
 
-# jax.monitoring scalars, one of each for a save and process.
-EVENT_BYTES_WRITTEN = "/jax/orbax/write/safetensors/bytes_written"
-EVENT_NUM_WRITES = "/jax/orbax/write/safetensors/num_writes"
-EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
-
 # Hugging Face's loaders refuse a file that does not say which framework it is from.
 METADATA = {"format": "pt"}
-# The name of `TREE_FILE` until the files are whole, of which it makes a checkpoint of Orbax.
-_UNFINISHED = f"{TREE_FILE}.unfinished"
 _NO_INDEX_OF_PIECES = (
     "several processes save pieces of tensors to an object store, of which Orbax finds none by itself; save with "
     "SafetensorsOptions(whole_tensors=True), or without index=True"
@@ -106,7 +91,7 @@ def plan_save(
     Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, where the tree or the metadata
     cannot be stored or the processes do not have the same, and `StorageError` where there is no room for the files.
     """
-    key = new_key(f"save/{_hashed(directory)}")
+    key = new_key("save", directory)
 
     def planned() -> _Planned:
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
@@ -388,126 +373,3 @@ def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block
                 whole = tuple((0, size) for size in shard.shape)
                 block = Block(views[source.name, box], whole, shard.shape, shard.dtype)
             yield block, shard.reshape(-1).view(np.uint8)
-
-
-def write(save: Save, shards: Shards, directory: str) -> None:
-    """Writes the files of a save into `directory`, which is there and empty, together with the other processes.
-
-    Raises `StorageError` in every process where one fails; no file is then valid.
-    """
-    started = time.perf_counter()
-
-    def data() -> tuple[Store, str, int]:
-        store, path = store_of(directory, save.options.storage_options)
-        if store.whole and jax.process_index() == 0:
-            _write_config(save, path, store)
-        return store, path, _write_data(save, shards, path, store)
-
-    def facts() -> None:
-        if jax.process_index() == 0:
-            _write_facts(save, path, store)
-
-    store, path, nbytes = together(f"{save.key}/data", data)
-    together(f"{save.key}/facts", facts)
-    for part in ("plan", "pieces", "files", "copies", "data"):  # all have left these behind to come here
-        forget(f"{save.key}/{part}")
-    seconds = time.perf_counter() - started
-    logger.info(
-        "Saved %d tensors to %s: %d bytes written here in %.2f s",
-        sum(len(header.tensors) for _, header in save.layout.files),
-        directory,
-        nbytes,
-        seconds,
-    )
-
-
-def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int:
-    options = save.options
-    requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
-    _, of_each = files_at_once(requests)
-
-    def create(number: int) -> NewFile:
-        name, header = save.layout.files[number]
-        file = store.create(posixpath.join(directory, name), header.file_bytes, of_each)
-        if store.whole:
-            file.write(0, [memoryview(header.encode())])
-        return file
-
-    num_writes = 0
-    with (WholeFileWriter if store.whole else Writer)(create, requests) as writer:
-        for batch in shards.batches(save.options.in_flight_bytes):
-            blocks = [block for block, _ in batch]
-            plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
-            writer.run(plan, blocks, [memory for _, memory in batch])
-            num_writes += plan.num_requests
-            del batch, blocks  # before the next batch comes to the host
-        if isinstance(writer, WholeFileWriter):
-            writer.finish(range(len(save.layout.files)))
-        elif save.options.fsync:
-            writer.sync()
-        counters = writer.counters
-    jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(counters.nbytes))
-    jax.monitoring.record_scalar(EVENT_NUM_WRITES, float(num_writes))
-    jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(counters.num_requests))
-    return counters.nbytes
-
-
-def _write_facts(save: Save, directory: str, store: Store) -> None:
-    """Writes what makes the files a checkpoint, which it is with the last of it.
-
-    That are config, indexes and headers; of files that are there and whole already, only the indexes.
-    """
-    if store.whole:
-        _write_index(save, directory, store)
-        if save.index is not None:
-            save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))
-        return
-    _write_config(save, directory, store)
-    if save.index is not None:
-        below = [posixpath.join(directory, name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
-        for path in below:
-            store.make(path)
-        renamed = {TREE_FILE: _UNFINISHED}
-        save.index.write(
-            directory, lambda name, content: _write_small(save, directory, renamed.get(name, name), content, store)
-        )
-        for path in below if save.options.fsync else ():
-            store.sync(path)
-    _write_index(save, directory, store)
-    for name, header in save.layout.files:
-        _write_small(save, directory, name, header.encode(), store)
-    if save.index is not None and save.index.tree is not None:
-        rename(posixpath.join(directory, _UNFINISHED), posixpath.join(directory, TREE_FILE))
-    if save.options.fsync:
-        store.sync(directory)
-
-
-def write_beside(directory: str, files: Mapping[str, str], options: SafetensorsOptions) -> None:
-    """Writes small files, in order, from one process; raises `StorageError` in every process where it fails."""
-
-    def written() -> None:
-        if jax.process_index() == 0:
-            store, path = store_of(directory, options.storage_options)
-            for name, text in files.items():
-                write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
-
-    together(f"{new_key(f'beside/{_hashed(directory)}')}/written", written)
-
-
-def _hashed(directory: str) -> str:
-    """A path as part of a key, which may be of any length and hold bytes that are no text."""
-    return hashlib.sha256(os.fsencode(directory)).hexdigest()
-
-
-def _write_index(save: Save, directory: str, store: Store) -> None:
-    if save.layout.index is not None:
-        _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
-
-
-def _write_config(save: Save, directory: str, store: Store) -> None:
-    if save.config is not None:
-        _write_small(save, directory, CONFIG_NAME, save.config.encode(), store)
-
-
-def _write_small(save: Save, directory: str, name: str, content: bytes, store: Store) -> None:
-    write_small(store, posixpath.join(directory, name), content, sync=save.options.fsync)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api, processes
+from orbax_safetensors import api, processes, save_write
 from orbax_safetensors import save as saving
 from orbax_safetensors.format.names import some
 from orbax_safetensors.io import local
@@ -403,9 +403,9 @@ def test_scalars_of_one_save(tmp_path):
             save(tmp_path, tree)
     finally:
         jax.monitoring.unregister_scalar_listener(listen)
-    assert found[saving.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
+    assert found[save_write.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
     data = [begin for begin, _ in writes["model.safetensors"] if begin]
-    assert found[saving.EVENT_STORAGE_WRITES] == found[saving.EVENT_NUM_WRITES] == len(data)
+    assert found[save_write.EVENT_STORAGE_WRITES] == found[save_write.EVENT_NUM_WRITES] == len(data)
 
 
 def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
@@ -571,7 +571,7 @@ def test_memory_that_runs_out_is_a_storage_error(tmp_path, monkeypatch):
     def no_memory(*_, **__):
         raise MemoryError("no memory for a staging buffer")
 
-    monkeypatch.setattr(saving, "transfer_plan", no_memory)
+    monkeypatch.setattr(save_write, "transfer_plan", no_memory)
     with nothing_left(tmp_path), pytest.raises(ost.StorageError, match="no memory for a staging buffer") as caught:
         save(tmp_path, faulty_tree())
     assert isinstance(caught.value.__cause__, MemoryError)
@@ -593,9 +593,14 @@ def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step
     """They would wait for this one."""
     told = []
     monkeypatch.setattr(processes, "exchange", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
-    does = {"plan": "resolve", "copies": "_copies", "data": "_write_data", "facts": "_write_facts"}
+    does = {
+        "plan": (saving, "resolve"),
+        "copies": (saving, "_copies"),
+        "data": (save_write, "_write_data"),
+        "facts": (save_write, "_write_facts"),
+    }
     checkpointer = ocp.AsyncCheckpointer if step == "copies" else ocp.Checkpointer
-    with mock.patch.object(saving, does[step], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(*does[step], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         checkpointer(ost.SafetensorsHandler()).save(tmp_path / "to", {"a": np.ones(3)})
     assert [(at, own.partition("\n")[2]) for at, own in told][-1] == (step, "KeyboardInterrupt: ")
 
@@ -650,4 +655,4 @@ def test_a_directory_that_is_missing(tmp_path):
         TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
     )
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        saving.write(plan, saving.Shards(plan), str(tmp_path / "missing"))
+        save_write.write(plan, saving.Shards(plan), str(tmp_path / "missing"))

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import jax
 
-from orbax_safetensors.conversions import place
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.io.paths import place
 from orbax_safetensors.processes import new_key, together
 
 # The longest that a process which has failed waits for the others, in seconds, where they do not know of it. Then JAX

@@ -31,9 +31,10 @@ from orbax_safetensors.cli.partition import (
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
-from orbax_safetensors.conversions import is_orbax, place
+from orbax_safetensors.conversions import is_orbax
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.io.arena import no_collection
+from orbax_safetensors.io.paths import place
 from orbax_safetensors.io.store import Pace
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate, estimate_time

@@ -17,10 +17,11 @@ from orbax_safetensors.cli.convert import (
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.cli.units import parse_bytes
-from orbax_safetensors.conversions import is_orbax, place
+from orbax_safetensors.conversions import is_orbax
 from orbax_safetensors.convert import reshard
 from orbax_safetensors.convert_planning import plan_reshard
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.io.paths import place
 from orbax_safetensors.processes import new_key, together
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from orbax_safetensors import api
 from orbax_safetensors.checkpoint import read_checkpoint
 from orbax_safetensors.cli.tables import Output
-from orbax_safetensors.conversions import is_orbax, place
+from orbax_safetensors.conversions import is_orbax
+from orbax_safetensors.io.paths import place
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaves import STRING
 

@@ -41,3 +41,17 @@ def shown(path: str) -> str:
 def is_url(path: str) -> bool:
     """Whether a path is a URL, of whatever scheme."""
     return "://" in path
+
+
+def place(path: str | os.PathLike[str]) -> str:
+    """An absolute path, or a URL as it is but for a slash at its end; `StorageError` where there is none."""
+    path = as_text(path)
+    if is_url(path):
+        scheme, _, rest = path.partition("://")
+        if scheme in SCHEMES and not rest.partition("/")[0]:
+            raise StorageError(f"{path}: expected a name after {scheme}://")
+        return path.rstrip("/")
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise StorageError(f"{path}: is in the working directory, which was deleted") from error

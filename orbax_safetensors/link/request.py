@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.io.paths import as_text, is_url
+from orbax_safetensors.io.paths import is_url, place
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_store.places import absolute, check_literal, is_remote
 from orbax_safetensors.streaming.partition import AskedMesh, Partition, Spec, partition
@@ -70,17 +70,10 @@ class LinkRequest:
         return self.destination == self.directory
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
+def _absolute(path: PathLike) -> str:
     """An absolute path, or the URL of a `gs://` directory; another URL as it is, which `LinkRequest` refuses."""
-    text = as_text(path)
-    if is_remote(text):
-        return absolute(text)
-    if is_url(text):
-        return text
-    try:
-        return os.path.abspath(text)
-    except FileNotFoundError as error:
-        raise StorageError(f"{text}: is in the working directory, which was deleted") from error
+    text = place(path)
+    return absolute(text) if is_remote(text) else text
 
 
 def link_request(

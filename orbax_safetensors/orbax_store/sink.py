@@ -81,7 +81,7 @@ class OrbaxSink:
         leaf cannot be stored or what was left behind is of another sink; in every process, before anything is written.
         """
         self.path = absolute(path)
-        self._key = new_key(f"orbax/{hashlib.sha256(os.fsencode(self.path)).hexdigest()}")
+        self._key = new_key("orbax", self.path)
         self._budget = Budget(memory_bytes)
         self._compression = compression
         self._lock = threading.Lock()

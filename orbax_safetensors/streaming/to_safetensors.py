@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from collections.abc import Iterable, Sequence
 
@@ -92,7 +91,7 @@ class ToSafetensors:
         """See `Work`."""
         source, numbers = self.source, self._numbers
         told = digest(source, self._files, self._beside, self._cuts)
-        key = new_key(f"convert/{hashlib.sha256(os.fsencode(self._destination)).hexdigest()}")
+        key = new_key("convert", self._destination)
         process = jax.process_index()
         primary = process == 0
         run = exchange(f"{key}/run", secrets.token_hex(8))[0]
