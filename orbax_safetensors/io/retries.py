@@ -109,6 +109,8 @@ class Retries:
             ended: Exception | None = None
             try:
                 return await attempt()
+            except StorageError:  # a `MissingError` is a `FileNotFoundError`, too
+                raise
             except ChangedError as error:
                 ended = ChangedError(str(error))
             except FileNotFoundError:
