@@ -24,8 +24,8 @@ from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpo
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
-from orbax_safetensors.link.plan import LinkPlan, plan_link
-from orbax_safetensors.link.run import Link, link
+from orbax_safetensors.linking.plan import LinkPlan, plan_link
+from orbax_safetensors.linking.run import Link, link
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.plan.conversion import ConversionPlan
 from orbax_safetensors.plan.estimate import TimeEstimate, estimate_time

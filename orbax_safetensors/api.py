@@ -336,7 +336,7 @@ def _index_faults(path: PathLike, storage_options: Mapping[str, Any] | None) -> 
         ]
         for file in checkpoint.files
     }
-    return list(index_faults(checkpoint.path, tensors))
+    return list(index_faults(checkpoint.path, tensors, names_tensors=note.names_tensors))
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:

@@ -23,6 +23,7 @@ from orbax_safetensors.orbax_store.linked_item import (
     item_files,
     linked,
     linked_entries,
+    misread,
     record_shardings,
 )
 from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
@@ -41,7 +42,7 @@ class IndexAs(NamedTuple):
     Attributes:
       wanted: True for one or an error, None for one if there can be one, False for none.
       zarr3: whether arrays are described in version 3 of Zarr.
-      whole_tree: whether the tree is noted, too, which else Orbax itself does.
+      whole_tree: whether the index holds the tree, too; otherwise Orbax itself writes that.
     """
 
     wanted: bool | None = None
@@ -67,6 +68,7 @@ class SavedIndex:
     layout: Layout
     places: Mapping[str, Location]
     zarr3: bool
+    names_tensors: bool  # whether the names of arrays are those of the stored tensors
     saved: Mapping[str, Any] | None  # see `orbax_store.trust.noted`
 
     def write(self, directory: str, write: Callable[[str, bytes], None]) -> None:
@@ -76,12 +78,16 @@ class SavedIndex:
         """
         headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
         sizes = {name: header.file_bytes for name, header in self.layout.files}
-        write(TRUST_FILE, noted({name: fingerprint(sizes[name], headers[name]) for name in headers}, self.saved))
+        write(
+            TRUST_FILE,
+            noted({name: fingerprint(sizes[name], headers[name]) for name in headers}, self.names_tensors, self.saved),
+        )
         write_references(self._entries(), write)
         if self.tree is None:
             record_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
             return
-        for name, content in item_files(self.tree).items():
+        whole = all(array.is_whole for array in self.arrays.values())
+        for name, content in item_files(self.tree, whole=whole).items():
             write(name, content)
 
     def _entries(self) -> Iterator[Entry]:
@@ -113,7 +119,9 @@ def saved_index(
     reasons = {}
     for source in sources:
         view = source.view if source.view.dtype == source.dtype else replace(source.view, dtype=source.dtype)
-        found = linked(view, _leaf(source, _kind(leaves[source.name])), _CHUNK_BYTES, zarr3=zarr3)
+        found = misread(source.name) or linked(
+            view, _leaf(source, _kind(leaves[source.name])), _CHUNK_BYTES, zarr3=zarr3
+        )
         if isinstance(found, str):
             reasons[source.name] = found
         else:
@@ -122,7 +130,7 @@ def saved_index(
         name, reason = next(iter(reasons.items()))
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
     tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in leaves]) if whole_tree else None
-    return SavedIndex(arrays, tree, layout, places, zarr3, saved if whole_tree else None)
+    return SavedIndex(arrays, tree, layout, places, zarr3, saved["family"] is None, saved if whole_tree else None)
 
 
 def _kind(leaf: Any) -> str:

@@ -75,7 +75,7 @@ def saved_tree(
     except MappingError as error:
         logger.warning("%s: was saved with a family that is not known here: %s", path, error)
         return None
-    if asked is not None and (registry.find(asked, config) != found or (variant is not None and variant != own[1])):
+    if (asked is not None and registry.find(asked, config) != found) or (variant is not None and variant != own[1]):
         return None
     for fault in note.changed(checkpoint.store, checkpoint.path):
         raise fault

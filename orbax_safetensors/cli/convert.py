@@ -18,7 +18,7 @@ from orbax_safetensors.conversions import MEMORY_BYTES
 from orbax_safetensors.convert import Conversion, convert
 from orbax_safetensors.convert_planning import plan_convert
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.link.run import Link
+from orbax_safetensors.linking.run import Link
 from orbax_safetensors.streaming.casts import Casts
 
 # Options that mean something in one direction only.

@@ -172,7 +172,8 @@ def _stored_names(directory: Any) -> Container[str]:
 
     None if it has no safetensors files; those of the tensors beside what Orbax has saved; all if there is no tree of
     Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes.
-    Raises `StorageError` if there is an index by which Orbax finds other leaves, and it is of other files.
+    None either if an index says which parts of tensors the leaves of a family are, which Orbax reads by itself. Raises
+    `StorageError` if there is an index and it is of other files.
     """
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()
@@ -182,4 +183,6 @@ def _stored_names(directory: Any) -> Container[str]:
     if (note := read_note(checkpoint.store, checkpoint.path)) is not None:
         for fault in note.changed(checkpoint.store, checkpoint.path):
             raise fault
+        if not note.names_tensors:
+            return frozenset()
     return frozenset(checkpoint.tensors)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 import tensorstore as ts
 
@@ -15,8 +17,12 @@ from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
 from orbax_safetensors.orbax_store.places import absolute, kvstore
 
-# As `ts.ocdbt.dump` writes where a value lies. A path may have colons.
+# As `ts.ocdbt.dump` writes where a value lies, with the path as in a URL.
 _LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
+
+
+# Files that TensorStore has written: of this database, of arrays that a link made, and of each process of Orbax.
+_DATA = re.compile(r"((made|ocdbt\.process_[^/]*)/)*d/[^/]*", re.DOTALL)
 
 
 class Extent(NamedTuple):
@@ -27,17 +33,22 @@ class Extent(NamedTuple):
     name: str
 
 
-def index_faults(directory: str, tensors: Mapping[str, Sequence[Extent]]) -> list[IndexFileError]:
+def index_faults(
+    directory: str, tensors: Mapping[str, Sequence[Extent]], *, names_tensors: bool
+) -> list[IndexFileError]:
     """What is wrong with the index in a directory, whose files have these `tensors` by file name.
 
-    Every chunk that lies in one of the files has to be in one tensor, and no two may share a byte. Raises
-    `StorageError` if the index cannot be read.
+    Every chunk has to be in one tensor of these files, that of its array's name if `names_tensors`, or in what Orbax
+    and TensorStore have written, and no two may share a byte of a tensor. Raises `StorageError` if the index cannot be
+    read.
     """
     of_files = defaultdict(list)
+    faults, where = [], f"{directory}/{MANIFEST}"
     for key, range_ in _ranges(directory):
         if range_.file in tensors:
             of_files[range_.file].append((range_.offset, range_.offset + range_.length, key))
-    faults, where = [], f"{directory}/{MANIFEST}"
+        elif not _DATA.fullmatch(range_.file):
+            faults.append(IndexFileError(f"{where}: {key!r}: lies in {range_.file!r}, which holds no arrays"))
     for file, ranges in of_files.items():
         extents = sorted(tensors[file])
         begins = [extent.begin for extent in extents]
@@ -46,6 +57,8 @@ def index_faults(directory: str, tensors: Mapping[str, Sequence[Extent]]) -> lis
             at = bisect_right(begins, begin) - 1
             if at < 0 or end > extents[at].end:
                 faults.append(IndexFileError(f"{where}: {key!r}: bytes {begin} to {end} of {file} are of no tensor"))
+            elif names_tensors and extents[at].name and not key.startswith(f"{extents[at].name}/"):
+                faults.append(IndexFileError(f"{where}: {key!r}: lies in the tensor {extents[at].name!r} of {file}"))
             elif begin < last[0]:
                 faults.append(IndexFileError(f"{where}: {key!r} and {last[1]!r} share bytes of {file}"))
             last = max(last, (end, key))
@@ -65,4 +78,5 @@ def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
                 if "location" in entry:
                     nodes.append(entry["location"])
                 elif found := _LOCATION.fullmatch(entry.get("indirect_value", "")):
-                    yield entry["key"].decode(errors="backslashreplace"), Range(found[1], int(found[2]), int(found[3]))
+                    file = os.fsdecode(unquote_to_bytes(found[1]))
+                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(found[2]), int(found[3]))

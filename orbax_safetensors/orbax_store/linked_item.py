@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ from orbax_safetensors.plan.view import View
 ARRAYS_FILE = "array_metadatas/process_0"
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
 
+# A key, of 65,535 bytes at most, is the name of an array and the position of a chunk.
+_MAX_NAME_BYTES = 60_000
 # Orbax's numbers of the kinds of nodes that a key may be of.
 _SEQUENCE, _DICT = 1, 2
 
@@ -40,11 +43,25 @@ class Linked(NamedTuple):
     leaf: OrbaxLeaf
     chunks: Chunks
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all chunks are stored. Those of padding are not, and are zeros."""
+        return self.chunks.count == prod(self.chunks.grid)
+
+
+def misread(name: str) -> str | None:
+    """Why an array of this name would not be found in an index by its name; None if it would."""
+    if name.endswith("/"):
+        return "its name ends in a slash, which TensorStore leaves out"
+    if len(name.encode("utf-8", "surrogateescape")) > _MAX_NAME_BYTES:
+        return f"its name is longer than {_MAX_NAME_BYTES} bytes, more than an index can hold"
+    return None
+
 
 def linked(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = True) -> Linked | str:
-    """A view as an array of which nothing has to be moved; a sentence that says why that cannot be, if so.
+    """Describe a view as an array of which nothing has to be moved; if that cannot be, a sentence says why.
 
-    `leaf` says all of the array but its chunks: its own are shards, whose edges chunks do not cross if they need not.
+    `leaf` describes the array. Its chunks are the shards, and those of the result do not cross their edges if possible.
     """
     found = chunks_in_place(view, leaf.chunk_shape, max_chunk_bytes)
     if isinstance(found, str):
@@ -54,9 +71,8 @@ def linked(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = T
     return Linked(replace(leaf, chunk_shape=found.shape), found)
 
 
-Locate = Callable[
-    [str], tuple[str, int]
-]  # the file of a stored tensor, by its path below the index, and where it begins
+# Finds the file of a stored tensor, by its path below the index, and the offset at which the tensor begins there.
+Locate = Callable[[str], tuple[str, int]]
 
 
 def linked_entries(name: str, array: Linked, locate: Locate, *, zarr3: bool = True) -> Iterator[Entry]:
@@ -148,10 +164,11 @@ def record_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
         transaction.commit_sync()
 
 
-def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
+def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
     """The small files of an item by their names; `_METADATA`, which makes it one, is the last.
 
-    `tree` has an `OrbaxLeaf` for every array and scalar. Empty nodes of it are noted, too.
+    `tree` has an `OrbaxLeaf` for every array and scalar. Empty nodes of it are noted, too. Unless all arrays are
+    `whole`, Orbax takes chunks that are missing for zeros; otherwise for an error.
     """
     named = [
         (path, jax.tree_util.keystr(path, simple=True, separator="."), leaf)
@@ -174,8 +191,8 @@ def item_files(tree: Any, custom_metadata: Any = None) -> dict[str, bytes]:
         "tree_metadata": {str(tuple(_key(part) for part in path)): _entry(path, leaf) for path, _, leaf in named},
         "use_ocdbt": True,
         "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": custom_metadata,
+        "store_array_data_equal_to_fill_value": whole,
+        "custom_metadata": None,
     }
     return {
         SHARDING_FILE: json.dumps(_shardings(leaves)).encode(),

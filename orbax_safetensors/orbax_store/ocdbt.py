@@ -80,11 +80,14 @@ class _Node(NamedTuple):
 
 
 def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], None]) -> int:
-    """Writes a database of `entries`, whose keys differ, and returns the bytes of its files.
+    """Writes a database of `entries`, whose keys differ, and returns the bytes of its files; none without entries.
 
     `write` is called with the path of a file, relative to the database's directory, and its content: with the nodes
     first and with the manifest, which makes them a database, last.
     """
+    entries = sorted(entries)
+    if not entries:
+        return 0
     data_file = f"{DATA_DIRECTORY}/{secrets.token_hex(16)}"
     content = bytearray()
 
@@ -94,7 +97,7 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
         return _Node(key, height, len(content) - len(node), len(node), num_keys, tree_bytes + len(node), range_bytes)
 
     nodes = []
-    for leaf in _parts(sorted(entries), lambda entry: len(entry[0]) + _inline_bytes(entry[1]) + _ENTRY_BYTES):
+    for leaf in _parts(entries, lambda entry: len(entry[0]) + _inline_bytes(entry[1]) + _ENTRY_BYTES):
         ranges = [value.length for _, value in leaf if isinstance(value, Range)]
         nodes.append(add(leaf[0][0], _leaf(leaf), 0, len(leaf), 0, sum(ranges)))
     while len(nodes) > 1:

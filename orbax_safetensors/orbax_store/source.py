@@ -244,8 +244,8 @@ def recorded_tree(tree: bytes, shardings: bytes | None, directory: str) -> Recor
     """
     with stored(f"{directory}/{TREE_FILE}: is not what Orbax writes"):
         nested = tree_metadata.InternalTreeMetadata.from_json(json.loads(tree)).as_nested_tree()
-    entries: dict[str, Any] = {}
-    structure = _structure(nested, None, entries, directory)
+        entries: dict[str, Any] = {}
+        structure = _structure(nested, None, entries, directory)
     kinds = {name: entry.value_type for name, entry in entries.items()}
     return RecordedTree(kinds, recorded_shardings(shardings, directory), structure)
 

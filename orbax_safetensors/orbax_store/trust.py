@@ -16,20 +16,25 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.header import PREFIX_BYTES, header_length
 from orbax_safetensors.io.store import Store, read_small
 
-# Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}}`, and of a save `{"saved": {...}}`.
+# Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and of a save
+# `{"saved": {...}}`.
 TRUST_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
 
 
-def fingerprints(store: Store, paths: Iterable[str]) -> bytes:
+def fingerprints(store: Store, paths: Iterable[str], *, names_tensors: bool) -> bytes:
     """The content of `TRUST_FILE` for some files of one directory."""
-    return noted({posixpath.basename(path): _fingerprint(store, path) for path in paths})
+    return noted({posixpath.basename(path): _fingerprint(store, path) for path in paths}, names_tensors)
 
 
-def noted(files: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Any] | None = None) -> bytes:
-    """The content of `TRUST_FILE`, given the `fingerprint` of each file, and how a tree was `saved` as these."""
-    return json.dumps({"files": files} | ({} if saved is None else {"saved": saved}), indent=1).encode()
+def noted(files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None) -> bytes:
+    """The content of `TRUST_FILE`, given the `fingerprint` of each file, and how a tree was `saved` as these.
+
+    `names_tensors` tells that the names of arrays in the index are those of stored tensors, as without a family.
+    """
+    note = {"files": files, "names_tensors": names_tensors} | ({} if saved is None else {"saved": saved})
+    return json.dumps(note, indent=1).encode()
 
 
 def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
@@ -43,10 +48,12 @@ class Note:
 
     Attributes:
       files: the `fingerprint` of each file, by name.
+      names_tensors: whether the names of arrays in the index are those of the tensors in the files.
       saved: how the tree was saved; None of a link.
     """
 
     files: Mapping[str, Mapping[str, Any]]
+    names_tensors: bool
     saved: Mapping[str, Any] | None
 
     def changed(self, store: Store, directory: str) -> list[StorageError]:
@@ -77,15 +84,15 @@ def read_note(store: Store, directory: str) -> Note | None:
     content = read_small(file, _MAX_BYTES)
     try:
         document = json.loads(content)
-        files, saved = document["files"], document.get("saved")
-        if not isinstance(files, dict) or not isinstance(saved, dict | None):
+        files, names_tensors, saved = document["files"], document["names_tensors"], document.get("saved")
+        if not isinstance(files, dict) or type(names_tensors) is not bool or not isinstance(saved, dict | None):
             raise TypeError(f"expected dicts, found {document!r:.80}")
         family, variant = (saved or {}).get("family"), (saved or {}).get("variant")
         if not isinstance(family, str | None) or not isinstance(variant, dict | None):
             raise TypeError(f"expected a name and a dict, found {saved!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
-    return Note(files, saved)
+    return Note(files, names_tensors, saved)
 
 
 def _fingerprint(store: Store, path: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 import orbax_safetensors as ost
-from tests.link.models import assert_same, read
+from tests.linking.models import assert_same, read
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

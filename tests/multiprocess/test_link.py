@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from tests.link.models import MADE, assert_same, make, mapped, read
+from tests.linking.models import MADE, assert_same, make, mapped, read
 from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_link import DATA, SAMPLES
 
@@ -45,7 +45,9 @@ def test_stock_orbax_restores_them_in_any_number_of_processes(processes, togethe
         }
         for sample in SAMPLES
     ]
-    found = launch("tests.link.stock:sharded_over_all", json.dumps(jobs), processes=processes, devices=8 // processes)
+    found = launch(
+        "tests.linking.stock:sharded_over_all", json.dumps(jobs), processes=processes, devices=8 // processes
+    )
     assert found == [[[] for _ in SAMPLES]] * processes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 import orbax_safetensors as ost
-from orbax_safetensors.link import run as link_run
-from tests.link.models import FAMILY
+from orbax_safetensors.linking import run as link_run
+from tests.linking.models import FAMILY
 from tests.multiprocess.workers_save import error_of
 
 DATA = Path(__file__).parents[2] / "testdata" / "maxtext"

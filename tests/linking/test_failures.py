@@ -12,10 +12,10 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.io.lock import Lock
-from orbax_safetensors.link import run
-from orbax_safetensors.link.staging import Staging
+from orbax_safetensors.linking import run
+from orbax_safetensors.linking.staging import Staging
 from tests.files import nothing_left
-from tests.link.models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.linking.models import FAMILY, MADE, arrays, assert_same, make, mapped, read
 
 PLACES = pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)

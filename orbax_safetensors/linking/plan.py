@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.link.decide import decide, nbytes
-from orbax_safetensors.link.objects import staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, PathLike, link_request
+from orbax_safetensors.linking.decide import decide, nbytes
+from orbax_safetensors.linking.objects import staging_of
+from orbax_safetensors.linking.request import CHUNK_BYTES, MEMORY_BYTES, PathLike, link_request
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_planning import OrbaxRestorePlan, plan_arrays
 from orbax_safetensors.orbax_store import OrbaxLeaf
@@ -46,7 +45,7 @@ class LinkPlan:
     Attributes:
       path: the directory.
       arrays: all arrays, in the order of the tree.
-      metadata_bytes: what is written of arrays that stay where they are.
+      metadata_bytes: of the index: addresses, and what Orbax has to know of all arrays.
       restore: what stock Orbax reads of the link on the mesh, None without a mesh. Chunks are read whole.
     """
 
@@ -126,7 +125,7 @@ def plan_link(
         written[0] += len(content)
 
     write_references(decision.entries(), count)
-    for content in item_files(decision.tree(made)).values():
+    for content in item_files(decision.tree(made), whole=decision.whole).values():
         count("", content)
     arrays = tuple(
         LinkedArray(
@@ -134,7 +133,7 @@ def plan_link(
             leaf.dtype.name,
             leaf.shape,
             leaf.chunk_shape,
-            decision.linked[name].chunks.count if name in decision.linked else prod(leaf.grid),
+            decision.num_chunks(name, leaf),
             nbytes(leaf),
             decision.reasons.get(name),
         )

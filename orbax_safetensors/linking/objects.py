@@ -14,9 +14,9 @@ from typing import Any
 from etils import epath
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.link.decide import MADE
-from orbax_safetensors.link.request import LinkRequest
-from orbax_safetensors.link.staging import NAMES, Staging
+from orbax_safetensors.linking.decide import MADE
+from orbax_safetensors.linking.request import LinkRequest
+from orbax_safetensors.linking.staging import NAMES, Staging
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.linked_item import STEP_FILES

@@ -12,7 +12,7 @@ from etils import epath
 
 import orbax_safetensors as ost
 from tests.files import DTYPES, random_bits, write
-from tests.link.models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.linking.models import FAMILY, MADE, arrays, assert_same, make, mapped, read
 
 OF_A_LINK = {
     "_CHECKPOINT_METADATA", "_LINKED_FILES", "_METADATA", "_sharding", "array_metadatas", "commit_success.txt", "d",

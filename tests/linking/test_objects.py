@@ -13,13 +13,13 @@ from etils import epath
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
-from orbax_safetensors.link.decide import Decision
-from orbax_safetensors.link.objects import ObjectStaging
+from orbax_safetensors.linking.decide import Decision
+from orbax_safetensors.linking.objects import ObjectStaging
 from orbax_safetensors.orbax_store import open_orbax, places
-from tests.link import stock
-from tests.link.models import FAMILY, MADE, arrays, assert_same, make, mapped, read
-from tests.link.test_link import DATA, made_by_maxtext
-from tests.link.test_places import OF_A_LINK, OF_A_MODEL
+from tests.linking import stock
+from tests.linking.models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.linking.test_link import DATA, made_by_maxtext
+from tests.linking.test_places import OF_A_LINK, OF_A_MODEL
 from tests.servers.faults import Answer
 
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
@@ -242,7 +242,7 @@ def test_killed_and_begun_anew(url, objects):
     """Without `resume`, also with other arguments; killed while it deletes what was there, it goes on with nothing."""
     with mock.patch.object(ObjectStaging, "finish", killed), pytest.raises(KilledError):
         ost.link(url, family=FAMILY)
-    with mock.patch("orbax_safetensors.link.objects.remove", killed), pytest.raises(KilledError):
+    with mock.patch("orbax_safetensors.linking.objects.remove", killed), pytest.raises(KilledError):
         ost.link(url)
     again = []
     with mock.patch.object(ObjectStaging, "finish", killed), pytest.raises(KilledError):

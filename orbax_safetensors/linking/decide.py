@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
-from orbax_safetensors.errors import StorageError
-from orbax_safetensors.link.request import LinkRequest
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.linking.request import LinkRequest
 from orbax_safetensors.mapped import mapped, read_config
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.envelope import Envelope, envelope
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.leaves import SCALAR
-from orbax_safetensors.orbax_store.linked_item import Linked, linked, linked_entries, scalar_entries
+from orbax_safetensors.orbax_store.linked_item import Linked, linked, linked_entries, misread, scalar_entries
 from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.orbax_store.places import is_remote
 from orbax_safetensors.plan.view import View
@@ -54,7 +54,7 @@ class Decision:
     def digest(self) -> str:
         """Equal for links of the same files into the same index."""
         stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
-        # A family is what it makes of the files: its own text tells where its functions are in this process.
+        # What a family makes of the files: its repr has the addresses of its functions, which differ between processes.
         mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
         what = (stamps, mapped, replace(self.request, family=None))
         return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
@@ -101,6 +101,18 @@ class Decision:
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
 
+    def num_chunks(self, name: str, made: OrbaxLeaf | None) -> int:
+        """The chunks that are stored of an array, which is one of `linked` or was `made`."""
+        if name in self.linked:
+            return self.linked[name].chunks.count
+        assert made is not None
+        return prod(made.grid)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all chunks of all arrays will be stored: those of padding are not."""
+        return all(array.is_whole for array in self.linked.values())
+
     def _locate(self, tensor: str) -> tuple[str, int]:
         location = self.checkpoint.location(tensor)
         return os.path.basename(self.checkpoint.files[location.file].path), location.begin
@@ -114,6 +126,8 @@ def decide(request: LinkRequest) -> Decision:
     checkpoint = read_checkpoint(request.source)
     if is_remote(request.source) and checkpoint.files[0].path == request.source:
         raise StorageError(f"{request.source}: is one object; below gs:// a link is of a directory")
+    if not checkpoint.tensors:
+        raise TensorMismatchError(f"{request.source}: holds no tensor")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
     around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
@@ -126,6 +140,8 @@ def decide(request: LinkRequest) -> Decision:
         if spec not in records:
             records[spec] = named_sharding(partition.mesh, spec)
         sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
+        if reason := misread(name):
+            raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
         found = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
         if isinstance(found, str):

@@ -15,10 +15,10 @@ import jax
 
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.io.arena import peak_bytes
-from orbax_safetensors.link.decide import Decision, decide, nbytes
-from orbax_safetensors.link.objects import ObjectStaging, staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, PathLike, link_request
-from orbax_safetensors.link.staging import Staging
+from orbax_safetensors.linking.decide import Decision, decide, nbytes
+from orbax_safetensors.linking.objects import ObjectStaging, staging_of
+from orbax_safetensors.linking.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, PathLike, link_request
+from orbax_safetensors.linking.staging import Staging
 from orbax_safetensors.mapped import AskedFamily
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.linked_item import item_files, step_files
@@ -40,7 +40,7 @@ class Link:
       path: the directory that is a checkpoint of Orbax.
       linked_bytes: bytes of arrays that stay in the files that they are in.
       made_bytes: bytes of arrays that had to be written, by all processes.
-      num_arrays, num_chunks: what the index has, without the chunks of arrays that had to be made.
+      num_arrays, num_chunks: what the index has.
       seconds: how long it took.
       peak_bytes: the most memory that this process had since it began.
     """
@@ -125,7 +125,7 @@ def link(
         sum(nbytes(one.leaf) for one in decision.linked.values()),
         sum(map(nbytes, made.values())),
         len(decision.linked) + len(made),
-        sum(one.chunks.count for one in decision.linked.values()),
+        sum(decision.num_chunks(name, made.get(name)) for name in decision.sharded),
         time.perf_counter() - started,
         peak_bytes(),
     )
@@ -161,8 +161,8 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         staging.keep_data()
     checkpoint = decision.checkpoint
     files = [file.path for file in checkpoint.files]
-    staging.write(TRUST_FILE, fingerprints(checkpoint.store, files))
-    small = item_files(decision.tree(made))
+    staging.write(TRUST_FILE, fingerprints(checkpoint.store, files, names_tensors=checkpoint.mapped is None))
+    small = item_files(decision.tree(made), whole=decision.whole)
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.beside:

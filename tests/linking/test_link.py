@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
-from tests.link import stock
+from tests.linking import stock
 
 DATA = Path(__file__).parents[2] / "testdata" / "maxtext"
 SAMPLES = sorted(path.name for path in DATA.iterdir() if path.is_dir())

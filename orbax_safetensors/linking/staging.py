@@ -17,8 +17,8 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.io.local import LocalStore, check_makeable
 from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.io.store import write_small
-from orbax_safetensors.link.decide import MADE
-from orbax_safetensors.link.request import LinkRequest
+from orbax_safetensors.linking.decide import MADE
+from orbax_safetensors.linking.request import LinkRequest
 from orbax_safetensors.orbax_store.finding import SHARDING_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
@@ -74,6 +74,7 @@ class Staging:
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
+            self.check_free()  # whoever had the lock may have finished
             begun = self._begun()
             self._take_back()
             if begun is not None and resume:
@@ -145,9 +146,7 @@ class Staging:
         try:
             if self._beside:
                 self._place()
-                for name in (_PLACED, _RECORD):
-                    os.unlink(os.path.join(self.path, name))
-                os.rmdir(self.path)
+                shutil.rmtree(self.path)
             else:
                 self._store.sync(self.path)
                 os.rename(self.path, self.destination)
