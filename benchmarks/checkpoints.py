@@ -81,6 +81,11 @@ def wide(*, matrices: int = 8, rows: int = 2048) -> Tensors:
     return {f"layers.{number}.weight": Tensor("BF16", (rows, 16_384)) for number in range(matrices)}
 
 
+def many(*, tensors: int = 200_000) -> Tensors:
+    """As many tensors as no model has yet, of 32 bytes each: what is left is the work for each of them."""
+    return {f"model.layers.{n // 100}.mlp.experts.{n % 100}.bias": Tensor("BF16", (16,)) for n in range(tensors)}
+
+
 def deepseek_v3() -> Tensors:
     """DeepSeek-V3 in bf16 with its extra prediction layer: 46,183 tensors, 1.37 TB."""
     hidden, vocabulary, heads, latent, query_latent = 7168, 129_280, 128, 512, 1536

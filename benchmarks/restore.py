@@ -143,6 +143,7 @@ SCENARIOS = {
         memory=9.0,
         targets=(at_most("peak memory / tensor bytes", peak, 1.1),),
     ),
+    "many": Scenario("200,000 tensors, 1 device", "many", {"layout": "leading"}, loaders=(PACKAGE, TORCH, NUMPY)),
     "processes-leading": Scenario(
         "8 processes, leading dimension",
         "llama",
@@ -176,6 +177,7 @@ def make_checkpoints(directory: Path, quick: bool) -> None:
     checkpoints.write(directory / "llama", checkpoints.llama(**small if quick else {}), files=4)
     checkpoints.write_aligned(directory / "llama-aligned", directory / "llama")
     checkpoints.write(directory / "wide", checkpoints.wide(rows=128 if quick else 2048), files=2)
+    checkpoints.write(directory / "many", checkpoints.many(tensors=2000 if quick else 200_000), files=1)
 
 
 def measure(scenario: Scenario, loader: str, directory: Path, first: bool) -> list[dict[str, Any]]:

@@ -83,14 +83,15 @@ class Filling:
         with no_collection():
             fills = [_Fill(target, blocks(target)) for target in targets]
             groups = in_file_order(self.checkpoint, targets)
-            sized = [(group, sum([fills[at].leaving for at in group])) for group in groups]
+            leaving_of = [fill.leaving for fill in fills]
+            sized = [(group, sum(map(leaving_of.__getitem__, group))) for group in groups]
             batched = list(batches(sized, self.options.in_flight_bytes // 2))
         values: list[Any] = [None] * len(fills)
         in_flight: deque[tuple[list[jax.Array], int]] = deque()
         held = 0
         for together in batched:
             batch = [at for group in together for at in group]
-            leaving = sum([fills[at].leaving for at in batch])
+            leaving = sum(map(leaving_of.__getitem__, batch))
             while in_flight and held + leaving > self.options.in_flight_bytes:
                 transferred, nbytes = in_flight.popleft()
                 jax.block_until_ready(transferred)

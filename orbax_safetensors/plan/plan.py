@@ -175,14 +175,14 @@ def transfer_plan(
     `locate` knows the stored tensors of their views. With `max_gap_bytes` above 0, some bytes that no block holds are
     moved too, which only reads may do. Bytes that are not staged are moved in requests of at most `max_request_bytes`.
     """
-    uses: dict[str, list[tuple[End, Copy]]] = {}
+    uses: dict[str, list[tuple[int, Ops, Copy]]] = {}  # of every tensor: the block, and what happens on the way there
     constants = []
     for number, block in enumerate(blocks):
         for name, copy, ops in block.view.copies(block.box, block.shape):
             if name is None:
                 constants.append(Constant(End(number, ops), copy))
             else:
-                use = End(number, ops), copy
+                use = number, ops, copy
                 if name in uses:
                     uses[name].append(use)
                 else:
@@ -194,13 +194,13 @@ def transfer_plan(
     for location, name in located:
         own = uses[name]
         # Lists first: a generator costs as much as all else that is done for a small tensor.
-        copies = tuple([(copy, same_bits(end.ops, location.dtype, blocks[end.block].dtype)) for end, copy in own])
+        copies = tuple([(copy, same_bits(ops, location.dtype, blocks[number].dtype)) for number, ops, copy in own])
         gathered = gather_at(location, copies, max_gap_bytes)
         gathers.append(gathered)
         for reads in gathered.ranges:
-            ranges.append((location.file, location.begin + reads.runs.begin, reads, own[reads.buffer][0].block))
+            ranges.append((location.file, location.begin + reads.runs.begin, reads, own[reads.buffer][0]))
         if gathered.windowed:
-            ends = tuple([end for end, _ in own])
+            ends = tuple([End(number, ops) for number, ops, _ in own])
             parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
     extents = tuple(_extents(ranges, max_request_bytes))
     joined = Counter(extent.file for extent in extents)

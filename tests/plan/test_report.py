@@ -92,7 +92,7 @@ def test_the_report_counts_what_is_planned(data, gap, per_file):
     for number in range(data.draw(st.integers(1, 4))):
         made = data.draw(compositions())
         renamed = {name: f"{number}.{name}" for name in made.stored}
-        view = replace(made.view, pieces=tuple(replace(p, tensor=renamed[p.tensor]) for p in made.view.pieces))
+        view = replace(made.view, pieces=tuple(p._replace(tensor=renamed[p.tensor]) for p in made.view.pieces))
         shape = tuple(size + data.draw(st.integers(0, 2)) for size in view.shape)
         held = [tuple(data.draw(st.lists(boxes(shape), min_size=1, max_size=3))) for _ in range(2)]
         leaves.append(Leaf(str(number), view, shape, data.draw(st.sampled_from([F4, F2])), held))
