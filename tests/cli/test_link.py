@@ -43,10 +43,9 @@ def test_a_plan_is_what_is_made_then(cli, tmp_path):
     plan = json.loads(cli(*asked, "--plan", "--json").out)
     assert not (tmp_path / "to").exists()
     done = json.loads(cli(*asked, "--json").out)
-    for figure in ("path", "linked_bytes", "made_bytes"):
+    for figure in ("path", "linked_bytes", "made_bytes", "num_chunks"):
         assert plan[figure] == done[figure]
     assert len(plan["arrays"]) == done["num_arrays"]
-    assert sum(array["num_chunks"] for array in plan["arrays"] if array["made"] is None) == done["num_chunks"]
     reasons = {array["name"]: array["made"] for array in plan["arrays"]}
     assert reasons["params.token_embedder.embedding"] == "its elements are computed (scale)"
     assert reasons["params.decoder.layers.layers_0.mlp.wo.kernel"] is None
