@@ -108,10 +108,10 @@ def plan_save(
         groups = tuple(_owned(grouped(sources)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
         plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options), saved)
-        if plan.store.whole:
-            return plan if jax.process_count() > 1 else plan._replace(save=replace(save, index=indexed(plan, layout)))
+        if plan.store.whole and jax.process_count() > 1:
+            return plan  # to files of another layout
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
-        if jax.process_index() == 0:
+        if not plan.store.whole and jax.process_index() == 0:
             make_room(plan.store, plan.path, existing)
         return plan
 
