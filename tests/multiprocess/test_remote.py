@@ -21,9 +21,9 @@ def test_every_layout_of_a_tree(name, request, tmp_path):
     assert [result["wrong"] for result in results] == [[], []]
     log = [one for one in place.server.log if one.path.endswith(".safetensors") and one.method == "GET"]
     heads = sum(min(HEAD_BYTES, path.stat().st_size) for path in tmp_path.glob("*.safetensors"))
-    for result in results:
-        sent = sum(one.sent for one in log if one.process == result["process"])
-        assert sent == result["read_bytes"] + result["opened"] * heads
+    # Of all processes: whose a connection was cannot be told once it is closed.
+    expected = sum(result["read_bytes"] + result["opened"] * heads for result in results)
+    assert sum(one.sent for one in log) == expected
 
 
 def test_restores_of_one_process_wait_for_nobody(web):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Restores all tensors in every layout of a tree: which shards are wrong, and what was planned to be read."""
     own = ost.SafetensorsOptions(storage_options=job["options"])
     reference = Reference(Path(job["directory"]))
-    found: dict[str, Any] = {"process": os.getpid(), "wrong": [], "read_bytes": 0, "opened": 0}
+    found: dict[str, Any] = {"wrong": [], "read_bytes": 0, "opened": 0}
     for label, layouts in cases.TREES.items():
         mesh = cases.MESHES[label].mesh()
         for layout, specs in layouts.items():
