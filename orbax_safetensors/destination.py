@@ -9,7 +9,6 @@ that nobody saved.
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,18 +20,11 @@ from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
 from orbax_safetensors.io.remote import READ_ONLY
 from orbax_safetensors.io.store import Store
-from orbax_safetensors.orbax_store.finding import SHARDING_FILE, TREE_FILE
-from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE
-from orbax_safetensors.orbax_store.ocdbt import MANIFEST
-from orbax_safetensors.orbax_store.trust import TRUST_FILE
+from orbax_safetensors.orbax_store.linked_item import INDEX_NAMES
 
 # What becomes of what is there: nothing, but there must be no file of a checkpoint; there must be nothing; it is
 # deleted, with all that is below it.
 Existing = Literal["kept", "refused", "deleted"]
-
-
-# What the names of an index for Orbax begin with.
-_OF_INDEXES = (TREE_FILE, SHARDING_FILE, MANIFEST, TRUST_FILE, posixpath.dirname(ARRAYS_FILE))
 
 
 def make_room(store: Store, directory: str, existing: Existing) -> None:
@@ -70,4 +62,4 @@ def _check_text(directory: str) -> None:
 def _of_checkpoints(names: Sequence[str]) -> list[str]:
     """Names of what a reader takes for a part of a checkpoint, or what would be a part of this one."""
     files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
-    return files + [name for name in names if name.startswith(_OF_INDEXES) and name not in files]
+    return files + [name for name in names if name.startswith(INDEX_NAMES) and name not in files]

@@ -16,14 +16,13 @@ from etils import epath
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.linking.decide import MADE
 from orbax_safetensors.linking.request import LinkRequest
-from orbax_safetensors.linking.staging import NAMES, Staging
+from orbax_safetensors.linking.staging import NAMES, RECORD, Staging
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.linked_item import STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.orbax_store.places import fresh, is_remote, names, read_json, remove
 
-_RECORD = ".link.json"
 _LAST = (TREE_FILE, FINISHED_FILE)
 
 
@@ -35,7 +34,7 @@ class ObjectStaging:
         self.path = self.destination = request.destination
         self._directory = epath.Path(self.path)
         self._made = self._directory / MADE
-        self._record = self._directory / _RECORD
+        self._record = self._directory / RECORD
         self._run = secrets.token_hex(8)
         # Files of a step that Orbax has finished; it keeps them.
         self._kept: list[str] = []
@@ -55,7 +54,7 @@ class ObjectStaging:
         """Raises `StorageError` if something is in the way of the link."""
         with stored(self.path):
             inside = names(self._directory)
-        if _RECORD not in inside and (present := [name for name in NAMES if name in inside]):
+        if RECORD not in inside and (present := [name for name in NAMES if name in inside]):
             raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {NAMES}")
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:

@@ -19,17 +19,17 @@ from orbax_safetensors.io.lock import Lock
 from orbax_safetensors.io.store import write_small
 from orbax_safetensors.linking.decide import MADE
 from orbax_safetensors.linking.request import LinkRequest
-from orbax_safetensors.orbax_store.finding import SHARDING_FILE, TREE_FILE
-from orbax_safetensors.orbax_store.linked_item import ARRAYS_FILE, STEP_FILES
+from orbax_safetensors.orbax_store.finding import TREE_FILE
+from orbax_safetensors.orbax_store.linked_item import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
-from orbax_safetensors.orbax_store.trust import TRUST_FILE
 
-_RECORD = ".link.json"
+# Says which link was begun, until it is whole.
+RECORD = ".link.json"
 # What has been moved beside the files, by name its inode, from before the first is until all are.
 _PLACED = ".placed.json"
 
 # What a link's directory has besides files, except `STEP_FILES`, which a step of Orbax may have already.
-NAMES = sorted([TREE_FILE, SHARDING_FILE, os.path.dirname(ARRAYS_FILE), MANIFEST, DATA_DIRECTORY, TRUST_FILE, MADE])
+NAMES = sorted([*INDEX_NAMES, DATA_DIRECTORY, MADE])
 
 
 class Staging:
@@ -86,9 +86,9 @@ class Staging:
                 if os.path.lexists(self.path):
                     shutil.rmtree(self.path)
                 os.mkdir(self.path)
-                self.write(_RECORD, json.dumps(record).encode())
+                self.write(RECORD, json.dumps(record).encode())
             for entry in list(os.scandir(self.path)):
-                if entry.name != _RECORD and MADE not in entry.name:
+                if entry.name != RECORD and MADE not in entry.name:
                     shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
         except OSError as error:
             if isinstance(error, StorageError):
@@ -99,12 +99,12 @@ class Staging:
         """The record of a link that was begun, None if there is none, or none that holds anything."""
         if not os.path.lexists(self.path):
             return None
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, _RECORD), "rb") as file:
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, RECORD), "rb") as file:
             found = json.load(file)
             if isinstance(found, dict):
                 return found
         with contextlib.suppress(NotADirectoryError):
-            if set(os.listdir(self.path)) <= {_RECORD}:
+            if set(os.listdir(self.path)) <= {RECORD}:
                 return None
         raise StorageError(f"{self.path}: is not an unfinished link; move it away")
 
@@ -150,7 +150,7 @@ class Staging:
             else:
                 self._store.sync(self.path)
                 os.rename(self.path, self.destination)
-                os.unlink(os.path.join(self.destination, _RECORD))
+                os.unlink(os.path.join(self.destination, RECORD))
             self._store.sync(os.path.dirname(self.destination))
         except OSError as error:
             if isinstance(error, StorageError):
@@ -162,7 +162,7 @@ class Staging:
         there = set(os.listdir(self.destination))
         # A step that Orbax has finished keeps what says so.
         names = [
-            name for name in os.listdir(self.path) if name != _RECORD and not (name in STEP_FILES and name in there)
+            name for name in os.listdir(self.path) if name != RECORD and not (name in STEP_FILES and name in there)
         ]
         names.sort(key=lambda name: (name == TREE_FILE, name))
         inodes = {name: os.lstat(os.path.join(self.path, name)).st_ino for name in names}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,12 +25,15 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax_safetensors.orbax_store.finding import FINISHED_FILE, SHARDING_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.flow import stored
 from orbax_safetensors.orbax_store.leaves import JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
-from orbax_safetensors.orbax_store.ocdbt import Entry, Range
+from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Entry, Range
+from orbax_safetensors.orbax_store.trust import TRUST_FILE
 from orbax_safetensors.plan.addresses import Chunks, chunks_in_place
 from orbax_safetensors.plan.view import View
 
 ARRAYS_FILE = "array_metadatas/process_0"
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
+# What an index consists of in a directory, besides the data of the database and `STEP_FILES`.
+INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, TRUST_FILE, posixpath.dirname(ARRAYS_FILE))
 
 # A key, of 65,535 bytes at most, is the name of an array and the position of a chunk.
 _MAX_NAME_BYTES = 60_000
