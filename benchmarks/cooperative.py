@@ -60,7 +60,7 @@ def write(directory: Path, tensors: dict[str, tuple[int, int]]) -> None:
 
 def slow_down() -> None:
     """Makes local files as slow as a store behind a network."""
-    from orbax_safetensors.io import local, remote
+    from orbax_safetensors.storage import local, remote
 
     cost, real = remote.COST, local.LocalFile.read
 

@@ -41,7 +41,7 @@ from safetensors import deserialize
 from safetensors.numpy import load_file
 from serve import ASKED, BUCKET
 
-from tests.servers.processes import serving
+from tests.support.servers.processes import serving
 
 BARE, BARE_THREADS, TENSORSTORE, FSSPEC = "obstore", "obstore, threads", "TensorStore", "fsspec"
 # As many requests at once as the package makes of a store, and parts of one object that are on their way at once.

@@ -21,10 +21,10 @@ from pathlib import Path
 
 sys.path.append(os.fspath(Path(__file__).parents[1]))
 
-from tests.servers.faults import Delay
-from tests.servers.files import Files
-from tests.servers.objects import Object, read
-from tests.servers.server import Bytes, Request, Response, Server
+from tests.support.servers.faults import Delay
+from tests.support.servers.files import Files
+from tests.support.servers.objects import Object, read
+from tests.support.servers.server import Bytes, Request, Response, Server
 
 ASKED, BUCKET = "/.asked", "bucket"
 

@@ -6,10 +6,14 @@ and `plan/coalesce.py` hold the one idea, that a parameter is a list of strided 
 """
 
 from orbax_safetensors import mapping
-from orbax_safetensors.api import open_checkpoint, plan_restore, verify
-from orbax_safetensors.checkpoint import Checkpoint
-from orbax_safetensors.convert import Conversion, convert, reshard
-from orbax_safetensors.convert_planning import plan_convert, plan_reshard
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.open import open_checkpoint
+from orbax_safetensors.checkpoint.verify import verify
+from orbax_safetensors.convert.plan import plan_convert, plan_reshard
+from orbax_safetensors.convert.run import Conversion, convert, reshard
+from orbax_safetensors.cost.conversion import ConversionPlan
+from orbax_safetensors.cost.estimate import TimeEstimate, estimate_time
+from orbax_safetensors.cost.report import RestorePlan
 from orbax_safetensors.errors import (
     HeaderError,
     IndexFileError,
@@ -24,12 +28,10 @@ from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpo
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
-from orbax_safetensors.linking.plan import LinkPlan, plan_link
-from orbax_safetensors.linking.run import Link, link
+from orbax_safetensors.link.plan import LinkPlan, plan_link
+from orbax_safetensors.link.run import Link, link
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.conversion import ConversionPlan
-from orbax_safetensors.plan.estimate import TimeEstimate, estimate_time
-from orbax_safetensors.plan.report import RestorePlan
+from orbax_safetensors.restore.plan import plan_restore
 
 __all__ = [
     "Checkpoint",

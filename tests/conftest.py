@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # Object stores on this machine.
-pytest_plugins = ["tests.servers.fixtures"]
+pytest_plugins = ["tests.support.servers.fixtures"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from tests import files
-from tests.files import nothing_left
+from tests.support import files
+from tests.support.files import nothing_left
 
 
 def start(name):

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import flax.training.train_state
 import jax
@@ -22,10 +21,11 @@ import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.orbax_store import open_orbax
-from tests.files import random_bits, write, write_indexed
+from tests.support.files import random_bits, write, write_indexed
+from tests.support.roots import ROOT, TESTDATA
 
-README = Path(__file__).parent.parent / "README.md"
-QWEN3 = Path(__file__).parent.parent / "testdata" / "qwen3"
+README = ROOT / "README.md"
+QWEN3 = TESTDATA / "qwen3"
 RNG = np.random.default_rng(0)
 BF16 = np.dtype(jnp.bfloat16)
 NORM = random_bits(RNG, (4096,), BF16)

@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from orbax_safetensors.plan.plan import TransferPlan
+from orbax_safetensors.transfer.plan import TransferPlan
 
 Ranges = np.ndarray
 

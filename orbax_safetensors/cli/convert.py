@@ -14,11 +14,11 @@ from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, p
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
-from orbax_safetensors.conversions import MEMORY_BYTES
-from orbax_safetensors.convert import Conversion, convert
-from orbax_safetensors.convert_planning import plan_convert
+from orbax_safetensors.convert.decide import MEMORY_BYTES
+from orbax_safetensors.convert.plan import plan_convert
+from orbax_safetensors.convert.run import Conversion, convert
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.linking.run import Link
+from orbax_safetensors.link.run import Link
 from orbax_safetensors.streaming.casts import Casts
 
 # Options that mean something in one direction only.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
 from orbax_safetensors.cli.picture import draw
 from orbax_safetensors.cli.tables import Output, Share, Size, clean
 from orbax_safetensors.errors import SafetensorsError, StorageError

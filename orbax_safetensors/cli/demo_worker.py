@@ -19,13 +19,13 @@ import safetensors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
-from orbax_safetensors import targets
-from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.files import Checkpoint
 from orbax_safetensors.cli.byte_map import requested, union
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.format.dtypes import DTYPES, held
-from orbax_safetensors.plan.plan import TransferPlan, transfer_plan
-from orbax_safetensors.restore import EVENT_BYTES_READ, blocks
+from orbax_safetensors.restore import request as targets
+from orbax_safetensors.restore.fill import EVENT_BYTES_READ, blocks
+from orbax_safetensors.transfer.plan import TransferPlan, transfer_plan
 
 # Shards that differ, of which a message tells.
 _LISTED = 5

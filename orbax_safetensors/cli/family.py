@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from orbax_safetensors import mapped
-from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint import family as mapped
+from orbax_safetensors.checkpoint.files import Checkpoint
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.mapping import registry
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.files import Checkpoint
 from orbax_safetensors.cli.heat_page import PAGE
 from orbax_safetensors.cli.partition import mesh_text
 from orbax_safetensors.cli.plan_tables import Scenario, worst_leaves
 from orbax_safetensors.cli.tables import clean, human_bytes
 from orbax_safetensors.cli.units import human_seconds
-from orbax_safetensors.plan.heat import heat
+from orbax_safetensors.cost.heat import heat
 
 # Rows of a box, stretches of the longest file where every file has a line of its own, and of all files where not.
 _ROWS = 64

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint import Checkpoint, StoredFile, read_checkpoint
+from orbax_safetensors.checkpoint.files import Checkpoint, StoredFile, read_checkpoint
+from orbax_safetensors.checkpoint.open import is_orbax
 from orbax_safetensors.cli import inspect_orbax, inspect_tree
 from orbax_safetensors.cli.family import FAMILY_HELP, add_family
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
-from orbax_safetensors.conversions import is_orbax
-from orbax_safetensors.io.paths import place
+from orbax_safetensors.storage.paths import place
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\

@@ -10,7 +10,7 @@ from typing import Any
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxStep, array_name, open_step
-from orbax_safetensors.orbax_store.leaves import STRING
+from orbax_safetensors.orbax_store.leaf import STRING
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

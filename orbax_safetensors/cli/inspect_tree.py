@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors import api
-from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.family import full_name, switches_text, variant
 from orbax_safetensors.cli.tables import Output, Size, shape_text
-from orbax_safetensors.plan.view import View
+from orbax_safetensors.geometry.view import View
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Prints the leaves that `args.family` makes of `args.path`, and totals."""
     switches = variant(args)
-    checkpoint = api.open_checkpoint(args.path, family=args.family, variant=switches)
+    checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
     family = full_name(checkpoint, args.family)
     made_of = {path: stored_names(checkpoint, view) for path, view in checkpoint.leaves.items()}
     used = {name for names in made_of.values() for name in names}

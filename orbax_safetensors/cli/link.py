@@ -14,9 +14,9 @@ from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_orbax import over_reads
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bytes, parse_count
-from orbax_safetensors.linking.plan import LinkPlan, plan_link
-from orbax_safetensors.linking.request import CHUNK_BYTES, MEMORY_BYTES
-from orbax_safetensors.linking.run import link
+from orbax_safetensors.link.plan import LinkPlan, plan_link
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
+from orbax_safetensors.link.run import link
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\

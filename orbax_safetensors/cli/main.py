@@ -12,8 +12,8 @@ from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, v
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.progress import Warnings
 from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.devices.rules import RuleError
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.streaming.patterns import RuleError
 
 _COMMANDS = {
     "inspect": inspect,

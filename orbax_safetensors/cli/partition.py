@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from orbax_safetensors.streaming.patterns import Misfit, check_fit, check_used, first_found
+from orbax_safetensors.devices.rules import Misfit, check_fit, check_used, first_found
 
 Axes = tuple[tuple[str, ...], ...]
 """For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors import api
-from orbax_safetensors.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.family import read_config
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.open import is_orbax, open_checkpoint, stored_arrays
 from orbax_safetensors.cli import plan_orbax
 from orbax_safetensors.cli.family import FAMILY_HELP, add_family, full_name, switches_text, variant
 from orbax_safetensors.cli.partition import (
@@ -31,15 +32,14 @@ from orbax_safetensors.cli.partition import (
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
-from orbax_safetensors.conversions import is_orbax
+from orbax_safetensors.cost.estimate import TimeEstimate, estimate, estimate_time
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.io.arena import no_collection
-from orbax_safetensors.io.paths import place
-from orbax_safetensors.io.store import Pace
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.plan.estimate import TimeEstimate, estimate, estimate_time
-from orbax_safetensors.planning import planned
-from orbax_safetensors.save_planning import plan_save
+from orbax_safetensors.restore.plan import planned
+from orbax_safetensors.save.plan import plan_save
+from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.store import Pace
 
 # Arrays that a warning lists before it says how many more there are.
 _LISTED = 3
@@ -245,7 +245,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
-        checkpoint = api.open_checkpoint(args.path, family=args.family, variant=switches)
+        checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
         scenarios = [
             _scenario(checkpoint, mesh, count, args, options) for mesh, count in zip(args.mesh, counts, strict=True)
         ]
@@ -282,7 +282,16 @@ def _run_save(
     scenario: Scenario, tree: Facts, args: argparse.Namespace, switches: dict[str, Any], output: Output
 ) -> int:
     """Prints what saving the tree costs."""
-    plan = plan_save(scenario.planned, args.family, switches)
+    restored = scenario.planned
+    plan = plan_save(
+        restored.leaves,
+        restored.checkpoint.store,
+        read_config(restored.checkpoint),
+        args.family,
+        switches,
+        process_count=restored.process_count,
+        options=restored.options,
+    )
     time = None
     if args.bandwidth is not None:
         writes = [(cost.written_bytes, cost.num_requests) for cost in plan.processes]
@@ -320,7 +329,7 @@ def _process_counts(args: argparse.Namespace) -> list[int]:
 def _scenario(
     checkpoint: Checkpoint, mesh: dict[str, int], count: int, args: argparse.Namespace, options: SafetensorsOptions
 ) -> Scenario:
-    arrays = api.stored_arrays(checkpoint)
+    arrays = stored_arrays(checkpoint)
     shapes = {name: array.shape for name, array in arrays.items()}
     if args.spec:
         axes = assign(shapes, args.spec, mesh)

@@ -12,13 +12,13 @@ from math import prod
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, UsageError, mesh_text, spread
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
-from orbax_safetensors.orbax_planning import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
+from orbax_safetensors.cost.estimate import TimeEstimate, estimate
+from orbax_safetensors.cost.orbax import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
+from orbax_safetensors.devices.partition import Partition, partition
+from orbax_safetensors.devices.rules import check_used
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
-from orbax_safetensors.orbax_store.leaves import ARRAYS
-from orbax_safetensors.orbax_store.places import requests_at_once
-from orbax_safetensors.plan.estimate import TimeEstimate, estimate
-from orbax_safetensors.streaming.partition import Partition, partition
-from orbax_safetensors.streaming.patterns import check_used
+from orbax_safetensors.orbax_store.directories import requests_at_once
+from orbax_safetensors.orbax_store.leaf import ARRAYS
 
 # Leaves that a terminal shows of those that force over-read.
 _WORST = 10

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from orbax_safetensors.advice import Instead
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
-from orbax_safetensors.plan.estimate import TimeEstimate
-from orbax_safetensors.plan.report import FileCost, ProcessCost, RestorePlan
-from orbax_safetensors.planning import Planned
-from orbax_safetensors.save_planning import SavePlan
+from orbax_safetensors.cost.advice import Instead
+from orbax_safetensors.cost.estimate import TimeEstimate
+from orbax_safetensors.cost.report import FileCost, ProcessCost, RestorePlan
+from orbax_safetensors.restore.plan import Planned
+from orbax_safetensors.save.plan import SavePlan
 
 # Leaves that a terminal shows of those whose sharding makes processes read more.
 _WORST = 10

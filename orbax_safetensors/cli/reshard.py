@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from orbax_safetensors.checkpoint.open import is_orbax
 from orbax_safetensors.cli import cluster, convert_plan
 from orbax_safetensors.cli.convert import (
     PARTITIONS_HELP,
@@ -17,12 +18,11 @@ from orbax_safetensors.cli.convert import (
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.cli.units import parse_bytes
-from orbax_safetensors.conversions import is_orbax
-from orbax_safetensors.convert import reshard
-from orbax_safetensors.convert_planning import plan_reshard
+from orbax_safetensors.convert.plan import plan_reshard
+from orbax_safetensors.convert.run import reshard
+from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.io.paths import place
-from orbax_safetensors.processes import new_key, together
+from orbax_safetensors.storage.paths import place
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\

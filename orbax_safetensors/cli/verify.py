@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from orbax_safetensors import api
-from orbax_safetensors.checkpoint import read_checkpoint
+from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.verify import verify
 from orbax_safetensors.cli.tables import Output
-from orbax_safetensors.conversions import is_orbax
-from orbax_safetensors.io.paths import place
 from orbax_safetensors.orbax_store import open_step
-from orbax_safetensors.orbax_store.leaves import STRING
+from orbax_safetensors.orbax_store.leaf import STRING
+from orbax_safetensors.storage.paths import place
 
 # Broken by hand at 79 columns: argparse leaves these texts as they are.
 _DESCRIPTION = """\
@@ -30,7 +30,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Prints one line for each fault of `args.path`, or that there is none."""
-    faults = api.verify(args.path)
+    faults = verify(args.path)
     for fault in faults:
         output.line(str(fault))
     if faults:

@@ -15,14 +15,16 @@ from etils import epath
 from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.metadata import tree as tree_metadata
 
-from orbax_safetensors import api
-from orbax_safetensors.destination import Existing
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.save import Save, Shards
-from orbax_safetensors.save_index import IndexAs
+from orbax_safetensors.restore.run import restore
+from orbax_safetensors.save.destination import Existing
+from orbax_safetensors.save.index import IndexAs
+from orbax_safetensors.save.prepare import Save, Shards, prepare_save
+from orbax_safetensors.save.write import write
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
     def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:
         """Restores the item in `directory`; see `SafetensorsRestore`."""
         args = SafetensorsRestore() if args is None else _checked(args, SafetensorsRestore)
-        return api.restore(
+        return restore(
             directory,
             args.item,
             args.restore_args,
@@ -70,9 +72,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
         """
         try:
-            checkpoint = api.open_checkpoint(
-                directory, family=self._family, variant=self._variant, options=self._options
-            )
+            checkpoint = open_checkpoint(directory, family=self._family, variant=self._variant, options=self._options)
         except SafetensorsError as error:  # of which Orbax, where it asks for metadata, tells nobody
             logger.error("%s", error)
             raise
@@ -90,7 +90,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         checkpoint; `existing` says otherwise.
         """
         plan = self._plan(directory, args, existing)
-        api.write(plan, Shards.of(plan), directory)
+        write(plan, Shards.of(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
         """Starts a save, and returns once the shards are in host memory; the leaves may then be changed or deleted.
@@ -101,13 +101,13 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         shards = Shards.copied(plan)
 
         async def commit() -> None:
-            api.write(plan, shards, directory)
+            write(plan, shards, directory)
 
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
     def _plan(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
         args = _checked(args, SafetensorsSave)
-        return api.plan_save(
+        return prepare_save(
             args.item,
             args.save_args,
             directory=directory,

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_safetensors import api
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.save import Shards
+from orbax_safetensors.restore.run import restore
+from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.write import write
 
 
 class SafetensorsCheckpointableHandler:
@@ -29,7 +31,7 @@ class SafetensorsCheckpointableHandler:
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Starts a save into a directory that is being created; returns once the shards are in host memory."""
-        plan = api.plan_save(
+        plan = prepare_save(
             checkpointable,
             directory=directory.path,
             metadata=None,
@@ -38,21 +40,21 @@ class SafetensorsCheckpointableHandler:
         )
         shards = Shards.copied(plan)
 
-        async def write() -> None:
+        async def written() -> None:
             created = await directory.await_creation()
-            await asyncio.to_thread(api.write, plan, shards, created)
+            await asyncio.to_thread(write, plan, shards, created)
 
-        return write()
+        return written()
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
         """Starts to load a tree."""
-        return asyncio.to_thread(api.restore, directory, abstract_checkpointable, options=self._options)
+        return asyncio.to_thread(restore, directory, abstract_checkpointable, options=self._options)
 
     async def metadata(self, directory: Any) -> dict[str, Any]:
         """Shape and dtype of every leaf of what `load` returns."""
 
         def tree() -> dict[str, Any]:
-            checkpoint = api.open_checkpoint(directory)
+            checkpoint = open_checkpoint(directory)
             return checkpoint.tree(lambda _, view: jax.ShapeDtypeStruct(view.shape, view.dtype))
 
         return await asyncio.to_thread(tree)

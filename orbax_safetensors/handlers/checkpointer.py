@@ -20,13 +20,13 @@ from etils import epath
 # Orbax exports the metadata of a step, and not its form as a file.
 from orbax.checkpoint._src.metadata import step_metadata_serialization
 
-from orbax_safetensors import api
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
-from orbax_safetensors.io.paths import as_text, is_url
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.finding import STEP_FILE
+from orbax_safetensors.orbax_store.discovery import STEP_FILE
+from orbax_safetensors.save.write import read_beside, write_beside
+from orbax_safetensors.storage.paths import as_text, is_url
 
 # What tells Orbax that a directory on an object store holds all that it shall.
 _FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
@@ -81,7 +81,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self._handler.save(url, _given(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
         finished = f"Checkpoint commit was successful to {url}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), _FINISHED_FILE: finished}
-        api.write_beside(url, files, options=self._options)
+        write_beside(url, files, options=self._options)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
@@ -96,7 +96,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         item_metadata = self._handler.metadata(url or epath.Path(directory))
         if not _is_ours(directory):
             return super().metadata(directory)
-        text = None if url is None else api.read_beside(url, STEP_FILE, options=self._options)
+        text = None if url is None else read_beside(url, STEP_FILE, options=self._options)
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:

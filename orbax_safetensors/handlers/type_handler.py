@@ -13,15 +13,16 @@ import orbax.checkpoint as ocp
 # Orbax does not export the future that waits for the directory of an asynchronous save.
 from orbax.checkpoint._src.futures import future
 
-from orbax_safetensors import api
-from orbax_safetensors.checkpoint import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.finding import SHARDING_FILE
-from orbax_safetensors.orbax_store.source import recorded_shardings
-from orbax_safetensors.save import Shards
-from orbax_safetensors.save_index import IndexAs
+from orbax_safetensors.orbax_store.discovery import SHARDING_FILE
+from orbax_safetensors.orbax_store.reader import recorded_shardings
+from orbax_safetensors.restore.run import restore_leaves
+from orbax_safetensors.save.index import IndexAs
+from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.write import read_beside, write
 
 
 class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
@@ -77,7 +78,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             twice = next(name for name in names if names.count(name) > 1)
             raise TensorMismatchError(f"two leaves of the tree have the name {twice!r}")
         save_args = dict(zip(names, args, strict=True)) if args is not None else None
-        plan = api.plan_save(
+        plan = prepare_save(
             dict(zip(names, values, strict=True)),
             save_args,
             directory=directory,
@@ -89,7 +90,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         shards = Shards.copied(plan)
 
         async def commit() -> None:
-            api.write(plan, shards, directory)
+            write(plan, shards, directory)
 
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
 
@@ -108,13 +109,13 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
                 for info, arg in zip(infos, args, strict=True)
                 if info.parent_dir == directory
             }
-            restored = api.restore_leaves(directory, wanted, options=self._bounded(infos))
+            restored = restore_leaves(directory, wanted, options=self._bounded(infos))
             found |= {(directory, name): leaf for name, leaf in restored.items()}
         return [found[info.parent_dir, info.name] for info in infos]
 
     def _shardings(self, directory: Any) -> dict[str, ocp.metadata.ShardingMetadata]:
         """The shardings that were recorded of the leaves in a directory."""
-        content = api.read_beside(directory, SHARDING_FILE, options=self._options)
+        content = read_beside(directory, SHARDING_FILE, options=self._options)
         return recorded_shardings(content, str(directory))
 
     def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:

@@ -4,8 +4,8 @@ A description is plain Python over `tensor(name, shape)`, whose result has NumPy
 `reshape`, `slice`, `pad`) and `scale`, `offset` and `cast`; `stack`, `concatenate` and `full` put several together.
 """
 
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import Family, Tree, tensor
-from orbax_safetensors.plan.view import View
 
 stack = View.stack
 concatenate = View.concatenate

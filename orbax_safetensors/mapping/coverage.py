@@ -11,10 +11,10 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import nearest, some
+from orbax_safetensors.geometry.coalesce import disjoint
+from orbax_safetensors.geometry.strided import extent, runs_of
+from orbax_safetensors.geometry.view import Piece, View
 from orbax_safetensors.mapping.family import LeafShapes, Tree
-from orbax_safetensors.plan.coalesce import disjoint
-from orbax_safetensors.plan.strided import extent, runs_of
-from orbax_safetensors.plan.view import Piece, View
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
-from orbax_safetensors.plan.view import UNKNOWN, View
+from orbax_safetensors.geometry.view import UNKNOWN, View
 
 # Tensors of which a tree may be made, at least: three times those of the largest model, for checkpoints of which only
 # some files are there. Where more are stored, as many times those.

@@ -8,9 +8,9 @@ from typing import Any
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_same, some
+from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping.coverage import leaf_problems
 from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant
-from orbax_safetensors.plan.view import UNKNOWN, View
 
 # Flax's collection of parameters: some trees begin below it, and some have it twice.
 _COLLECTION = "params."

@@ -14,7 +14,7 @@ from typing import Any
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.plan.encoding import Encoding
+from orbax_safetensors.geometry.encoding import Encoding
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype as spelled in a header
 

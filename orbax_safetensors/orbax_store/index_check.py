@@ -13,9 +13,9 @@ from urllib.parse import unquote_to_bytes
 import tensorstore as ts
 
 from orbax_safetensors.errors import IndexFileError
-from orbax_safetensors.orbax_store.flow import stored
+from orbax_safetensors.orbax_store.directories import absolute, kvstore
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
-from orbax_safetensors.orbax_store.places import absolute, kvstore
+from orbax_safetensors.orbax_store.operations import stored
 
 # As `ts.ocdbt.dump` writes where a value lies, with the path as in a URL.
 _LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)

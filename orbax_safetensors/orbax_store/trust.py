@@ -14,7 +14,7 @@ from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.header import PREFIX_BYTES, header_length
-from orbax_safetensors.io.store import Store, read_small
+from orbax_safetensors.storage.store import Store, read_small
 
 # Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and of a save
 # `{"saved": {...}}`.

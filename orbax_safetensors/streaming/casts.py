@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from orbax_safetensors.devices.rules import check_pattern, check_used, first_found
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.streaming.patterns import check_pattern, check_used, first_found
 
 
 class Casts:

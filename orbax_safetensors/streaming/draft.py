@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Self, TextIO
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.io.local import LocalStore, check_makeable
-from orbax_safetensors.io.lock import Lock
+from orbax_safetensors.storage.local import LocalStore, check_makeable
+from orbax_safetensors.storage.lock import Lock
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from math import prod
 
 import numpy as np
 
+from orbax_safetensors.cost.conversion import Traffic
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.io.arena import allocate
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLayout, OrbaxSink, OrbaxStep
-from orbax_safetensors.orbax_store.leaves import num_chunks, touched_nbytes
-from orbax_safetensors.orbax_store.places import requests_at_once
-from orbax_safetensors.plan.conversion import Traffic
+from orbax_safetensors.orbax_store.directories import requests_at_once
+from orbax_safetensors.orbax_store.leaf import num_chunks, touched_nbytes
+from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits, nbytes
 
 Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from orbax_safetensors.cost.conversion import Batch, ConversionPlan, Traffic
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.io.arena import resident, trim
-from orbax_safetensors.io.store import Cost, Pace
-from orbax_safetensors.plan.coalesce import MAX_STAGED_BYTES
-from orbax_safetensors.plan.conversion import Batch, ConversionPlan, Traffic
-from orbax_safetensors.plan.view import Box
-from orbax_safetensors.transfer import batches
+from orbax_safetensors.geometry.coalesce import MAX_STAGED_BYTES
+from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.storage.memory import resident, trim
+from orbax_safetensors.storage.store import Cost, Pace
+from orbax_safetensors.transfer.engine import batches
 
 _T = TypeVar("_T")
 

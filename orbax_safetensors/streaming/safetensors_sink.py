@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
-from orbax_safetensors.io.store import NewFile, Store, write_small
-from orbax_safetensors.plan.conversion import Traffic, traffic_of
-from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
-from orbax_safetensors.streaming.beside import Beside
+from orbax_safetensors.storage.store import NewFile, Store, write_small
 from orbax_safetensors.streaming.draft import Draft
-from orbax_safetensors.streaming.layouts import Files
+from orbax_safetensors.streaming.file_layout import Files
+from orbax_safetensors.streaming.model_files import Beside
 from orbax_safetensors.streaming.pipeline import Tile, pace
-from orbax_safetensors.transfer import Writer
+from orbax_safetensors.transfer.engine import Writer
+from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 
 
 class SafetensorsSink:

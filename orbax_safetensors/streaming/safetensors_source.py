@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from orbax_safetensors.checkpoint import Checkpoint
-from orbax_safetensors.io.arena import allocate
-from orbax_safetensors.plan.conversion import Traffic, traffic_of
-from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
-from orbax_safetensors.plan.tiling import storage_order
-from orbax_safetensors.plan.view import View
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.cost.conversion import Traffic, traffic_of
+from orbax_safetensors.geometry.tiling import storage_order
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
-from orbax_safetensors.transfer import Reader
+from orbax_safetensors.transfer.engine import Reader
+from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 
 # What is read in shorter runs than this is read at a fraction of the speed.
 _RUN_BYTES = 4096

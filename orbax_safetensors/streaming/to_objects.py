@@ -23,20 +23,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, Traffic, traffic_of
+from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.layout import INDEX_NAME
-from orbax_safetensors.io.remote import READ_ONLY
-from orbax_safetensors.io.store import NewFile, Store, read_small, write_small
-from orbax_safetensors.io.upload import files_at_once, held_bytes
-from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, Traffic, traffic_of
-from orbax_safetensors.plan.plan import Block, TransferPlan, transfer_plan
-from orbax_safetensors.plan.strided import extent
-from orbax_safetensors.plan.tiling import storage_order, tile_shape, tiles
-from orbax_safetensors.plan.view import Box, View
-from orbax_safetensors.processes import forget, new_key, together
-from orbax_safetensors.streaming.beside import Beside
-from orbax_safetensors.streaming.cutting import interleaved
-from orbax_safetensors.streaming.layouts import Files
+from orbax_safetensors.geometry.strided import extent
+from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
+from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.storage.remote import READ_ONLY
+from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
+from orbax_safetensors.storage.upload import files_at_once, held_bytes
+from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.file_layout import Files
+from orbax_safetensors.streaming.model_files import Beside
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
     Moved,
@@ -51,7 +50,8 @@ from orbax_safetensors.streaming.pipeline import (
     stream,
 )
 from orbax_safetensors.streaming.to_safetensors import digest
-from orbax_safetensors.transfer import WholeFileWriter
+from orbax_safetensors.transfer.engine import WholeFileWriter
+from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 
 logger = logging.getLogger(__name__)
 

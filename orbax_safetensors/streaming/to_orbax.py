@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, PlannedArray
+from orbax_safetensors.geometry.tiling import chunk_shape
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLayout, OrbaxLeaf, OrbaxSink, array_name
-from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan, PlannedArray
-from orbax_safetensors.plan.tiling import chunk_shape
-from orbax_safetensors.streaming.cutting import bundles
+from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles, PlannedOrbaxTiles
 from orbax_safetensors.streaming.pipeline import (
     Bundle,

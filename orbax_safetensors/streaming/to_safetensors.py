@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan
+from orbax_safetensors.devices.agreement import agree, exchange, forget, new_key, together
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.io.local import LocalStore
-from orbax_safetensors.plan.conversion import ConversionCost, ConversionPlan
-from orbax_safetensors.plan.tiling import storage_order
-from orbax_safetensors.processes import agree, exchange, forget, new_key, together
-from orbax_safetensors.streaming.beside import Beside
-from orbax_safetensors.streaming.cutting import bundles
+from orbax_safetensors.geometry.tiling import storage_order
+from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.draft import Draft
-from orbax_safetensors.streaming.layouts import Files
+from orbax_safetensors.streaming.file_layout import Files
+from orbax_safetensors.streaming.model_files import Beside
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
     Moved,

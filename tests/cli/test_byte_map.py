@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 
 from orbax_safetensors.cli.byte_map import amounts, owners, requested, union
-from orbax_safetensors.plan.plan import Block, Location, transfer_plan
-from orbax_safetensors.plan.view import View
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(lambda pair: tuple(sorted(pair))), max_size=8)
 

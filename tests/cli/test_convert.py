@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,8 +20,8 @@ import orbax_safetensors as ost
 from orbax_safetensors.cli import progress
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import open_orbax
+from tests.support.roots import ROOT
 
-ROOT = Path(__file__).parents[2]
 DATA = ROOT / "testdata"
 QWEN3 = DATA / "qwen3"
 HF = DATA / "maxtext" / "qwen3" / "hf"
@@ -496,8 +495,8 @@ def test_a_warning_is_above_the_bar(monkeypatch):
         monkeypatch.setenv(name, value)
     stream, logger = Terminal(), logging.getLogger("orbax_safetensors")
     with progress.Reporter("convert", stream) as reporter:
-        logging.getLogger("orbax_safetensors.convert").warning("a [red]long\x1b %s", "text " * 10)
-        logging.getLogger("orbax_safetensors.convert").info("nobody cares")
+        logging.getLogger("orbax_safetensors.convert.run").warning("a [red]long\x1b %s", "text " * 10)
+        logging.getLogger("orbax_safetensors.convert.run").info("nobody cares")
         reporter(1, 1)
     assert f"\x1b[2Kwarning: a [red]long\\x1b {'text ' * 10}\n" in stream.getvalue()
     assert "cares" not in stream.getvalue()

@@ -5,15 +5,15 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from tests.cli.test_picture import HOSTILE, Page
+from tests.support.roots import TESTDATA
 
-QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
+QWEN3 = TESTDATA / "qwen3"
 
 
 def drawn(cli, tmp_path, path, *argv):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -12,8 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import orbax_safetensors as ost
+from tests.support.roots import TESTDATA
 
-QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
+QWEN3 = TESTDATA / "qwen3"
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 3, 32, 48, 64
 H = "model.layers.{0..2}."
 MADE_OF = {

@@ -1,14 +1,15 @@
 """`link` as a command: what it prints, plans and refuses."""
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-DATA = Path(__file__).parents[2] / "testdata" / "maxtext"
+from tests.support.roots import TESTDATA
+
+DATA = TESTDATA / "maxtext"
 GEMMA = DATA / "gemma3" / "hf"
 QWEN = DATA / "qwen3" / "hf"
 FAMILY = ["--family", "maxtext"]

@@ -4,13 +4,13 @@ import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from orbax_safetensors.checkpoint import read_checkpoint
+from orbax_safetensors.checkpoint.files import read_checkpoint
+from tests.support.roots import TESTDATA
 
-QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
+QWEN3 = TESTDATA / "qwen3"
 COMMAND = [sys.executable, "-m", "orbax_safetensors.cli.main"]
 
 
@@ -98,7 +98,7 @@ def test_help_fits_a_terminal(cli, monkeypatch, command):
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_warnings_are_lines_like_errors(cli, single, monkeypatch, command):
     def warn(path):
-        logging.getLogger("orbax_safetensors.io.retries").warning("%s: trying again", path)
+        logging.getLogger("orbax_safetensors.storage.retries").warning("%s: trying again", path)
         return read_checkpoint(path)
 
     module = sys.modules[f"orbax_safetensors.cli.{command}"]

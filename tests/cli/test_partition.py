@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from orbax_safetensors.cli.partition import UsageError, assign, axes_text, parse_mesh, parse_rule, shards, spread
-from orbax_safetensors.streaming.patterns import RuleError
+from orbax_safetensors.devices.rules import RuleError
 
 MESH = {"data": 2, "model": 4}
 

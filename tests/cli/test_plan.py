@@ -4,7 +4,6 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,8 +14,9 @@ from safetensors.numpy import save_file
 import orbax_safetensors as ost
 from orbax_safetensors import api
 from orbax_safetensors.cli.main import main
+from tests.support.roots import TESTDATA
 
-QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
+QWEN3 = TESTDATA / "qwen3"
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 # What half of the devices hold by default on a mesh of 2 x 4: half of all but the scalar and the vector of 13 bytes.
 NEEDED = 64 * 48 * 4 // 2 + 48 * 4 // 2 + 8 + 2 * 3 * 16 * 2 // 2 + 13
@@ -331,7 +331,7 @@ def test_a_save_is_of_one_mesh_and_has_no_picture(cli, single, tmp_path):
         assert message in result.err
 
 
-ORBAX = Path(__file__).parents[2] / "testdata" / "orbax" / "deepseek3_scanned"
+ORBAX = TESTDATA / "orbax" / "deepseek3_scanned"
 OF_ORBAX = [ORBAX, "--mesh", "x=2,y=2", "--processes", "2", "--spec", "layers.*kernel=x,-,y"]
 
 

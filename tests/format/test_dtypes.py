@@ -8,7 +8,7 @@ from safetensors import SafetensorError, TensorSpec
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy, held, nbytes
-from tests.strategies import file_of
+from tests.support.strategies import file_of
 
 WHOLE = [dtype for dtype in DTYPES.values() if dtype.numpy is not None]
 PACKED = [dtype for dtype in DTYPES.values() if dtype.numpy is None]

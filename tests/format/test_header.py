@@ -22,14 +22,14 @@ from orbax_safetensors.format.header import (
     TensorEntry,
     header_length,
 )
-from tests.format.crafted import (
+from tests.support.crafted import (
     ACCEPTED,
     DUPLICATES_THE_REFERENCE_ACCEPTS,
     DUPLICATES_THE_REFERENCE_REJECTS,
     REJECTED,
     Crafted,
 )
-from tests.strategies import (
+from tests.support.strategies import (
     file_of,
     files_with_a_wrong_field,
     files_with_wrong_bytes,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index, check_file_name
-from tests.strategies import texts
+from tests.support.strategies import texts
 
 FILE = f"model{INDEX_SUFFIX}"
 SHARD = "model-00001-of-00002.safetensors"

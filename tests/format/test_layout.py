@@ -12,8 +12,8 @@ from orbax_safetensors.format.dtypes import DTYPES, nbytes
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME, lay_out
-from orbax_safetensors.plan.plan import locations
-from tests.strategies import tensor_lists, texts
+from orbax_safetensors.transfer.plan import locations
+from tests.support.strategies import tensor_lists, texts
 
 
 def lay_out_bytes(sizes, max_file_bytes):

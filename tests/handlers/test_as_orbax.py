@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.files import random_bits, write
+from tests.support.files import random_bits, write
 
 RNG = np.random.default_rng(0)
 KERNEL = random_bits(RNG, (16, 8), np.dtype("f4"))

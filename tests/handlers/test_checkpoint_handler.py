@@ -27,8 +27,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.io import arena, local
-from tests.files import DTYPES, nothing_left, random_bits, write, write_indexed
+from orbax_safetensors.storage import local
+from orbax_safetensors.storage import memory as arena
+from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))

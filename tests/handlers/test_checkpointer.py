@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.io import retries
-from tests.files import random_bits, write, write_indexed
-from tests.servers.faults import Answer, Call
+from orbax_safetensors.storage import retries
+from tests.support.files import random_bits, write, write_indexed
+from tests.support.servers.faults import Answer, Call
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype(np.float32))

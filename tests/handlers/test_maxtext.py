@@ -15,8 +15,6 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families import FAMILIES
-from tests.files import write_indexed
-from tests.multiprocess.measure import MAX_GAP_BYTES, measured
 from tests.multiprocess.workers_families import (
     MAX_FILE_BYTES,
     SAMPLES,
@@ -28,6 +26,8 @@ from tests.multiprocess.workers_families import (
     target,
     variant,
 )
+from tests.support.files import write_indexed
+from tests.support.measure import MAX_GAP_BYTES, measured
 
 MODES = ("scanned", "unscanned")
 # Their parameters are moved. What the others compute, a save undoes but for a rounding.

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
-from orbax_safetensors.io.stores import store_of
-from tests.files import FOR_ORBAX, random_bits
+from orbax_safetensors.storage.schemes import store_of
+from tests.support.files import FOR_ORBAX, random_bits
 
 W = random_bits(np.random.default_rng(0), (16, 8), np.dtype(np.float32))
 

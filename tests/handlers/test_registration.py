@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.files import random_bits, write, write_indexed
 from tests.handlers.test_type_handler import assert_same, make_handler, sharded_args
+from tests.support.files import random_bits, write, write_indexed
 
 th = ocp.type_handlers
 RNG = np.random.default_rng(0)

@@ -29,8 +29,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.io import local
-from tests.files import DTYPES, nothing_left, random_bits, stored_arrays
+from orbax_safetensors.storage import local
+from tests.support.files import DTYPES, nothing_left, random_bits, stored_arrays
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))

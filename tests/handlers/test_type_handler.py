@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.files import random_bits, write
+from tests.support.files import random_bits, write
 
 th = ocp.type_handlers
 RNG = np.random.default_rng(0)

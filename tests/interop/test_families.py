@@ -23,7 +23,7 @@ import orbax_safetensors as ost
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.interop.torch_bits import to_numpy  # noqa: E402 - needs PyTorch
+from tests.support.torch_bits import to_numpy  # noqa: E402
 
 SIZES = {
     "vocab_size": 96,

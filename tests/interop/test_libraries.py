@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.files import DTYPES, random_bits
+from tests.support.files import DTYPES, random_bits
 
 SHAPES = {"matrix": (8, 24), "vector": (24,), "odd": (3, 1, 5), "scalar": (), "empty": (0, 4)}
 # The `safetensors` package does not read these as NumPy arrays, which its arrays for Flax are made of.
@@ -63,7 +63,7 @@ def test_torch(tmp_path, mesh, dtype):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     from safetensors.torch import load_file
 
-    from tests.interop.torch_bits import to_numpy
+    from tests.support.torch_bits import to_numpy
 
     arrays = arrays_of(dtype)
     save(tmp_path / "saved", placed(arrays, mesh), max_file_bytes=300)

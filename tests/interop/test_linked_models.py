@@ -3,12 +3,12 @@
 import pytest
 
 import orbax_safetensors as ost
-from tests.linking.models import assert_same, read
+from tests.support.link_models import assert_same, read
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.interop.torch_bits import to_numpy  # noqa: E402 - needs PyTorch
+from tests.support.torch_bits import to_numpy  # noqa: E402
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

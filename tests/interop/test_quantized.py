@@ -6,13 +6,13 @@ import pytest
 
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.mapping.quantization import quantization
-from tests.files import random_bits, write_indexed
-from tests.plan.quantized import box_of
+from tests.support.files import random_bits, write_indexed
+from tests.support.quantized import box_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from tests.interop.test_torch_distributed import quietly  # noqa: E402 - needs PyTorch
-from tests.interop.torch_bits import numpy_dtype, to_numpy, to_torch  # noqa: E402 - needs PyTorch
+from tests.support.torch_bits import numpy_dtype, to_numpy, to_torch  # noqa: E402
 
 F8, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 

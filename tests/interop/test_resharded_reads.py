@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
-from tests.files import random_bits
+from tests.support.files import random_bits
 
 RNG = np.random.default_rng(0)
 ARRAYS = {

@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.files import DTYPES, random_bits
+from tests.support.files import DTYPES, random_bits
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402 - needs PyTorch
 
 from tests.interop import dcp_writer  # noqa: E402 - needs PyTorch
-from tests.interop.torch_bits import to_numpy  # noqa: E402 - needs PyTorch
+from tests.support.torch_bits import to_numpy  # noqa: E402
 
 TIMEOUT_SECONDS = 120
 

@@ -2,16 +2,16 @@
 
 import json
 import re
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families import FAMILIES
-from tests.files import write
+from tests.support.files import write
+from tests.support.roots import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = ROOT / "docs" / "families.md"
 WIDTH, HIDDEN, VOCABULARY, HEADS, GROUPS, HEAD = 64, 96, 128, 8, 4, 8
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
-from tests.mapping.evaluate import binder, evaluate, given_back, uses
-from tests.mapping.reference import converted
+from tests.support.evaluate import binder, evaluate, given_back, uses
+from tests.support.maxtext_reference import converted
 
 NAMES = sorted(family.name.removeprefix("maxtext.") for family in FAMILIES)
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from safetensors.numpy import load_file
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
-from tests.mapping.evaluate import binder, evaluate, given_back, uses
-from tests.mapping.reference import converted
+from tests.support.evaluate import binder, evaluate, given_back, uses
+from tests.support.maxtext_reference import converted
+from tests.support.roots import TESTDATA
 
-DATA = Path(__file__).parents[2] / "testdata" / "maxtext"
+DATA = TESTDATA / "maxtext"
 FAMILY = {family.name: family for family in FAMILIES}
 SAMPLES = {
     "deepseek2": "deepseek2",

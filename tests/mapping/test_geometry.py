@@ -6,16 +6,16 @@ import re
 import time
 from collections import Counter
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
-from orbax_safetensors.plan.strided import extent
+from tests.support.roots import TESTDATA
 
-DATA = Path(__file__).parents[2] / "testdata" / "geometry"
+DATA = TESTDATA / "geometry"
 MODELS = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
 FAMILY = {architecture: family for family in FAMILIES for architecture in family.architectures}
 

@@ -2,16 +2,16 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.mapping.quantization import Quantized, quantization
-from orbax_safetensors.plan.encoding import Encoding
+from tests.support.roots import TESTDATA
 
-GEOMETRY = Path(__file__).parents[2] / "testdata" / "geometry"
+GEOMETRY = TESTDATA / "geometry"
 F8, F4, F32, BF16, U8 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "BF16", "U8"))
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4"}

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
-from tests.mapping.evaluate import binder, evaluate, given_back, uses
-from tests.mapping.reference import converted
+from tests.support.evaluate import binder, evaluate, given_back, uses
+from tests.support.maxtext_reference import converted
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

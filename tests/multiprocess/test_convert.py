@@ -8,11 +8,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from tests import test_reshard_items
-from tests.multiprocess.launch import launch
+from tests.convert import test_reshard_items
 from tests.multiprocess.workers_convert import BOTH
-from tests.streaming.interrupted import CALLS
 from tests.streaming.test_resume import arrays, check, make_source, opens
+from tests.support.interrupted import CALLS
+from tests.support.launch import launch
 
 TOTAL = sum(array.nbytes for array in arrays().values())
 PROCESSES = 3

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -20,8 +19,8 @@ import pytest
 
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import open_orbax
+from tests.support.roots import ROOT
 
-ROOT = Path(__file__).parents[2]
 HF = ROOT / "testdata" / "maxtext" / "qwen3" / "hf"
 ORBAX = ROOT / "testdata" / "orbax" / "qwen3_unscanned"
 NBYTES = 138_496

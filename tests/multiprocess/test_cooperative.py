@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.files import write
-from tests.multiprocess import cases
-from tests.multiprocess.checkpoints import write_matrix
-from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_cooperative import SCENARIOS, matrix, tensors
+from tests.support import cases
+from tests.support.checkpoints import write_matrix
+from tests.support.files import write
+from tests.support.launch import launch
 
 LAYOUTS = {"2 processes x 4 devices": (2, 4), "4 processes x 2 devices": (4, 2)}
 

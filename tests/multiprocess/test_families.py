@@ -9,7 +9,7 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.multiprocess import workers_families as workers
-from tests.multiprocess.launch import launch
+from tests.support.launch import launch
 
 SHAPES = {"2 processes x 2 devices": (2, 2), "4 processes x 2 devices": (4, 2)}
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from orbax_safetensors.io.remote import HEAD_BYTES
-from tests.multiprocess.launch import launch
-from tests.servers.faults import Call
+from orbax_safetensors.storage.remote import HEAD_BYTES
+from tests.support.launch import launch
+from tests.support.servers.faults import Call
 
 PROCESSES = 2
 TIMES = 3

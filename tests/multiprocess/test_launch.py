@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.multiprocess.launch import LaunchError, launch
+from tests.support.launch import LaunchError, launch
 
 WORKERS = "tests.multiprocess.workers_launch"
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from tests.linking.models import MADE, assert_same, make, mapped, read
-from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_link import DATA, SAMPLES
+from tests.support.launch import launch
+from tests.support.link_models import MADE, assert_same, make, mapped, read
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_stock_orbax_restores_them_in_any_number_of_processes(processes, togethe
         for sample in SAMPLES
     ]
     found = launch(
-        "tests.linking.stock:sharded_over_all", json.dumps(jobs), processes=processes, devices=8 // processes
+        "tests.support.stock_links:sharded_over_all", json.dumps(jobs), processes=processes, devices=8 // processes
     )
     assert found == [[[] for _ in SAMPLES]] * processes
 

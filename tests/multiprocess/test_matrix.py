@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess import cases
-from tests.multiprocess.checkpoints import write_matrix
-from tests.multiprocess.launch import launch
+from tests.support import cases
+from tests.support.checkpoints import write_matrix
+from tests.support.launch import launch
 
 LAYOUTS = {"2 processes x 4 devices": (2, 4), "4 processes x 2 devices": (4, 2)}
 CASES = cases.matrix()

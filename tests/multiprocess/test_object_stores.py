@@ -7,9 +7,9 @@ import obstore
 import pytest
 
 import orbax_safetensors as ost
-from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_object_stores import expected, family_values
-from tests.servers.faults import Answer
+from tests.support.launch import launch
+from tests.support.servers.faults import Answer
 
 PROCESSES = 4
 

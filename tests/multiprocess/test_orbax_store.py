@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,12 +16,12 @@ import pytest
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.orbax_store import open_orbax
 from tests.multiprocess import workers_orbax_store as workers
-from tests.multiprocess.launch import LaunchError, launch
-from tests.sinks import step_sink
+from tests.support.launch import LaunchError, launch
+from tests.support.roots import ROOT
+from tests.support.sinks import step_sink
 
 LAYOUTS = {"2 processes": 2, "3 processes": 3}
 FORMATS = ["ocdbt_zarr3", "ocdbt_zarr2", "files_zarr3", "files_zarr2"]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from tests.files import write
-from tests.multiprocess.launch import LaunchError, launch
 from tests.multiprocess.workers_programs import tensors
+from tests.support.files import write
+from tests.support.launch import LaunchError, launch
 
 # Seconds in which a process that waits has to end; the processes take some to start.
 PROMPT_SECONDS = 30

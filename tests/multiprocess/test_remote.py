@@ -4,10 +4,10 @@ import numpy as np
 import obstore
 import pytest
 
-from orbax_safetensors.io.remote import HEAD_BYTES
-from tests.files import write
-from tests.multiprocess.checkpoints import write_matrix
-from tests.multiprocess.launch import launch
+from orbax_safetensors.storage.remote import HEAD_BYTES
+from tests.support.checkpoints import write_matrix
+from tests.support.files import write
+from tests.support.launch import launch
 
 
 @pytest.mark.parametrize("name", ["s3", "gcs"])

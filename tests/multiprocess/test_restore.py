@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.checkpoints import write_steps
-from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_restore import SCENARIOS
+from tests.support.checkpoints import write_steps
+from tests.support.launch import launch
 
 LAYOUTS = {"2 processes x 4 devices": (2, 4), "4 processes x 2 devices": (4, 2)}
 

@@ -17,7 +17,6 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.multiprocess import workers_save
-from tests.multiprocess.launch import launch
 from tests.multiprocess.workers_save import (
     PROMPT_SECONDS,
     SCENARIOS,
@@ -29,6 +28,8 @@ from tests.multiprocess.workers_save import (
     full_mesh,
     save,
 )
+from tests.support.launch import launch
+from tests.support.roots import ROOT
 
 LAYOUTS = {"2 processes x 4 devices": (2, 4), "4 processes x 2 devices": (4, 2)}
 
@@ -193,7 +194,7 @@ def killed(request, tmp_path_factory):
     with contextlib.ExitStack() as reserved:
         ports = [str(_free_port(reserved)) for _ in range(len(STAGES) + 1)]
         command = [sys.executable, "-m", workers_save.__name__, str(root), str(request.param), *ports]
-        subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=100, stdin=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=100, stdin=subprocess.DEVNULL)
     return root
 
 

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 import orbax_safetensors as ost
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from tests.streaming.interrupted import CALLS, PLANS
+from tests.support.interrupted import CALLS, PLANS
 
 BOTH = ("to_orbax", "reshard_safetensors")
 

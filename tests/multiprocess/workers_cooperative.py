@@ -22,17 +22,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import api, cooperative, exchanges, processes
-from orbax_safetensors.io import local
-from tests.files import DTYPES, random_bits
-from tests.multiprocess import cases
-from tests.multiprocess.checkpoints import Reference
-from tests.multiprocess.measure import different_shards, measured
+from orbax_safetensors import api
+from orbax_safetensors.devices import agreement
+from orbax_safetensors.restore import exchanges
+from orbax_safetensors.restore import together as cooperative
+from orbax_safetensors.storage import local
+from tests.support import cases
+from tests.support.checkpoints import Reference
+from tests.support.files import DTYPES, random_bits
+from tests.support.measure import different_shards, measured
+from tests.support.roots import TESTDATA
 
 OPTIONS = ost.SafetensorsOptions(cooperative=True)
 SCENARIOS: dict[str, Callable[[Site], Any]] = {}
 
-_QWEN3 = Path(__file__).parents[2] / "testdata" / "qwen3"
+_QWEN3 = TESTDATA / "qwen3"
 
 
 def matrix() -> list[cases.Case]:
@@ -177,7 +181,7 @@ def batches_that_fit_in_flight(site: Site) -> None:
 
     def together(key: str, *args: Any, **kwargs: Any) -> Any:
         reached.append(key)
-        return processes.together(key, *args, **kwargs)
+        return agreement.together(key, *args, **kwargs)
 
     with mock.patch.object(cooperative, "together", together):
         restored = restore(site.root, site.target(None, "x"), options=options)
@@ -332,7 +336,7 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
     ):
         broken = mock.patch.object(*where, side_effect=error("no such thing"))
         with (
-            mock.patch.object(processes, "_TIMEOUT_SECONDS", 60),
+            mock.patch.object(agreement, "_TIMEOUT_SECONDS", 60),
             broken if site.index == last else contextlib.nullcontext(),
         ):
             found = error_of(lambda: restore(site.root, target))
@@ -350,7 +354,7 @@ def a_process_that_sees_another_checkpoint(site: Site) -> str:
     target = site.target(None, "x", names=["U8"])
     nothing = mock.patch.object(exchanges.Chooser, "choose", return_value=[None])
     with (
-        mock.patch.object(processes, "_TIMEOUT_SECONDS", 60),
+        mock.patch.object(agreement, "_TIMEOUT_SECONDS", 60),
         nothing if site.index == 0 else contextlib.nullcontext(),
     ):
         found = error_of(lambda: restore(site.root, target))
@@ -368,10 +372,10 @@ def nobody_waits_who_does_not_have_to(site: Site) -> None:
         met.append(key)
         return real(key, own)
 
-    real = processes.exchange
+    real = agreement.exchange
     own = Mesh(np.array(jax.local_devices()), ("d",))
     alone = {"F32": jax.ShapeDtypeStruct((24, 2048), np.float32, sharding=NamedSharding(own, PartitionSpec()))}
-    with mock.patch.object(processes, "exchange", exchange):
+    with mock.patch.object(agreement, "exchange", exchange):
         site.check(restore(site.root, site.target(None, "x"), options=ost.SafetensorsOptions()))
         for _ in range(site.index):
             site.check(restore(site.root, alone), ["F32"])

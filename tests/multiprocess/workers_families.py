@@ -15,11 +15,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
-from tests.multiprocess.measure import different_shards, measured
 from tests.multiprocess.workers_save import array, error_of, written
+from tests.support.measure import different_shards, measured
+from tests.support.roots import TESTDATA
 
 # What MaxText's own converter made of small models, and what it made that of.
-DATA = Path(__file__).parents[2] / "testdata" / "maxtext"
+DATA = TESTDATA / "maxtext"
 SAMPLES = ("deepseek3", "deepseek3.2", "deepseek3_mtp", "gemma3", "gpt-oss", "llama3.1", "qwen3")
 
 # The axes of a mesh that each dimension of a leaf is sharded over, as far as it has that dimension and divides evenly.

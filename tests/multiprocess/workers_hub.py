@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import processes
-from orbax_safetensors.io import hub_api
-from orbax_safetensors.io.retries import RefusedError
+from orbax_safetensors.devices import agreement
+from orbax_safetensors.storage import hub_api
+from orbax_safetensors.storage.retries import RefusedError
 
 
 def refused(job: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def refused(job: dict[str, Any]) -> dict[str, Any]:
     errors = []
     for _ in range(2):
         with (
-            mock.patch.object(processes, "_TIMEOUT_SECONDS", 60),
+            mock.patch.object(agreement, "_TIMEOUT_SECONDS", 60),
             mock.patch.object(hub_api.HubApi, "contents", refuse) if mine else contextlib.nullcontext(),
         ):
             try:
@@ -53,7 +53,7 @@ def alone(job: dict[str, Any]) -> dict[str, Any]:
         _restored(job, jax.local_devices())
     values = _restored(job, jax.devices())
     of_commit = []
-    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 5):
+    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 5):
         if jax.process_index() == 0:
             job = job | {"url": ost.open_checkpoint(job["url"]).path}
             of_commit = _restored(job, jax.devices())

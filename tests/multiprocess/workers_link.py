@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 import orbax_safetensors as ost
-from orbax_safetensors.linking import run as link_run
-from tests.linking.models import FAMILY
+from orbax_safetensors.link import run as link_run
 from tests.multiprocess.workers_save import error_of
+from tests.support.link_models import FAMILY
+from tests.support.roots import TESTDATA
 
-DATA = Path(__file__).parents[2] / "testdata" / "maxtext"
+DATA = TESTDATA / "maxtext"
 # With leaves that have to be made, and without any.
 SAMPLES = ("gemma2", "deepseek3")
 

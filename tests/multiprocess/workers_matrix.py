@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 import orbax_safetensors as ost
-from tests.multiprocess import cases
-from tests.multiprocess.checkpoints import Reference
-from tests.multiprocess.measure import counted, different_shards, measured
+from tests.support import cases
+from tests.support.checkpoints import Reference
+from tests.support.measure import counted, different_shards, measured
 
 # Another thread of this process may read a few bytes meanwhile; hardly twice at once.
 _ATTEMPTS = 3

@@ -13,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api, processes
+from orbax_safetensors import api
+from orbax_safetensors.devices import agreement
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import Family, stack, tensor
-from orbax_safetensors.plan.view import View
-from orbax_safetensors.save import Save, Shards
+from orbax_safetensors.save.prepare import Save, Shards
 from tests.multiprocess.workers_save import VALUES, array
 
 SPECS = [("x", "y"), ("y", "x"), (None, ("x", "y")), (("x", "y"),), (), (None, "x")]
@@ -86,7 +87,7 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
 
 
 def _said(call: Callable[[], Any]) -> str:
-    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 10):
+    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 10):
         try:
             call()
         except ost.SafetensorsError as error:

@@ -20,11 +20,11 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 
+from orbax_safetensors.devices.agreement import agree
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
-from orbax_safetensors.orbax_store.draft import Draft
-from orbax_safetensors.processes import agree
-from tests.sinks import step_sink
+from orbax_safetensors.orbax_store.unfinished import Draft
+from tests.support.sinks import step_sink
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 

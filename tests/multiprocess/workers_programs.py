@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import api, cooperative
-from orbax_safetensors.save import Shards
-from tests.multiprocess.measure import different_shards
+from orbax_safetensors import api
+from orbax_safetensors.restore import together
+from orbax_safetensors.save.prepare import Shards
+from tests.support.measure import different_shards
 
 # Many times as many programs as XLA's CPU client lets be in flight: enough for any of them to hang if nothing waits.
 LEAVES = 400
@@ -75,7 +76,7 @@ def waits_for_devices(directory: str) -> None:
     victim = _victim()
     if jax.process_index() == 0:
         exchanged(directory)
-    with mock.patch.object(cooperative, "_shards", side_effect=lambda *_: _end(victim)):
+    with mock.patch.object(together, "_shards", side_effect=lambda *_: _end(victim)):
         exchanged(directory)
 
 

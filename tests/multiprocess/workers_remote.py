@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import processes
-from tests.multiprocess import cases
-from tests.multiprocess.checkpoints import Reference
-from tests.multiprocess.measure import different_shards
+from orbax_safetensors.devices import agreement
+from tests.support import cases
+from tests.support.checkpoints import Reference
+from tests.support.measure import different_shards
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def alone(url: str) -> dict[str, Any]:
         "not asked for": lambda: restore(ocp.RestoreArgs(), cooperative=False),
     }
     errors = {}
-    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 5):
+    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 5):
         for name, way in ways.items() if jax.process_index() == 0 else ():
             try:
                 way()
             except ost.SafetensorsError as error:
                 errors[name] = str(error)
-    with mock.patch.object(processes, "_TIMEOUT_SECONDS", 40):
+    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 40):
         return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs()), expected)}

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from orbax.checkpoint._src.metadata.sharding import from_jax_sharding
 
 import orbax_safetensors as ost
-from tests.files import nothing_left
-from tests.multiprocess.checkpoints import DTYPES, SMALL, Reference
-from tests.multiprocess.measure import different_shards, measured
+from tests.support.checkpoints import DTYPES, SMALL, Reference
+from tests.support.files import nothing_left
+from tests.support.measure import different_shards, measured
 
 SCENARIOS: dict[str, Callable[[Site], Any]] = {}
 

@@ -33,11 +33,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import processes
-from orbax_safetensors import save as saving
-from orbax_safetensors.io import local
-from tests.files import nothing_left
-from tests.multiprocess.measure import different_shards
+from orbax_safetensors.devices import agreement as processes
+from orbax_safetensors.save import prepare as saving
+from orbax_safetensors.storage import local
+from tests.support.files import nothing_left
+from tests.support.measure import different_shards
 
 SCENARIOS: dict[str, Callable[[Site], Any]] = {}
 

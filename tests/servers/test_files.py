@@ -15,14 +15,16 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from tests.support.roots import ROOT
+
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
 
 from obstore.store import HTTPStore  # noqa: E402 - needs obstore
 
-from tests.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader  # noqa: E402 - as above
-from tests.servers.files import Files  # noqa: E402
-from tests.servers.processes import serving  # noqa: E402
-from tests.servers.server import Bytes, Response, Server  # noqa: E402
+from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader  # noqa: E402
+from tests.support.servers.files import Files  # noqa: E402
+from tests.support.servers.processes import serving  # noqa: E402
+from tests.support.servers.server import Bytes, Response, Server  # noqa: E402
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8).tobytes()
 SIZE = len(DATA)
@@ -290,7 +292,9 @@ def listens(port) -> bool:
 
 
 def test_a_server_in_a_process_of_its_own(root):
-    with serving([sys.executable, "-m", "tests.servers.files", str(root), "--latency", "0.05"], "(http:.*)") as url:
+    with serving(
+        [sys.executable, "-m", "tests.support.servers.files", str(root), "--latency", "0.05"], "(http:.*)"
+    ) as url:
         start = time.perf_counter()
         assert obstore.get_range(HTTPStore(url, client_options={"allow_http": True}), "sub/a b.bin", start=0, end=4)
         assert time.perf_counter() - start >= 0.05
@@ -299,13 +303,11 @@ def test_a_server_in_a_process_of_its_own(root):
 
 def test_a_server_process_ends_with_a_test_that_is_killed(root):
     code = (
-        "import os, signal, sys\nfrom tests.servers.processes import serving\n"
-        f"with serving([sys.executable, '-m', 'tests.servers.files', {str(root)!r}], '(http:.*)') as url:\n"
+        "import os, signal, sys\nfrom tests.support.servers.processes import serving\n"
+        f"with serving([sys.executable, '-m', 'tests.support.servers.files', {str(root)!r}], '(http:.*)') as url:\n"
         "    print(url, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
-    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     port = urlsplit(said.stdout.strip()).port
     deadline = time.monotonic() + 10
     while listens(port):

@@ -12,8 +12,8 @@ huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub
 
 from huggingface_hub import errors  # noqa: E402 - needs huggingface_hub
 
-from tests.servers.faults import Answer, Cut  # noqa: E402 - as above
-from tests.servers.hub import STRANGER, TOKEN  # noqa: E402
+from tests.support.servers.faults import Answer, Cut  # noqa: E402
+from tests.support.servers.hub import STRANGER, TOKEN  # noqa: E402
 
 WEIGHTS = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
 FILES = {

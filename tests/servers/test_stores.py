@@ -7,7 +7,7 @@ import pytest
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
 
-from tests.servers.faults import Answer, Call, Cut  # noqa: E402 - needs obstore
+from tests.support.servers.faults import Answer, Call, Cut  # noqa: E402
 
 # Two parts of an upload, the second of them short.
 DATA = np.random.default_rng(0).integers(0, 256, (5 << 20) + 12345, np.uint8).tobytes()

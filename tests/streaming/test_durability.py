@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.io import local
+from orbax_safetensors.storage import local
 from orbax_safetensors.streaming import draft
-from tests.files import nothing_left
-from tests.streaming.interrupted import CALLS
 from tests.streaming.test_resume import check, make_source
+from tests.support.files import nothing_left
+from tests.support.interrupted import CALLS
 
 MANY_FILES = "in files of at most some size"
 CALLS = {

@@ -9,13 +9,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.io.store import read_small, write_small
-from orbax_safetensors.io.stores import store_of
 from orbax_safetensors.mapping import Family, Tree, tensor
-from tests.files import random_bits, write_indexed
-from tests.servers.faults import Answer
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import read_small, write_small
+from tests.support.files import random_bits, write_indexed
+from tests.support.roots import TESTDATA
+from tests.support.servers.faults import Answer
 
-ROOT = Path(__file__).parents[2] / "testdata"
 F4 = np.dtype(np.float32)
 SMALL = 40_000
 
@@ -103,9 +103,9 @@ def test_what_is_planned_is_what_is_done(asked, source, place):
 @pytest.mark.parametrize("memory_bytes", [200_000, 1 << 30])
 def test_from_maxtext(model, memory_bytes, place, tmp_path):
     """Layers that are stacked, transposed and in several files, more than one of which wait for their bytes."""
-    hf = ROOT / "maxtext" / model.split("_")[0] / "hf"
-    ost.convert(ROOT / "orbax" / model, tmp_path / "to", config=hf, **MAXTEXT)
-    ost.convert(ROOT / "orbax" / model, f"{place.url}/to", config=hf, memory_bytes=memory_bytes, **MAXTEXT)
+    hf = TESTDATA / "maxtext" / model.split("_")[0] / "hf"
+    ost.convert(TESTDATA / "orbax" / model, tmp_path / "to", config=hf, **MAXTEXT)
+    ost.convert(TESTDATA / "orbax" / model, f"{place.url}/to", config=hf, memory_bytes=memory_bytes, **MAXTEXT)
     local, remote = (ost.SafetensorsHandler().restore(to) for to in (str(tmp_path / "to"), f"{place.url}/to"))
     assert sorted(local) == sorted(remote)
     assert all(local[name].tobytes() == remote[name].tobytes() for name in local)
@@ -115,8 +115,8 @@ def test_from_maxtext(model, memory_bytes, place, tmp_path):
 
 @pytest.mark.parametrize(("memory_bytes", "warned"), [(200_000, True), (1 << 30, False)])
 def test_chunks_that_are_read_more_than_once_are_told_of(memory_bytes, warned, place, caplog):
-    asked = {**MAXTEXT, "config": ROOT / "maxtext" / "deepseek3" / "hf", "memory_bytes": memory_bytes}
-    found, to = ROOT / "orbax" / "deepseek3_scanned", f"{place.url}/to"
+    asked = {**MAXTEXT, "config": TESTDATA / "maxtext" / "deepseek3" / "hf", "memory_bytes": memory_bytes}
+    found, to = TESTDATA / "orbax" / "deepseek3_scanned", f"{place.url}/to"
     (cost,) = ost.plan_convert(found, to, **asked).processes
     assert (cost.read_bytes > cost.needed_bytes) == warned
     done = ost.convert(found, to, **asked)
@@ -127,11 +127,11 @@ def test_chunks_that_are_read_more_than_once_are_told_of(memory_bytes, warned, p
 
 def test_a_config_on_a_store(place, tmp_path):
     store, path = store_of(f"{place.url}/hf", None)
-    for name, text in content(ROOT / "maxtext" / "qwen3" / "hf").items():
+    for name, text in content(TESTDATA / "maxtext" / "qwen3" / "hf").items():
         with_bytes = store.create(f"{path}/{name}", len(text))
         with_bytes.write(0, [memoryview(text)])
         with_bytes.close()
-    ost.convert(ROOT / "orbax" / "qwen3_unscanned", tmp_path / "to", config=f"{place.url}/hf", **MAXTEXT)
+    ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "to", config=f"{place.url}/hf", **MAXTEXT)
     assert json.loads((tmp_path / "to" / "config.json").read_text())["model_type"] == "qwen3"
     ost.convert(f"{place.url}/hf", tmp_path / "back", to="orbax", family="maxtext")
     assert (tmp_path / "back" / "0" / "items").is_dir()
@@ -147,7 +147,7 @@ def test_stopped_and_resumed(kind, source, place, tmp_path):
     with pytest.raises(ost.SafetensorsError):
         ost.open_checkpoint(to)
     (source / "config.json").write_text("{ }")
-    shutil.copystat(ROOT / "orbax", source / "config.json")
+    shutil.copystat(TESTDATA / "orbax", source / "config.json")
     resumed = CALLS[kind](source, to, resume=True)
     assert resumed.nbytes < whole if kind != "one file" else resumed.nbytes == whole
     (tmp_path / "to" / "config.json").write_text("{ }")

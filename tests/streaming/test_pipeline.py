@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_safetensors.plan.tiling import row_major_order
+from orbax_safetensors.geometry.tiling import row_major_order
 from orbax_safetensors.streaming import pipeline
-from orbax_safetensors.streaming.cutting import bundles
+from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.pipeline import Fact, batch_bytes, bundle_bytes, check_fits, nbytes, share, stream
 
 I4 = np.dtype(np.int32)

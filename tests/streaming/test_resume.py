@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,11 +14,11 @@ from etils import epath
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.orbax_store import open_orbax
-from tests.files import random_bits, write_indexed
-from tests.streaming import interrupted
-from tests.streaming.interrupted import CALLS
+from tests.support import interrupted
+from tests.support.files import random_bits, write_indexed
+from tests.support.interrupted import CALLS
+from tests.support.roots import ROOT
 
-ROOT = Path(__file__).parents[2]
 F4 = np.dtype(np.float32)
 SHAPES = {f"w{number}": (16, 64 + 8 * number) for number in range(12)} | {"b": (40,)}
 TO_ORBAX = ("to_orbax", "reshard_orbax")

@@ -9,11 +9,11 @@ import time
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.io.lock import Lock
-from tests.files import nothing_left
-from tests.streaming import interrupted
-from tests.streaming.interrupted import CALLS
+from orbax_safetensors.storage.lock import Lock
 from tests.streaming.test_resume import TO_ORBAX, arrays, check, make_source, opens, start
+from tests.support import interrupted
+from tests.support.files import nothing_left
+from tests.support.interrupted import CALLS
 
 NBYTES = sum(array.nbytes for array in arrays().values())
 KINDS = list(CALLS)

@@ -1,0 +1,1 @@
+"""Safetensors files as one checkpoint: opened, verified, and seen as the tree of a family."""

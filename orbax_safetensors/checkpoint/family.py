@@ -1,0 +1,274 @@
+"""Families at work: a checkpoint seen as the model's own tree, and a tree taken apart into stored tensors."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.format.names import by_same
+from orbax_safetensors.geometry.elementwise import Cast
+from orbax_safetensors.geometry.view import UNKNOWN, View
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
+from orbax_safetensors.mapping.inference import fit
+from orbax_safetensors.mapping.quantization import quantization
+from orbax_safetensors.storage.store import File, read_small
+
+CONFIG_NAME = "config.json"
+# Configs are a few kilobytes. What is much longer is something else.
+_MAX_CONFIG_BYTES = 4 * 2**20
+
+# `transformers`' name of it, and that of `compressed-tensors` in older files.
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+AskedFamily = Family | str | None
+
+
+def mapped(
+    checkpoint: Checkpoint,
+    asked: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    *,
+    complete: bool,
+    dequantize: bool,
+) -> Checkpoint:
+    """`checkpoint` as the family that was asked for sees it, or one that is registered; as it is where there is none.
+
+    With `dequantize`, quantised tensors are decoded to what the family expects. With `complete`, each stored tensor has
+    to be used once; without it, leaves whose tensors are not all stored are left out, and there may be other tensors.
+    Raises `MappingError` where there is no such family, or where config, variant and tensors disagree.
+    """
+    if asked is None and not registry.any_registered():
+        _no_family(variant)
+        return checkpoint
+    config = read_config(checkpoint)
+    try:
+        family = registry.find(asked, config)
+        if family is None:
+            _no_family(variant)
+            return checkpoint
+        return _mapped(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
+    except MappingError as error:
+        raise MappingError(f"{checkpoint.path}: {error}") from error
+
+
+def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: bool) -> tuple[Checkpoint, dict[str, str]]:
+    """Return `checkpoint` as the registered family sees it whose tree has exactly these leaves, and their paths in it.
+
+    If all leaves are stored tensors, or no family is registered, the checkpoint stays as it is. Raises `MappingError`
+    if no registered family is for its architecture or has such a tree, and if several have.
+    """
+    as_stored = {name: path for path, name in by_same({name: name for name in leaves}, checkpoint.tensors).items()}
+    if checkpoint.tensors.keys() >= set(as_stored.values()) or not registry.any_registered():
+        return checkpoint, as_stored
+    try:
+        config = read_config(checkpoint)
+        found = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
+        fitting = _mapped(checkpoint, found.family, config, found.variant, complete=True, dequantize=dequantize)
+    except MappingError as error:
+        if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
+            return checkpoint, as_stored  # somebody wants stored tensors, and one that is not
+        raise MappingError(f"{checkpoint.path}: {error}") from error
+    return fitting, dict(found.paths)
+
+
+def _no_family(variant: Mapping[str, Any] | None) -> None:
+    if variant:
+        raise MappingError(f"variant {dict(variant)} is for a family, and there is none")
+
+
+def _mapped(
+    checkpoint: Checkpoint,
+    family: Family,
+    config: Mapping[str, Any],
+    variant: Mapping[str, Any],
+    *,
+    complete: bool,
+    dequantize: bool,
+) -> Checkpoint:
+    spared: Set[str] = frozenset()  # what only quantised computation needs
+    if dequantize:
+        checkpoint, spared = _dequantized(checkpoint, config)
+    described_as = {own: _renamed(family, own) for own in checkpoint.shapes}
+    stored = {name: own for own, name in described_as.items()}
+    if len(stored) < len(described_as):
+        twice = next(name for own, name in described_as.items() if stored[name] != own)
+        raise MappingError(f"{family.name}: several stored tensors are {twice!r} to the family")
+    shapes = {name: checkpoint.shapes[own] for name, own in stored.items()}
+    bound: set[str] = set()
+    unbound: dict[str, tuple[int, ...]] = {}
+
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        if shapes.get(name) != shape:
+            unbound[name] = shape
+            return View.tensor(name, shape, UNKNOWN)
+        if dequantize and (scales := _scales_of(checkpoint, stored[name])):
+            raise MappingError(
+                f"{name!r} has scales, {scales!r}, and quantization_config of config.json does not say how it is "
+                "quantised; a family that knows needs SafetensorsOptions(dequantize=False)"
+            )
+        bound.add(name)
+        return checkpoint.view(stored[name])
+
+    tree = family.describe(config, variant, bind, stored=len(shapes))
+    tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
+    check_shapes(family.name, tree, unbound, shapes)
+    if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
+        raise MappingError(f"{family.name}: {constant[0]!r} is a constant without a dtype; `full` takes one")
+    if complete:
+        needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
+        check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
+    return replace(checkpoint, mapped=tree)
+
+
+def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
+    """The checkpoint with its quantised tensors decoded, and the names of tensors that it needs for nothing then."""
+    facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
+    found = quantization(_quantization_config(config), facts)
+    for quantized in found.tensors.values():
+        for name in (quantized.codes, quantized.scales):
+            if len(checkpoint[name].pieces) > 1:
+                raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
+    dtype = _dtype(config, checkpoint.decoded_dtype)
+    return replace(checkpoint, quantized=found.tensors, decoded_dtype=dtype), found.unused
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Any:
+    """How tensors are quantised: by the whole model's config, or that of its text."""
+    text = config.get("text_config")
+    for own in (config, text if isinstance(text, Mapping) else {}):
+        for key in _QUANTIZATION_KEYS:
+            if own.get(key) is not None:
+                return own[key]
+    return None
+
+
+def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
+    """The stored scales of a tensor that is not decoded, if there are any."""
+    if name in checkpoint.quantized:
+        return None
+    return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)
+
+
+Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+
+
+def taken_apart(
+    sources: Sequence[Source], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[list[Source], Tensors]:
+    """`sources` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
+
+    The family is the one that was asked for, or one that is registered for the config's architecture; without one,
+    each leaf is a tensor. A tensor has the dtype of its leaf; where the family casts and nobody asked for a dtype, the
+    config's. Raises `MappingError` where there is no such family, or where config, variant and leaves disagree.
+    """
+    family = registry.find(asked, config)
+    if family is None:
+        _no_family(variant)
+        return list(sources), {source.name: (source.dtype, source.shape) for source in sources}
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        if shapes.setdefault(name, shape) != shape:
+            raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
+        return View.tensor(name, shape, UNKNOWN)
+
+    tree = family.describe(config, variant or {}, bind, stored=len(sources))
+    paths = by_same({source.name: source for source in sources}, tree)
+    tree = check_leaves(family.name, tree, {path: source.shape for path, source in paths.items()})
+    viewed, tensors = [], Tensors()
+    for path, source in paths.items():
+        view = replace(tree[path], dtype=source.value.dtype)
+        asked_for = source.dtype != source.value.dtype
+        for piece in view.pieces:
+            if piece.tensor is None:
+                continue
+            casts = any(isinstance(op, Cast) for op in piece.ops)
+            dtype = _dtype(config, source.dtype) if casts and not asked_for else source.dtype
+            if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
+                raise MappingError(
+                    f"{family.name}: {source.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
+                    f"of one tensor, {piece.tensor!r}"
+                )
+        viewed.append(replace(source, view=view))
+    # What is saved has to be whole.
+    check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
+    return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
+
+
+def _dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
+    """The dtype that a config says the model's tensors are stored with."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    try:
+        return np.dtype(name) if name else otherwise
+    except TypeError:
+        raise MappingError(f"config.json: dtype {name!r} is not one that tensors can have") from None
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def as_config(config: Any) -> dict[str, Any] | None:
+    """A config that somebody passed, as the content of the `config.json` of what is saved.
+
+    Raises `MappingError` where it is neither a dict that JSON can hold nor something with a `to_dict` that gives one.
+    """
+    if config is None:
+        return None
+    given = config.to_dict() if hasattr(config, "to_dict") else config
+    try:
+        config = json.loads(json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MappingError(f"config: cannot be stored as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise MappingError(f"config: expected the content of a config.json, found {shown(given)}")
+    # It says how tensors were stored that have been decoded since.
+    for own in (config, config.get("text_config")):
+        if isinstance(own, dict):
+            for key in _QUANTIZATION_KEYS:
+                own.pop(key, None)
+    return config
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The `config.json` beside a checkpoint's files, {} where there is none.
+
+    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read or is too long.
+    """
+    directory = posixpath.dirname(checkpoint.files[0].path) or "."
+    path = posixpath.join(directory, CONFIG_NAME)
+    file = checkpoint.store.find(path)
+    if file is None:
+        return {}
+    return parse_config(file)
+
+
+def parse_config(file: File) -> dict[str, Any]:
+    """What a `config.json` says. The file is closed; raises as `read_config`."""
+    text = read_small(file, _MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MappingError(f"{file.path}: is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise MappingError(f"{file.path}: expected a JSON object, found {shown(config)}")
+    return config
+
+
+def _renamed(family: Family, name: str) -> str:
+    for pattern, replacement in family.renames:
+        name = re.sub(pattern, replacement, name)
+    return name

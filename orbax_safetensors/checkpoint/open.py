@@ -1,0 +1,69 @@
+"""`open_checkpoint`: a checkpoint as the tree of a family, or as it is stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_safetensors.checkpoint.family import AskedFamily, mapped
+from orbax_safetensors.checkpoint.files import SUFFIX, Checkpoint, read_checkpoint
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.index import INDEX_SUFFIX
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.directories import is_remote
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.schemes import store_of
+
+
+def open_checkpoint(
+    path: PathLike,
+    *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    options: SafetensorsOptions | None = None,
+) -> Checkpoint:
+    """Reads the index and all headers of a checkpoint, and validates them.
+
+    `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
+    that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for the
+    architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
+    `options`, `dequantize` and `storage_options` count.
+
+    Either may be an URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`), of a plain server
+    (`https://`, `http://`) or on the Hugging Face Hub (`hf://owner/name[@revision][/path]`). A plain server, which does
+    not list, has a directory's files by their usual names, those of the index or `model.safetensors`. A revision of the
+    Hub is pinned to its commit, which is in the checkpoint's `path`.
+
+    Raises:
+      StorageError: something is missing or cannot be read.
+      HeaderError: a file is not valid.
+      IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+    """
+    options = options or SafetensorsOptions()
+    checkpoint = read_checkpoint(path, options.storage_options)
+    return mapped(checkpoint, family, variant, complete=True, dequantize=options.dequantize)
+
+
+def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
+    if is_remote(path):
+        if path.endswith(SUFFIX):  # who may read an object may not be allowed to list what is beside it
+            return False
+        store, path = store_of(path, storage_options)
+        names = store.list(path)
+    else:
+        try:
+            names = os.listdir(path) if os.path.isdir(path) else None
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+    return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
+
+
+def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every leaf by name, as it is restored where nothing else is asked for; no device needed."""
+    return {name: jax.ShapeDtypeStruct(view.shape, np.dtype(view.dtype)) for name, view in checkpoint.leaves.items()}

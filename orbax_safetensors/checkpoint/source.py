@@ -1,0 +1,87 @@
+"""What a caller asks a save for: a tree of arrays and scalars, checked before any file is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.devices.trees import empty_nodes, flatten
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.geometry.view import View
+
+
+@dataclass(frozen=True)
+class Source:
+    """One leaf to store.
+
+    Attributes:
+      name: the leaf's key path, joined by dots.
+      value: a `jax.Array` with any sharding, or a NumPy array of which every process has the same.
+      dtype: to store; other than the value's where a cast was asked for.
+      view: the tensors that the leaf is made of: one of its own name, or those of a family.
+    """
+
+    name: str
+    value: jax.Array | np.ndarray
+    dtype: np.dtype
+    view: View
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the leaf."""
+        return tuple(self.value.shape)
+
+
+def resolve(item: Any, save_args: Any) -> list[Source]:
+    """The leaves of a tree in its order.
+
+    `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded. It may have
+    entries at empty nodes. NumPy arrays of the other byte order are swapped.
+
+    Raises:
+      TensorMismatchError: a leaf that cannot be stored, two of one name, or none at all.
+    """
+    leaves = flatten(item)[1]
+    args = flatten(save_args)[1] if save_args is not None else {}
+    if not leaves:
+        raise TensorMismatchError("the tree to save has no leaves")
+    unknown = args.keys() - leaves.keys()
+    if unknown and (unknown := unknown - empty_nodes(item)):
+        raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(sorted(unknown)[:8])}")
+    return [_source(name, leaf, args.get(name, ocp.SaveArgs())) for name, leaf in leaves.items()]
+
+
+def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
+    if not isinstance(args, ocp.SaveArgs):
+        raise TensorMismatchError(f"{name!r}: expected ocp.SaveArgs in save_args, found {args!r:.80}")
+    if name == "__metadata__":
+        raise TensorMismatchError("a tensor cannot be called '__metadata__': the format keeps that name for itself")
+    if isinstance(leaf, jax.Array):
+        value: jax.Array | np.ndarray = leaf
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TensorMismatchError(
+                f"{name!r}: an array of {leaf.dtype} cannot be stored; save jax.random.key_data of it and restore it "
+                "with jax.random.wrap_key_data"
+            )
+        if leaf.is_deleted():
+            raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
+    elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not np.ma.isMaskedArray(leaf):
+        array = np.asarray(leaf)
+        value = array.astype(array.dtype.newbyteorder("="), copy=False)
+    else:
+        raise TensorMismatchError(f"{name!r}: a leaf of type {type(leaf).__name__} cannot be stored: {leaf!r:.80}")
+    try:
+        dtype: np.dtype = np.dtype(value.dtype if args.dtype is None else args.dtype).newbyteorder("=")
+        from_numpy(dtype)
+    except (TypeError, TensorMismatchError) as error:
+        raise TensorMismatchError(f"{name!r}: {error}") from error
+    if value.dtype.kind in "OSUMmT" or value.dtype.names is not None:  # a cast would make numbers of what are none
+        raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
+    if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
+        raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
+    return Source(name, value, dtype, View.tensor(name, value.shape, value.dtype))

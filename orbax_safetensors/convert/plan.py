@@ -1,0 +1,98 @@
+"""Conversions that are only counted: what `convert` and `reshard` would read and write, in each process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.convert.decide import MEMORY_BYTES, Asked, conversion, resharding
+from orbax_safetensors.cost.conversion import ConversionPlan
+from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.pipeline import Work
+
+
+def plan_convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    to: str,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    dtype: Any = None,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    step: int = 0,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    process_count: int | None = None,
+) -> ConversionPlan:
+    """What `convert` with the same arguments will cost each process; nothing is made, and no array is read.
+
+    It is cut into the same tiles, which are dealt and put together into the same batches. Bytes and requests are
+    exactly those of a conversion that is not resumed, but for headers, indexes, metadata and what lies beside tensors.
+    Bytes of an Orbax checkpoint are decoded ones, see `ConversionPlan`.
+
+    Args:
+      process_count: how many processes share the work; by default as many as this program has.
+      others: as for `convert`.
+
+    Raises: what `convert` raises before it moves the first byte, also where the destination is there already.
+    """
+    asked = Asked(source, destination, memory_bytes)
+    count = _process_count(process_count)
+    work = conversion(
+        asked,
+        to=to,
+        family=family,
+        variant=variant,
+        config=config,
+        dtype=dtype,
+        mesh=mesh,
+        spec=spec,
+        like=like,
+        step=step,
+        compression=compression,
+    )
+    return _planned(work, count)
+
+
+def plan_reshard(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    process_count: int | None = None,
+) -> ConversionPlan:
+    """What `reshard` with the same arguments will cost each process; see `plan_convert`."""
+    asked = Asked(source, destination, memory_bytes)
+    count = _process_count(process_count)
+    work = resharding(asked, mesh=mesh, spec=spec, like=like, max_file_bytes=max_file_bytes, compression=compression)
+    return _planned(work, count)
+
+
+def _process_count(asked: int | None) -> int:
+    if asked is None:
+        return int(jax.process_count())
+    if type(asked) is not int or asked < 1:
+        raise SafetensorsError(f"process_count is {asked!r}, must be an integer of at least 1")
+    return asked
+
+
+def _planned(work: Work, process_count: int) -> ConversionPlan:
+    try:
+        return work.plan(process_count)
+    finally:
+        work.source.close()

@@ -1,0 +1,219 @@
+"""From files to files: `convert` between safetensors and Orbax, `reshard` within either, whatever the model's size."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.convert.decide import MEMORY_BYTES, Asked, conversion, resharding
+from orbax_safetensors.devices.agreement import forget, new_key, together
+from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.pipeline import Progress, Work
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did in this process.
+
+    Attributes:
+      path: what was made: a directory of safetensors files, or of a step or an item of Orbax.
+      nbytes: bytes of arrays that were written, with the dtypes that the destination has, before compression; less than
+        all where others helped, or a conversion was resumed.
+      seconds: how long it took.
+      peak_bytes: the most memory that the process had since it began.
+      requests: reads and writes of the storage.
+    """
+
+    path: str
+    nbytes: int
+    seconds: float
+    peak_bytes: int
+    requests: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a dict."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    to: str,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    dtype: Any = None,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    step: int = 0,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Converts a checkpoint of safetensors files to one of Orbax, or back, in tiles.
+
+    Nothing but tiles is held, in `memory_bytes`. Every process of a program calls this alike and moves its part. Until
+    all is there, nothing is that opens: what is unfinished has the name that Orbax gives it, or is in
+    `<destination>.partial`; it stays after a failure, for a call with `resume`.
+
+    Args:
+      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens. Either may be a URL.
+      destination: a directory: of steps for Orbax, also as a `gs://` URL, of which `<destination>/<step>/items` is
+        made; or of safetensors files, which must not be there yet.
+      to: `"orbax"` or `"safetensors"`.
+      family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata, and take
+        what it has said of `scan_layers` from Orbax's. Without a family, arrays are tensors of the same names.
+      config: to safetensors, the content of the `config.json` to write, something with a `to_dict` that gives it, its
+        path, or a directory with one, of which the tokenizer's files and their like are copied too.
+      dtype: to cast floating-point arrays to: one for all of them, which the config then says, too; or dtypes by
+        pattern, the first of which is used that is found (`re.search`) in the name of an array: to Orbax the name that
+        `spec` has for it, to safetensors that of the tensor. What no pattern is found in keeps its dtype, as all do
+        without it.
+      mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
+        array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, as
+        `params.decoder.decoder_norm.scale`. Arrays are stored in chunks of what each device will have.
+      like: to Orbax, instead of both, the target of a restore, as for `reshard`.
+      step: to Orbax, its number.
+      compression: to Orbax, whether chunks are compressed.
+      memory_bytes: for tiles on their way, and all that is made of them.
+      resume: go on with what a call with the same arguments has left unfinished.
+      progress: called now and then with the bytes that this process has moved, and those that it will. What it raises
+        ends the conversion, and comes out as it is; other processes have a `StorageError` of it.
+
+    Raises:
+      StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
+      TensorMismatchError: mesh, spec or dtype does not fit the arrays, or what is to be resumed is something else.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      HeaderError, IndexFileError: the source is not valid.
+    """
+    asked = Asked(source, destination, memory_bytes)
+
+    def decide() -> Work:
+        return conversion(
+            asked,
+            to=to,
+            family=family,
+            variant=variant,
+            config=config,
+            dtype=dtype,
+            mesh=mesh,
+            spec=spec,
+            like=like,
+            step=step,
+            compression=compression,
+        )
+
+    others = (to, family if isinstance(family, str) else None, variant, dtype, mesh, spec, step, compression)
+    return _run(asked, decide, others, resume, progress)
+
+
+def reshard(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
+
+    Of Orbax, all items of a step are stored anew: trees in other chunks, those of the shards that devices will have,
+    or smaller ones of which these are made; what is no tree is copied. Names, metadata and handlers are kept, and
+    without a mesh the shardings that are recorded. Safetensors files get one file for each
+    device of the mesh, as PyTorch's distributed checkpoints have one for each rank, in which each shard is one range;
+    without a mesh, they are laid out anew in files of at most `max_file_bytes`. What lies beside them is copied.
+
+    Args:
+      source: the directory of a step of Orbax, of steps, whose latest is taken, or of one item; or safetensors files.
+      destination: as for `convert`. A step of Orbax keeps the name of its directory, below it; of what is no step, an
+        item on its own, it takes the place.
+      mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
+      spec: by pattern (`re.search`) of a name, that which an array has in its item, for each leading dimension of the
+        array the axis that shards it, several in a tuple, or None. The first pattern counts that is found in a name,
+        and arrays that none is found in are not sharded. Axes have to divide the dimensions, as JAX wants it: arrays
+        that a pattern does not fit are left whole, with a warning, and each pattern has to fit one. A `PartitionSpec`
+        says it as well.
+      like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
+        `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
+      max_file_bytes: as for `SafetensorsSave`.
+      compression, memory_bytes, resume, progress: as for `convert`.
+
+    Raises: as `convert`.
+    """
+    asked = Asked(source, destination, memory_bytes)
+
+    def decide() -> Work:
+        return resharding(
+            asked, mesh=mesh, spec=spec, like=like, max_file_bytes=max_file_bytes, compression=compression
+        )
+
+    return _run(asked, decide, (mesh, spec, max_file_bytes, compression), resume, progress)
+
+
+def _run(
+    asked: Asked, decide: Callable[[], Work], others: Sequence[Any], resume: bool, progress: Progress | None
+) -> Conversion:
+    """Decides, in all processes or in none, and does it; with `others`, arguments have to be alike in all of them."""
+    started = time.perf_counter()
+    key = new_key("conversion")
+    work: Work | None = None
+
+    def decided() -> None:
+        nonlocal work
+        work = decide()
+
+    raised: list[BaseException] = []
+
+    def told(done: int, total: int) -> None:
+        try:
+            if progress is not None:
+                progress(done, total)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    def facts(_: None) -> str:
+        arguments = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
+        return repr(arguments).replace("\n", " ")
+
+    try:
+        together(key, decided, facts, otherwise="was called with other arguments than process 0")
+        assert work is not None
+        moved = work.run(resume=resume, progress=told)
+    except StorageError:
+        if raised:
+            raise raised[0] from raised[0].__cause__
+        raise
+    finally:
+        if work is not None:
+            work.source.close()
+    forget(key)
+    seconds = time.perf_counter() - started
+    most = peak_bytes()
+    logger.info(
+        "Made %s: %d bytes in %.2f s, %.2f GB/s, with at most %d bytes of memory",
+        moved.path,
+        moved.nbytes,
+        seconds,
+        moved.nbytes / max(seconds, 1e-9) / 1e9,
+        most,
+    )
+    return Conversion(moved.path, moved.nbytes, seconds, most, moved.requests)

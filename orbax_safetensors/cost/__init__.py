@@ -1,0 +1,1 @@
+"""Plans as numbers: what processes would read, write and exchange, counted without moving a byte."""

@@ -1,0 +1,173 @@
+"""`jax.Array`s as a sink: which boxes of an array this process holds, and the array from their memory.
+
+No collective, no compilation and no traffic between hosts happens here; they do in `cooperative` and `replicas`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import PartitionSpec
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.geometry.view import Box
+
+
+def default_sharding() -> jax.sharding.Sharding:
+    """JAX's default device, where an array goes that nobody gave a sharding."""
+    sharding: jax.sharding.Sharding = jax.device_put(np.zeros(())).sharding
+    return sharding
+
+
+def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
+    """The sharding of a `Format`; others as they are."""
+    return sharding.sharding if isinstance(sharding, Format) else sharding  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=2**16)
+def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """The distinct boxes of an array of `shape` that devices of this process hold, in the order of the devices.
+
+    Raises `TensorMismatchError` where JAX cannot shard the shape that way.
+    """
+    _check_entries(sharding, shape)
+    try:
+        indices = sharding.addressable_devices_indices_map(shape)
+    except (ValueError, IndexError) as error:
+        raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
+    return tuple(dict.fromkeys(box_of(index, shape) for index in indices.values()))
+
+
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """A tuple of slices, as JAX describes a shard, as a box of `shape`."""
+    assert index is not None
+    return tuple(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
+
+
+def on_host(sharding: jax.sharding.Sharding) -> bool:
+    """Whether this process's shards live in host memory that a NumPy buffer can become a part of."""
+    devices: set[Any] = sharding.addressable_devices
+    return all(device.platform == "cpu" for device in devices)
+
+
+def assemble(
+    sharding: jax.sharding.Sharding | Format, shape: tuple[int, ...], dtype: np.dtype, shards: Mapping[Box, np.ndarray]
+) -> jax.Array:
+    """The global array of `shape` from the boxes that this process holds, if any.
+
+    Devices with the same box get the same memory: on CPU devices they share it, and it must not be written to again.
+    """
+    if not shards:  # make_array_from_callback would ask for a replicated array all the same
+        return jax.make_array_from_single_device_arrays(shape, plain(sharding), [], dtype=dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
+
+
+@lru_cache(maxsize=2**16)
+def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """For each distinct box that a device of this process holds, all processes that hold it; the boxes are sorted."""
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    holders: dict[Box, set[int]] = {}
+    for device, index in indices.items():
+        holders.setdefault(box_of(index, shape), set()).add(device.process_index)
+    return {box: tuple(sorted(holders[box])) for box in sorted(local_boxes(sharding, shape))}
+
+
+@lru_cache(maxsize=2**16)
+def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+    """Which device has which box, as a digest that is the same in all processes that mean the same array."""
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    boxes = sorted((device.id, box_of(index, shape)) for device, index in indices.items())
+    return hashlib.sha256(repr(boxes).encode()).hexdigest()
+
+
+def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarray]:
+    """The memory of boxes that this process holds, row-major.
+
+    A view of it where it is in host memory, otherwise a copy.
+    """
+    shards: dict[Box, Any] = {}
+    for shard in array.addressable_shards:
+        box = box_of(shard.index, array.shape)
+        if box in boxes and box not in shards:
+            # Another array of the same buffer: JAX keeps what NumPy makes of an array for as long as the array lives.
+            shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
+    if not on_host(array.sharding):
+        for data in shards.values():
+            data.copy_to_host_async()
+    return {box: np.ascontiguousarray(data).reshape(data.shape) for box, data in shards.items()}
+
+
+def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:
+    """The box of every device, in the order of the mesh where there is one; the mesh may be abstract.
+
+    A dimension that does not divide is cut as XLA cuts it: equal blocks, rounded up, of which the last may be short or
+    empty. Raises `TensorMismatchError` where the sharding does not fit the shape.
+    """
+    _check_entries(sharding, shape)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return _named_boxes(sharding, shape)
+    try:
+        return [box_of(index, shape) for index in sharding.devices_indices_map(shape).values()]
+    except (ValueError, IndexError) as error:
+        raise TensorMismatchError(f"shape {shape} cannot be sharded as {sharding}: {error}") from error
+
+
+def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None) -> list[int]:
+    """The process of every device, in the order of `device_boxes`.
+
+    With `process_count`, the devices of a mesh are dealt to processes evenly and in order; without it they belong to
+    the process that they say, or to the first where they are abstract. Raises `TensorMismatchError` where they cannot
+    be dealt evenly.
+    """
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        if process_count is not None:
+            if sharding.mesh.size % process_count:
+                raise TensorMismatchError(
+                    f"{sharding.mesh.size} devices cannot be dealt to {process_count} processes evenly"
+                )
+            return [number * process_count // sharding.mesh.size for number in range(sharding.mesh.size)]
+        if is_abstract(sharding):
+            return [0] * sharding.mesh.size
+        return [device.process_index for device in sharding.mesh.devices.flat]
+    devices: list[Any] = list(sharding.devices_indices_map(shape))
+    return [device.process_index for device in devices]
+
+
+def is_abstract(sharding: jax.sharding.Sharding) -> bool:
+    """Whether a sharding has no devices."""
+    return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
+
+
+def _check_entries(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> None:
+    """Raises `TensorMismatchError` if a partition has more entries than the shape has dimensions."""
+    if isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.spec) > len(shape):
+        raise TensorMismatchError(
+            f"shape {shape} cannot be sharded as {sharding.spec}: expected a partition of at most {len(shape)} entries"
+        )
+
+
+def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
+    """The box of each device of a mesh, in the order of the mesh."""
+    sizes = dict(sharding.mesh.shape)
+    places = {axis: place for place, axis in enumerate(sizes)}
+    coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T
+    ranges = []
+    for axis, size in enumerate(shape):
+        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+        if entry is PartitionSpec.UNCONSTRAINED:  # JAX replicates it where nothing else decides
+            entry = None
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        block = np.zeros(coordinates.shape[1], np.int64)
+        for name in axes:
+            block = block * sizes[name] + coordinates[places[name]]
+        length = -(-size // prod(sizes[name] for name in axes))
+        start = np.minimum(block * length, size)
+        ranges.append(zip(start.tolist(), np.minimum(start + length, size).tolist(), strict=True))
+    return list(zip(*ranges, strict=True)) if ranges else [()] * coordinates.shape[1]

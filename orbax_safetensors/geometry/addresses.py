@@ -1,0 +1,179 @@
+"""`Chunks`: an array cut into a regular grid of chunks that each lie in a stored tensor as one range of bytes.
+
+Whoever reads an array chunk by chunk, as Zarr does, can then be told where each chunk lies, and nothing has to be
+moved. A grid is possible if every chunk is a box of one piece of the view, whose elements follow one another in
+storage, in one order of the dimensions for all chunks. Geometry only: nothing is read or written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors.geometry.elementwise import Offset
+from orbax_safetensors.geometry.strided import Modes, extent, offsets
+from orbax_safetensors.geometry.tiling import divisors
+from orbax_safetensors.geometry.view import Piece, View
+
+# Chunks are not smaller than this, unless stored tensors are: each costs a request and an entry of an index.
+MIN_CHUNK_BYTES = 64 * 2**10
+# Chunks are not cut to less than this part of what they may have, if a dimension has no better divisor.
+_CRUMBS = 8
+
+
+class Place(NamedTuple):
+    """Where chunks lie: those of a box of the grid, which begins at `first`, in one stored tensor.
+
+    `offsets` has the shape of the box, and counts elements from the first of the tensor to the first of a chunk.
+    """
+
+    tensor: str
+    first: tuple[int, ...]
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A grid of chunks of a view.
+
+    Attributes:
+      shape: of a chunk. Chunks of zeros, which are stored nowhere, may reach over the end of the view.
+      order: the dimensions, slowest in storage first: a stored chunk is C-contiguous once it is transposed like that.
+    """
+
+    view: View
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of chunks along every dimension."""
+        return tuple(-(-size // step) for size, step in zip(self.view.shape, self.shape, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a chunk."""
+        return prod(self.shape) * self.view.dtype.itemsize
+
+    @property
+    def count(self) -> int:
+        """The number of chunks that are stored."""
+        elements = sum(prod(map(extent, piece.dims)) for piece in _stored(self.view))
+        return elements // prod(self.shape)
+
+    def places(self) -> Iterator[Place]:
+        """Where all chunks lie that are stored; the others are zeros."""
+        for piece in _stored(self.view):
+            first = tuple(start // step for start, step in zip(piece.start, self.shape, strict=True))
+            assert piece.tensor is not None
+            yield Place(piece.tensor, first, _offsets(piece.dims, self.shape) + piece.offset)
+
+
+def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks | str:
+    """The chunks of a view that need not be moved; a sentence that says why there are none, if so.
+
+    Chunks have at most `max_bytes`, if that divides a dimension well, and do not cross the edges of shards of the shape
+    `shard` if such an edge is not inside of what is stored contiguously. What is stored nowhere is one chunk of zeros.
+    """
+    for piece in view.pieces:
+        if piece.tensor is None and piece.ops != (Offset(0.0),):
+            return "it has constants that are stored nowhere"
+        if piece.tensor is not None and piece.ops:
+            return f"its elements are computed ({', '.join(type(op).__name__.lower() for op in piece.ops)})"
+    sizes = [_nbytes(view, map(extent, piece.dims)) for piece in _stored(view)]
+    if not sizes:
+        return Chunks(view, tuple(size or 1 for size in view.shape), tuple(range(len(view.shape))))
+    step = _finest(view)
+    chain = _contiguous(view, step)
+    step = [size if axis in chain else 1 for axis, size in enumerate(step)]
+    # One small tensor among large ones does not cut these to crumbs.
+    least = min(MIN_CHUNK_BYTES, max(min(sizes), sum(sizes) // len(sizes) // _CRUMBS))
+    if (run := _nbytes(view, step)) < least:
+        return f"its elements lie together in runs of {run} bytes only"
+    _cut_along_shards(view, step, chain, shard, least)
+    _cut_to(view, step, chain, max_bytes)
+    rest = [axis for axis in range(len(view.shape)) if axis not in chain]
+    return Chunks(view, tuple(step), (*rest, *reversed(chain)))
+
+
+@lru_cache
+def _offsets(dims: tuple[Modes, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Where chunks of a shape begin in a piece, from its first element. Most pieces are alike, and lie elsewhere."""
+    at = np.zeros((), np.int64)
+    for modes, step in zip(dims, shape, strict=True):
+        at = np.add.outer(at, offsets(modes, np.arange(0, extent(modes), step)))
+    return at
+
+
+def _stored(view: View) -> Iterator[Piece]:
+    return (piece for piece in view.pieces if piece.tensor is not None)
+
+
+def _nbytes(view: View, shape: Iterable[int]) -> int:
+    return prod(shape) * view.dtype.itemsize
+
+
+def _finest(view: View) -> list[int]:
+    """The longest steps along each dimension that keep chunks within pieces and within their innermost modes."""
+    step = [0] * len(view.shape)
+    for piece in view.pieces:
+        for axis, (start, modes) in enumerate(zip(piece.start, piece.dims, strict=True)):
+            length = extent(modes)
+            step[axis] = gcd(step[axis], start)
+            if piece.tensor is not None:
+                step[axis] = gcd(step[axis], length, *(size for size, _ in modes[-1:]))
+            elif start + length < view.shape[axis]:
+                step[axis] = gcd(step[axis], length)
+    return [own or size for own, size in zip(step, view.shape, strict=True)]
+
+
+def _contiguous(view: View, step: Sequence[int]) -> list[int]:
+    """The dimensions, fastest first, along which chunks of the shape `step` are contiguous in every piece."""
+    chains = [_chain(dims, step) for dims in {piece.dims for piece in _stored(view)}]
+    common = 0
+    while len({tuple(chain[: common + 1]) for chain in chains}) == 1 and common < len(chains[0]):
+        common += 1
+    return chains[0][:common]
+
+
+def _chain(dims: Sequence[Modes], step: Sequence[int]) -> list[int]:
+    """The dimensions along which a box of the shape `step` is contiguous, fastest first."""
+    counted = [axis for axis, size in enumerate(step) if size > 1]
+    chain, run = [], 1
+    for axis in sorted(counted, key=lambda axis: dims[axis][-1][1]):
+        if dims[axis][-1][1] != run:
+            break
+        chain.append(axis)
+        run *= step[axis]
+    return chain
+
+
+def _cut_along_shards(view: View, step: list[int], chain: Sequence[int], shard: Sequence[int], least: int) -> None:
+    """Cuts chunks at the edges of shards, along the fastest dimension for which chunks do not become too small."""
+    for position, axis in enumerate(chain):
+        cut = gcd(step[axis], shard[axis])
+        faster = prod(step[inner] for inner in chain[:position])
+        if cut < step[axis] and faster * cut * view.dtype.itemsize >= least:
+            step[axis] = cut
+            for slower in chain[position + 1 :]:
+                step[slower] = 1
+            return
+
+
+def _cut_to(view: View, step: list[int], chain: Sequence[int], max_bytes: int) -> None:
+    """Cuts chunks along the slowest dimensions until they have at most `max_bytes`, or a dimension has no divisor."""
+    for axis in reversed(chain):
+        if (nbytes := _nbytes(view, step)) <= max_bytes:
+            return
+        row = nbytes // step[axis]
+        fitting = [size for size in divisors(step[axis]) if size * row <= max_bytes]
+        best = max(fitting, default=1)
+        if fitting and best * row < max_bytes // _CRUMBS:
+            step[axis] = min(size for size in divisors(step[axis]) if size not in fitting)
+            return
+        step[axis] = best

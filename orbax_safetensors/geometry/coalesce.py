@@ -1,0 +1,381 @@
+"""From the copies that read one stored tensor to the byte ranges to ask its file for.
+
+Pure arithmetic on sets of bytes. Nothing is enumerated run by run: a shard of the inner dimension is one `Runs`,
+however many rows it has. What is asked here is asked again for every tensor of the same geometry, so `gather` caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors.geometry.encoding import Encoding, Segments
+from orbax_safetensors.geometry.strided import Copy, Modes, Runs, keeps_order, packed, runs_of, source_runs
+
+# The longest read that goes straight to its destination. A pool of threads shares a large tensor in such pieces; below
+# about 4 MiB the work per call begins to show, above 16 MiB threads wait for one another.
+MAX_REQUEST_BYTES = 16 * 2**20
+# The longest read into a staging buffer, which is then copied out of. Small enough to be in a core's cache still when
+# it is, so that the second copy is cheap; below this, the work for each copy in Python costs more than that saves.
+MAX_STAGED_BYTES = 4 * 2**20
+# Rows of a window that is transposed: what each becomes a part of is then written in runs of as many elements, which
+# take long to write where they are shorter than this, and longer where they begin and end within a cache line.
+_TRANSPOSED_ROWS = 128
+_TALLEST_BYTES = 16 * 2**20
+_LINE_BYTES = 64
+_DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A copy and where its elements go: `buffer` is the position of the copy among those that were asked for."""
+
+    buffer: int
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Bytes of a tensor that are exactly the bytes of a destination, from its byte `offset` on."""
+
+    runs: Runs
+    buffer: int
+    offset: int
+
+    @property
+    def pitch(self) -> int:
+        """Size in bytes of the windows in which the packed bytes are read, where they are not one range."""
+        return _pitch(self.runs, (), MAX_STAGED_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Bytes of a tensor that several copies, or one that reorders or casts, take what they need from.
+
+    The copies of `uses` read from the packed bytes of `runs`. `pitch` is the size in bytes of the windows in which
+    the packed bytes are read and copied.
+    """
+
+    runs: Runs
+    pitch: int
+    uses: tuple[Use, ...]
+
+
+class Scales(NamedTuple):
+    """The scales for a window of codes: `ranges` are `(begin, length)` in bytes of the scales tensor.
+
+    `segments` has the window's decoded elements in order, and counts scales in the bytes of `ranges` put together.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    segments: Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded(Staged):
+    """Codes that several copies take what they need from once they are decoded.
+
+    `runs` and `pitch` are bytes of the codes, and whole units of `encoding`. The copies of `uses` read from the decoded
+    elements of the packed codes, as a window's from its own.
+    """
+
+    encoding: Encoding
+    max_gap_bytes: int
+
+    def scales(self, low: int, high: int) -> Scales:
+        """What decodes the window of packed codes `[low, high)`, bytes."""
+        begin, end, window = self.encoding.elements(self.runs, high - low, low, high)
+        first, last, _ = self.encoding.scale_ranges(begin, end, window, self.max_gap_bytes)
+        segments = self.encoding.segments(begin, end)
+        distance = last - np.cumsum(
+            last - first
+        )  # for every range, from where its scales are read to to where they lie
+        if distance.size > 1:
+            distance = distance[np.searchsorted(first, segments.scales, "right") - 1]
+        size = self.encoding.scale_bytes
+        return Scales(
+            tuple(zip((first * size).tolist(), ((last - first) * size).tolist(), strict=True)),
+            Segments(segments.lengths, segments.scales - distance),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All that is to be read of one tensor for one process; offsets are relative to the tensor's first byte.
+
+    Attributes:
+      ranges: contiguous, in order; they may be joined with those of a neighbouring tensor.
+      windowed: what is read in windows of its pitch.
+      needed_bytes: counts each byte that some copy reads once.
+      read_bytes: bytes that are read, `ranges` included.
+      num_requests: requests, without those for `ranges`.
+      window_bytes: memory that the longest staged window takes.
+    """
+
+    ranges: tuple[Direct, ...]
+    windowed: tuple[Direct | Staged, ...]
+    needed_bytes: int
+    read_bytes: int
+    num_requests: int
+    window_bytes: int
+
+
+@lru_cache(maxsize=2**16)
+def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: int) -> Gather:
+    """Plans the reading of one tensor.
+
+    `copies` has all copies that one process makes from the tensor, and for each whether it moves bits unchanged (False
+    where it casts). `itemsize` is the stored dtype's. The runs of one copy are read as one where the gap between them
+    is at most `max_gap_bytes`, as are those of different copies that alternate; contiguous ranges are joined only where
+    they touch, so that shards of the leading dimension cost exactly their bytes.
+    """
+    exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], 0)
+    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
+    # What was disjoint can have bytes in common once gaps belong to it.
+    joined = exact if widened == exact else _disjoint(widened)
+    ranges: list[Direct] = []
+    windowed: list[Direct | Staged] = []
+    for runs, members in joined:
+        direct = _direct(runs, members, copies, itemsize)
+        if direct is None:
+            uses = tuple(Use(index, packed(copies[index][0], runs, itemsize)) for index in members)
+            rows = [stride * itemsize for use in uses for _, stride, _ in use.copy.modes]
+            transposed = not all(keeps_order(use.copy) for use in uses)
+            pitch = _tall(runs, rows, itemsize) if transposed else _pitch(runs, rows, MAX_STAGED_BYTES)
+            windowed.append(Staged(runs, pitch, uses))
+        elif runs.modes:
+            windowed += direct
+        else:
+            ranges += direct
+    ranges.sort(key=lambda part: part.runs.begin)
+    staged = (reads for reads in windowed if isinstance(reads, Staged))
+    return Gather(
+        tuple(ranges),
+        tuple(windowed),
+        needed_bytes=sum(runs.nbytes for runs, _ in exact),
+        read_bytes=sum(runs.nbytes for runs, _ in joined),
+        num_requests=sum(_requests(reads.runs, reads.pitch) for reads in windowed),
+        window_bytes=max((min(reads.pitch, reads.runs.nbytes) for reads in staged), default=0),
+    )
+
+
+@lru_cache(maxsize=2**16)
+def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, max_gap_bytes: int) -> Gather:
+    """Plans the reading of one quantised tensor: `windowed`, with offsets in the codes tensor, is all `Encoded`.
+
+    `copies` is as for `gather`, and counts decoded elements; whether they keep bits does not matter. Gaps between runs
+    of codes, and between the scales for one window, are read as `gather` reads them. Bytes and requests are those of
+    both tensors. The whole units that some element is in are needed, each once, and of the scales the range from the
+    first to the last for each of their runs, each once. A staged window holds codes, scales and float32 elements.
+    """
+    per_byte = encoding.elements_per_byte
+    # Copies that share no element can share a unit.
+    exact = _disjoint(_union([(encoding.units(copy), (index,)) for index, (copy, _) in enumerate(copies)], 0))
+    widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
+    windowed: list[Encoded] = []
+    read_bytes = num_requests = window_bytes = 0
+    for runs, members in _disjoint(widened):
+        decoded = Runs(
+            runs.begin * per_byte,
+            runs.length * per_byte,
+            tuple((size, stride * per_byte) for size, stride in runs.modes),
+        )
+        uses = tuple(Use(index, packed(copies[index][0], decoded, 1)) for index in members)
+        rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
+        pitch = _pitch(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
+        windowed.append(Encoded(runs, pitch, uses, encoding, max_gap_bytes))
+        begin, end, window = encoding.elements(runs, pitch)
+        first, last, at = encoding.scale_ranges(begin, end, window, max_gap_bytes)
+        scale_bytes = np.bincount(at, weights=last - first).astype(np.int64) * encoding.scale_bytes
+        code_bytes = np.bincount(window, weights=end - begin).astype(np.int64) // per_byte
+        read_bytes += runs.nbytes + int(scale_bytes.sum())
+        num_requests += begin.size + first.size
+        window_bytes = max(window_bytes, int((scale_bytes + code_bytes * (1 + per_byte * _DECODED_BYTES)).max()))
+    return Gather(
+        (),
+        tuple(windowed),
+        needed_bytes=sum(runs.nbytes for runs, _ in exact) + encoding.scales_needed([runs for runs, _ in exact]),
+        read_bytes=read_bytes,
+        num_requests=num_requests,
+        window_bytes=window_bytes,
+    )
+
+
+def _requests(runs: Runs, pitch: int) -> int:
+    """How many storage operations it takes to read `runs` in windows of `pitch` packed bytes."""
+    cuts = -(-runs.nbytes // pitch) - 1
+    between_runs = (runs.nbytes - 1) // lcm(pitch, runs.length)
+    return runs.count + cuts - between_runs
+
+
+def _pitch(runs: Runs, rows: Iterable[int], longest: int) -> int:
+    """Bytes of `runs` to move at a time: whole rows or runs, as many as fit in `longest`.
+
+    `rows` are the strides in bytes of the copies that read the packed bytes.
+    """
+    row = max((row for row in (*rows, runs.length) if row <= longest), default=longest)
+    return longest // row * row
+
+
+def _tall(runs: Runs, rows: Sequence[int], itemsize: int) -> int:
+    """`_pitch` where elements are transposed: of many rows, and whole cache lines of what they become."""
+    pitch = _pitch(runs, rows, MAX_STAGED_BYTES)
+    row = max((row for row in (*rows, runs.length) if row <= MAX_STAGED_BYTES), default=pitch)
+    count = max(pitch // row, min(_TRANSPOSED_ROWS, _TALLEST_BYTES // row))
+    line = _LINE_BYTES // itemsize
+    return (count - count % line if count > line else count) * row
+
+
+def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """First index of every group of ranges that follow one another in a file without a gap.
+
+    The ranges are in the order of the files and of their offsets, and disjoint.
+    """
+    if not begin.size:
+        return np.zeros(0, np.intp)
+    return np.flatnonzero(np.concatenate(([True], (begin[1:] != end[:-1]) | (files[1:] != files[:-1]))))
+
+
+def _direct(
+    runs: Runs, members: tuple[int, ...], copies: Sequence[tuple[Copy, bool]], itemsize: int
+) -> list[Direct] | None:
+    """`runs` as bytes that go straight to the destinations of their `members`, None where they do not."""
+    out = []
+    for index in members:
+        copy, same_bits = copies[index]
+        own = source_runs(copy, itemsize)
+        if not same_bits or not keeps_order(copy) or (own != runs and (own.modes or runs.modes)):
+            return None
+        out.append(Direct(own, index, copy.destination * itemsize))
+    # Members may overlap, or a joined gap may belong to none of them.
+    return out if sum(part.runs.nbytes for part in out) == runs.nbytes else None
+
+
+_Member = tuple[Runs, tuple[int, ...]]
+
+
+def _union(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
+    """The same bytes in as few sets as can be found, each with the members of those that went into it.
+
+    Sets of runs are joined across gaps of `max_gap_bytes`, plain ranges only where they touch.
+    """
+    items = list(items)
+    while True:
+        before = len(items)
+        for key in _ORDERS:
+            items.sort(key=lambda item: key(item[0]))
+            out: list[_Member] = []
+            for runs, members in items:
+                if out and (both := _adjoin(out[-1][0], runs, max_gap_bytes)) is not None:
+                    out[-1] = (both, out[-1][1] + members)
+                else:
+                    out.append((runs, members))
+            items = out
+        if len(items) == before:
+            return items
+
+
+# Orders in which sets that can be joined stand side by side: along the run, then along each of the outer modes.
+_ORDERS: tuple[Callable[[Runs], tuple[object, ...]], ...] = (
+    lambda runs: (runs.begin, runs.end),
+    lambda runs: (runs.modes, runs.begin),
+    *(lambda runs, at=at: (runs.length, _without(runs.modes, at), runs.begin) for at in range(3)),
+)
+
+
+def _without(modes: Modes, at: int) -> Modes:
+    return modes[:at] + modes[at + 1 :]
+
+
+def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
+    """The union of two sets, where it is itself one set; their runs may have gaps of `max_gap_bytes` between them."""
+    if a == b:
+        return a
+    if not a.modes and not b.modes:
+        return Runs(a.begin, max(a.end, b.end) - a.begin, ()) if a.begin <= b.begin <= a.end else None
+    if a.modes == b.modes and 0 <= b.begin - (a.begin + a.length) <= max_gap_bytes:
+        return runs_of(a.begin, b.begin - a.begin + b.length, a.modes)
+    if a.length == b.length and len(a.modes) == len(b.modes):
+        differing = [at for at, (x, y) in enumerate(zip(a.modes, b.modes, strict=True)) if x != y]
+        for at in differing if differing else range(len(a.modes)):
+            (size, stride), (more, other) = a.modes[at], b.modes[at]
+            if len(differing) <= 1 and stride == other and b.begin == a.begin + size * stride:
+                return runs_of(a.begin, a.length, (*a.modes[:at], (size + more, stride), *a.modes[at + 1 :]))
+    return None
+
+
+def disjoint(sets: Sequence[Runs]) -> bool:
+    """Whether no two of the sets have bytes in common; False too where that is not easy to tell, see `_overlap`."""
+    return len(_disjoint([(runs, ()) for runs in sets])) == len(sets)
+
+
+def _disjoint(items: list[_Member]) -> list[_Member]:
+    """Joins sets that have bytes in common, so that none is read twice."""
+    while True:
+        items.sort(key=lambda item: (item[0].begin, item[0].end))
+        ranges: list[_Member] = []
+        scattered: list[_Member] = []
+        for runs, members in items:
+            # Ranges are in order and disjoint: only the last can reach this one.
+            for others, at in (*((scattered, at) for at in range(len(scattered))), (ranges, len(ranges) - 1)):
+                if at >= 0 and (both := _overlap(others[at][0], runs)) is not None:
+                    joined = (both, others.pop(at)[1] + members)
+                    break
+            else:
+                joined = (runs, members)
+            (scattered if joined[0].modes else ranges).append(joined)
+        if len(ranges) + len(scattered) == len(items):
+            return ranges + scattered
+        items = ranges + scattered
+
+
+def _overlap(a: Runs, b: Runs) -> Runs | None:
+    """One set that holds two that have bytes in common, gaps included; None for two that have none.
+
+    Sets with different strides that lie in the same stretch of the tensor are taken to have some. No sharding over a
+    mesh makes such sets.
+    """
+    if a == b:
+        return a
+    if not a.modes or not b.modes:
+        if not (a.meets(b.begin, b.end) and b.meets(a.begin, a.end)):
+            return None
+    elif a.modes[0][1] == b.modes[0][1]:
+        return _overlap_rows(a, b) if a.begin <= b.begin else _overlap_rows(b, a)
+    elif a.end <= b.begin or b.end <= a.begin:
+        return None
+    return _span(a, b)
+
+
+def _overlap_rows(a: Runs, b: Runs) -> Runs | None:
+    """`_overlap` of sets with the same outermost stride, of which `a` begins first."""
+    (rows, stride), (more, _) = a.modes[0], b.modes[0]
+    skipped, inside = divmod(b.begin - a.begin, stride)
+    # The first row of `b` begins in a row of `a`, and may lie in the next one instead.
+    for row, begin in ((skipped, a.begin + inside), (skipped + 1, a.begin + inside - stride)):
+        inner = (
+            _overlap(Runs(a.begin, a.length, a.modes[1:]), Runs(begin, b.length, b.modes[1:])) if row < rows else None
+        )
+        if inner is not None:
+            modes = ((max(rows, row + more), stride), *inner.modes)
+            return runs_of(inner.begin, inner.length, modes) or _span(a, b)
+    return None
+
+
+def _span(a: Runs, b: Runs) -> Runs:
+    begin = min(a.begin, b.begin)
+    return Runs(begin, max(a.end, b.end) - begin, ())
+
+
+def _widen(runs: Runs, max_gap_bytes: int) -> Runs:
+    """`runs` with every gap of at most `max_gap_bytes` between neighbouring runs read as well."""
+    length, modes = runs.length, list(runs.modes)
+    while modes and modes[-1][1] - length <= max_gap_bytes:
+        size, stride = modes.pop()
+        length += (size - 1) * stride
+    return Runs(runs.begin, length, tuple(modes))

@@ -1,0 +1,23 @@
+"""Views that are parts of the same stored tensors, which are best moved together: one tensor then is moved once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orbax_safetensors.geometry.view import View
+
+
+def by_tensors(views: Sequence[View]) -> list[list[int]]:
+    """The positions of `views` in their order, those together that share a tensor, if only through others."""
+    group_of: dict[str, int] = {}
+    groups: dict[int, list[int]] = {}
+    for number, view in enumerate(views):
+        groups[number] = [number]
+        tensors = view.tensors
+        if not group_of.keys().isdisjoint(tensors):
+            for other in sorted({group_of[name] for name in tensors if name in group_of}):
+                groups[number] = groups.pop(other) + groups[number]
+                group_of |= {name: number for one in groups[number] for name in views[one].tensors}
+        for name in tensors:
+            group_of[name] = number
+    return [sorted(group) for group in groups.values()]

@@ -1,0 +1,139 @@
+"""Tensors that are stored in pieces: which boxes of them some views cover, and the views with a tensor for each box.
+
+A view that cuts a tensor into boxes, as shardings do, covers boxes. Those that touch become one piece; so do copies
+that alternate in one box, as the two halves of a head do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.geometry.strided import Modes, merged, row_major
+from orbax_safetensors.geometry.view import Box, Piece, View
+
+# (axis of the tensor, size, step): `size` positions, `step` apart along the axis; for every dimension outermost first.
+_Digits = tuple[tuple[int, int, int], ...]
+
+
+class TensorPiece(NamedTuple):
+    """A box of a stored tensor."""
+
+    tensor: str
+    box: Box
+
+
+class _Taken(NamedTuple):
+    """Where a piece of a view lies in its tensor: from `start` on, along the digits of each of its dimensions."""
+
+    start: tuple[int, ...]
+    dims: tuple[_Digits, ...]
+
+    @property
+    def box(self) -> Box:
+        """The smallest box that holds it."""
+        stop = [start + 1 for start in self.start]
+        for digits in self.dims:
+            for axis, size, step in digits:
+                stop[axis] += (size - 1) * step
+        return tuple(zip(self.start, stop, strict=True))
+
+
+def in_pieces(
+    views: Sequence[View], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[View], dict[str, TensorPiece]]:
+    """`views` of tensors that have `shapes`, as views of the pieces that they cover together, and these by their names.
+
+    Raises `MappingError` where what they cover of a tensor is no set of boxes.
+    """
+    taken: dict[str, list[_Taken]] = {}
+    for view in views:
+        for piece in view.pieces:
+            if piece.tensor is not None:
+                taken.setdefault(piece.tensor, []).append(_taken(piece, shapes[piece.tensor]))
+    pieces: dict[str, TensorPiece] = {}
+    names: dict[str, dict[Box, str]] = {}
+    for tensor, own in taken.items():
+        boxes = _joined([one.box for one in own])
+        covered = sum(prod(size for digits in one.dims for _, size, _ in digits) for one in own)
+        if sum(map(_volume, boxes)) != covered:
+            raise MappingError(f"{tensor!r}: what one process holds of it is no set of boxes")
+        names[tensor] = {box: f"{number}/{tensor}" for number, box in enumerate(boxes)}
+        pieces |= {name: TensorPiece(tensor, box) for box, name in names[tensor].items()}
+    return [
+        replace(view, pieces=tuple(_rebased(piece, shapes, names) if piece.tensor else piece for piece in view.pieces))
+        for view in views
+    ], pieces
+
+
+def _taken(piece: Piece, shape: tuple[int, ...]) -> _Taken:
+    strides = row_major(shape)
+    start = tuple(piece.offset // stride % size for stride, size in zip(strides, shape, strict=True))
+    taken = _Taken(start, tuple(_digits(piece, modes, shape, strides) for modes in piece.dims))
+    if any(stop > size for (_, stop), size in zip(taken.box, shape, strict=True)):
+        raise MappingError(f"{piece.tensor!r}: what one process holds of it runs across its rows")
+    return taken
+
+
+def _digits(piece: Piece, modes: Modes, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Digits:
+    """One dimension of a piece, in steps along the axes of its tensor."""
+    out: list[tuple[int, int, int]] = []
+    for size, stride in modes:
+        inner = []
+        while size > 1:
+            axis = next(axis for axis in range(len(shape)) if strides[axis] <= stride and shape[axis] > 1)
+            step, rest = divmod(stride, strides[axis])
+            # Runs on into the axis outside this one.
+            fits = size if (size - 1) * step < shape[axis] else shape[axis] // step
+            if rest or size % fits or (fits < size and fits * step != shape[axis]):
+                raise MappingError(
+                    f"{piece.tensor!r}: runs of {size} elements, {stride} apart, lie along no axis of it"
+                )
+            inner.append((axis, fits, step))
+            size, stride = size // fits, stride * fits
+        out += inner[::-1]
+    return tuple(out)
+
+
+def _rebased(piece: Piece, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Mapping[Box, str]]) -> Piece:
+    assert piece.tensor is not None
+    own = _taken(piece, shapes[piece.tensor])
+    box, name = next((box, name) for box, name in names[piece.tensor].items() if _within(own.box, box))
+    strides = row_major([stop - start for start, stop in box])
+    offset = sum((at - start) * stride for at, (start, _), stride in zip(own.start, box, strides, strict=True))
+    dims = tuple(tuple((size, step * strides[axis]) for axis, size, step in digits) for digits in own.dims)
+    return piece._replace(tensor=name, offset=offset, dims=tuple(merged(modes) for modes in dims))
+
+
+def _within(inner: Box, outer: Box) -> bool:
+    return all(low <= start and stop <= high for (start, stop), (low, high) in zip(inner, outer, strict=True))
+
+
+def _joined(boxes: Sequence[Box]) -> list[Box]:
+    """The same elements, or more where boxes overlap, in disjoint boxes, as few as can be found."""
+    todo, out = list(dict.fromkeys(boxes)), list[Box]()
+    while todo:
+        box = todo.pop()
+        for other in out:
+            if _joins(box, other):
+                out.remove(other)
+                todo.append(tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)))
+                break
+        else:
+            out.append(box)
+    return sorted(out)
+
+
+def _joins(box: Box, other: Box) -> bool:
+    """Whether two boxes overlap, or make up one."""
+    pairs = list(zip(box, other, strict=True))
+    apart = sum(b <= c or d <= a for (a, b), (c, d) in pairs)
+    touching = sum(b == c or d == a for (a, b), (c, d) in pairs)
+    return apart == 0 or (apart == touching == 1 and sum(own != its for own, its in pairs) == 1)
+
+
+def _volume(box: Box) -> int:
+    return prod(stop - start for start, stop in box)

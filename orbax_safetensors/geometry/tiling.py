@@ -1,0 +1,136 @@
+"""Boxes that fit a byte budget: how a whole array is cut, so that it can pass through memory piece by piece.
+
+Cutting costs where it goes across what lies together in storage. So whatever is cut here is cut along the axis that is
+outermost in storage first. The axes of an array in that sense, innermost first, are an *order*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import inf, isqrt, lcm, prod
+
+from orbax_safetensors.geometry.view import Box, View
+
+
+def storage_order(view: View) -> tuple[int, ...]:
+    """The axes of a view, that which is innermost in its stored tensors first, and those that it stacks last."""
+    distance = [inf] * len(view.shape)
+    for piece in view.pieces:
+        if piece.tensor is not None:
+            for axis, modes in enumerate(piece.dims):
+                distance[axis] = min([distance[axis], *(stride for _, stride in modes)])
+    return tuple(sorted(range(len(view.shape)), key=lambda axis: (distance[axis], -axis)))
+
+
+def row_major_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """The order of an array that is stored as it is."""
+    return tuple(range(len(shape)))[::-1]
+
+
+# Chunks of less than this part of what they may have are avoided: each costs a request, whatever its size.
+_CRUMBS = 8
+
+
+@lru_cache
+def chunk_shape(
+    shape: tuple[int, ...],
+    shard: tuple[int, ...],
+    grain: tuple[int, ...],
+    order: tuple[int, ...],
+    limit: int,
+    tile_limit: int,
+) -> tuple[int, ...]:
+    """The shape of chunks of an array that is sharded into shards of the shape `shard`.
+
+    Even cuts of a shard, along the outermost axes of the source first, that have at most `limit` elements, and are so
+    small that a tile of `tile_limit` elements can be made of whole chunks and of whole grains of the source; unless a
+    grain alone is too large. Along an axis that is not sharded, the last chunk may be shorter.
+    """
+    sharded = tuple(own < size for own, size in zip(shard, shape, strict=True))
+    chunk = _cut(shard, sharded, shape, (1,) * len(shape), order, min(limit, tile_limit))
+    meeting = _cut(chunk, sharded, shape, grain, order, tile_limit)
+    return meeting if prod(common(meeting, grain, shape)) <= tile_limit else chunk
+
+
+def _cut(
+    chunk: tuple[int, ...],
+    sharded: tuple[bool, ...],
+    shape: tuple[int, ...],
+    grain: tuple[int, ...],
+    order: tuple[int, ...],
+    limit: int,
+) -> tuple[int, ...]:
+    """`chunk`, cut until a tile of it and of whole grains has at most `limit` elements.
+
+    Along an axis whose length has no divisor that leaves more than crumbs, it is cut less than that would need, and
+    along the next ones more, if that will do.
+    """
+    cut = chunk
+
+    def elements(axis: int, size: int) -> int:
+        return prod(common((*cut[:axis], size, *cut[axis + 1 :]), grain, shape))
+
+    for least in (limit // _CRUMBS, 0):
+        cut = chunk
+        for axis in reversed(order):
+            if elements(axis, cut[axis]) <= limit:
+                break
+            sizes = divisors(cut[axis]) if sharded[axis] else _even_cuts(cut[axis])
+            fitting = [size for size in sizes if elements(axis, size) <= limit]
+            best = max(fitting) if fitting else min(sizes, key=lambda size: (elements(axis, size), -size))
+            if fitting and elements(axis, best) < least:
+                best = min(size for size in sizes if size not in fitting)
+            cut = (*cut[:axis], best, *cut[axis + 1 :])
+        if prod(common(cut, grain, shape)) <= limit:
+            break
+    return cut
+
+
+@lru_cache
+def divisors(size: int) -> list[int]:
+    """The divisors of a positive integer, in order."""
+    small = [factor for factor in range(1, isqrt(size) + 1) if size % factor == 0]
+    return sorted({*small, *(size // factor for factor in small)})
+
+
+@lru_cache
+def _even_cuts(size: int) -> list[int]:
+    """The lengths of the longest of any number of parts that differ by as little as they can."""
+    return sorted({-(-size // parts) for parts in range(1, isqrt(size) + 1)} | set(range(1, isqrt(size) + 1)))
+
+
+def common(chunk: Sequence[int], grain: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the smallest tile that is made of whole chunks and of whole grains."""
+    return tuple(
+        min(lcm(*steps) if all(step < size for step in steps) else size, size)
+        for *steps, size in zip(chunk, grain, shape, strict=True)
+    )
+
+
+def tile_shape(shape: Sequence[int], grain: Sequence[int], order: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The shape of tiles of at most `limit` elements, or of one `grain`, of which they are multiples.
+
+    Tiles are made longest along the axes that come first in `order`.
+    """
+    out = [min(step, size) for step, size in zip(grain, shape, strict=True)]
+    for axis in order:
+        grains = limit // max(prod(out), 1)
+        if grains > 1:
+            out[axis] = min(shape[axis], out[axis] * grains)
+    return tuple(out)
+
+
+def tiles(shape: Sequence[int], tile: Sequence[int], order: Sequence[int]) -> Iterator[Box]:
+    """Boxes of at most the shape `tile` that make up `shape`, neighbours in storage one after the other."""
+    if prod(shape) == 0:
+        return
+    outermost_first = list(reversed(order))
+    cuts = [
+        [(low, min(low + tile[axis], shape[axis])) for low in range(0, shape[axis], tile[axis])]
+        for axis in outermost_first
+    ]
+    for ranges in product(*cuts):
+        box = dict(zip(outermost_first, ranges, strict=True))
+        yield tuple(box[axis] for axis in range(len(shape)))

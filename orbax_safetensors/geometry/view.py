@@ -1,0 +1,424 @@
+"""`View`: stored tensors seen through NumPy's words, in one normal form.
+
+Nothing is read here. A view is composed lazily and asked for the copies that fill any box of it.
+
+The normal form is a list of pieces: boxes that tile the view's index domain, each an affine map into one stored tensor
+(an offset and, for every dimension, its modes; see `strided`). Every operation maps pieces to pieces, so a composition
+is as cheap to ask as a plain tensor.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.geometry.elementwise import Cast, Offset, Op, Ops, Scale
+from orbax_safetensors.geometry.strided import (
+    Copy,
+    Modes,
+    copy_modes,
+    every,
+    extent,
+    merged,
+    row_major,
+    split,
+    subrange,
+)
+
+_T = TypeVar("_T")
+Box = tuple[tuple[int, int], ...]  # for every dimension a half-open range
+
+# The dtype of a view whose tensors' dtype is not known: of a description, before it meets a checkpoint or a tree.
+UNKNOWN = np.dtype(np.void)
+
+
+class Piece(NamedTuple):
+    """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
+
+    tensor: str | None  # None: zeros that are stored nowhere and have strides of 0
+    start: tuple[int, ...]  # where the box begins in the view's domain
+    offset: int  # of the box's first element in the tensor
+    dims: tuple[Modes, ...]
+    ops: Ops = ()
+
+
+class Taken(NamedTuple):
+    """What a box of a view takes from the stored tensor `tensor`: a copy, and what happens to its elements."""
+
+    tensor: str | None
+    copy: Copy
+    ops: Ops
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A lazily composed array over stored tensors.
+
+    `shape` and `dtype` are those of the array that the view stands for. Operations return new views and follow NumPy's
+    function of the same name; those that NumPy cannot do raise `MappingError`, as does a reshape that is not affine in
+    the stored tensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
+        """The stored tensor `name` as it is."""
+        shape = tuple(shape)
+        if prod(shape) == 0:
+            return View(shape, dtype, ())
+        return View(shape, dtype, (Piece(name, (0,) * len(shape), 0, _contiguous(shape)),))
+
+    @staticmethod
+    def full(shape: Sequence[int], value: float, dtype: np.dtype = UNKNOWN) -> View:
+        """A constant, which is stored nowhere; a save leaves it out. It has the dtype of what it is joined with."""
+        shape = tuple(shape)
+        dims = tuple(merged(((size, 0),)) for size in shape)
+        pieces = (Piece(None, (0,) * len(shape), 0, dims, (Offset(float(value)),)),) if prod(shape) else ()
+        return View(shape, dtype, pieces)
+
+    @staticmethod
+    def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
+        """Views put together at their `(start, view)`. They tile `shape`, which is not checked."""
+        pieces = [
+            piece._replace(start=tuple(a + b for a, b in zip(start, piece.start, strict=True)))
+            for start, view in parts
+            for piece in view.pieces
+        ]
+        return View(tuple(shape), parts[0][1].dtype, tuple(pieces))
+
+    def transpose(self, axes: Sequence[int] | None = None) -> View:
+        """Permutes the dimensions; reverses them where `axes` is not given."""
+        order = tuple(range(len(self.shape)))[::-1] if axes is None else tuple(axes)
+        if sorted(order) != list(range(len(self.shape))):
+            raise MappingError(f"{self}: transpose{order} is not a permutation of its {len(self.shape)} dimensions")
+        pieces = (
+            Piece(p.tensor, tuple(p.start[a] for a in order), p.offset, tuple(p.dims[a] for a in order), p.ops)
+            for p in self.pieces
+        )
+        return View(tuple(self.shape[a] for a in order), self.dtype, tuple(pieces))
+
+    @property
+    def T(self) -> View:
+        """`transpose()`."""
+        return self.transpose()
+
+    def slice(self, *slices: builtins.slice) -> View:
+        """Takes `slices` of the leading dimensions. Steps are positive; ranges are clipped as NumPy clips them."""
+        if len(slices) > len(self.shape):
+            raise MappingError(f"{self}: {len(slices)} slices for {len(self.shape)} dimensions")
+        view = self
+        for axis, taken in enumerate(slices):
+            view = view._slice_axis(axis, taken)
+        return view
+
+    def _slice_axis(self, axis: int, taken: builtins.slice) -> View:
+        start, stop, step = taken.indices(self.shape[axis])
+        if step < 1:
+            raise MappingError(f"{self}: slice step {step} on dimension {axis}; a step must be positive")
+        count = len(range(start, stop, step))
+        pieces = []
+        for piece in self.pieces:
+            begin = piece.start[axis]
+            end = begin + extent(piece.dims[axis])
+            first = max(0, -(-(begin - start) // step))  # the first taken position that lies in the piece
+            here = min(count, -(-(end - start) // step)) - first
+            for done, offset, modes in every(piece.dims[axis], start + first * step - begin, step, max(0, here)):
+                pieces.append(
+                    piece._replace(
+                        start=_with(piece.start, axis, first + done),
+                        offset=piece.offset + offset,
+                        dims=_with(piece.dims, axis, modes),
+                    )
+                )
+        return View(_with(self.shape, axis, count), self.dtype, tuple(pieces))
+
+    def reshape(self, shape: Sequence[int]) -> View:
+        """Splits and merges dimensions in row-major order; one size may be -1.
+
+        Raises `MappingError` where the sizes do not match, or where a new dimension would have to run through a stored
+        tensor in steps that are not constant.
+        """
+        shape = self._complete(tuple(shape))
+        pieces = self.pieces
+        for old, new in _groups(self.shape, shape):
+            before, after = old.start, len(shape) - new.stop
+            regrouped = []
+            for piece in pieces:
+                for start, offset, dims in self._regroup(piece, before, self.shape[old], shape[new], shape):
+                    regrouped.append(
+                        Piece(
+                            piece.tensor,
+                            piece.start[:before] + start + piece.start[len(piece.start) - after :],
+                            piece.offset + offset,
+                            piece.dims[:before] + dims + piece.dims[len(piece.dims) - after :],
+                            piece.ops,
+                        )
+                    )
+            pieces = tuple(regrouped)
+        return View(shape, self.dtype, pieces)
+
+    def _complete(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """`shape` with its -1 filled in; checked to hold as many elements as the view."""
+        elements, known = prod(self.shape), prod(size for size in shape if size != -1)
+        if shape.count(-1) == 1 and known and elements % known == 0:
+            shape = tuple(elements // known if size == -1 else size for size in shape)
+        if min(shape, default=0) < 0 or prod(shape) != elements:
+            raise MappingError(f"{self}: {elements} elements cannot be reshaped to {shape}")
+        return shape
+
+    def _regroup(
+        self, piece: Piece, axis: int, old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], int, tuple[Modes, ...]]]:
+        """The dimensions `old` of a piece, which begin at `axis`, as boxes over the dimensions `new`.
+
+        Yields `(start, offset, dims)` for each. `old` and `new` have the same number of elements.
+        """
+        dims = piece.dims[axis : axis + len(old)]
+        for first, offset, modes in _rows(piece.start[axis : axis + len(old)], dims, old):
+            todo = [(first, offset, modes)]
+            while todo:
+                first, offset, modes = todo.pop()
+                boxes = list(_boxes(first, first + extent(modes), new))
+                if len(boxes) == 1:
+                    ((start, box_shape),) = boxes
+                    parts = split(modes, box_shape)
+                    if parts is None:
+                        raise MappingError(
+                            f"{self}: reshape to {shape} is not affine in {piece.tensor!r}: dimensions of sizes {old} "
+                            f"run through it as (size, stride) = {modes}, which sizes {new} cut across"
+                        )
+                    yield start, offset, tuple(parts)
+                    continue
+                done = 0
+                for _, box_shape in boxes:
+                    end = done + prod(box_shape)
+                    todo += [(first + at, offset + o, part) for at, o, part in subrange(modes, done, end)]
+                    done = end
+
+    @staticmethod
+    def stack(views: Sequence[View], axis: int = 0) -> View:
+        """Joins views of one shape along a new dimension at `axis`."""
+        _check_alike(views, "stack", [view.shape for view in views])
+        axis = _check_axis(views[0], axis, len(views[0].shape) + 1)
+        pieces = tuple(
+            Piece(
+                p.tensor,
+                (*p.start[:axis], number, *p.start[axis:]),
+                p.offset,
+                (*p.dims[:axis], (), *p.dims[axis:]),
+                p.ops,
+            )
+            for number, view in enumerate(views)
+            for p in view.pieces
+        )
+        shape = views[0].shape
+        return View((*shape[:axis], len(views), *shape[axis:]), _common_dtype(views), pieces)
+
+    @staticmethod
+    def concatenate(views: Sequence[View], axis: int = 0) -> View:
+        """Joins views along the existing dimension `axis`; their other dimensions agree."""
+        if views:
+            axis = _check_axis(views[0], axis, len(views[0].shape))
+        _check_alike(views, "concatenate", [(*view.shape[:axis], -1, *view.shape[axis + 1 :]) for view in views])
+        pieces, at = [], 0
+        for view in views:
+            for piece in view.pieces:
+                pieces.append(piece._replace(start=_with(piece.start, axis, piece.start[axis] + at)))
+            at += view.shape[axis]
+        return View(_with(views[0].shape, axis, at), _common_dtype(views), tuple(pieces))
+
+    def pad(self, shape: Sequence[int]) -> View:
+        """The view with zeros at the end of its dimensions, up to `shape`. A save leaves out what lies there."""
+        shape = tuple(shape)
+        if len(shape) != len(self.shape) or any(new < old for new, old in zip(shape, self.shape, strict=True)):
+            raise MappingError(f"{self}: cannot be padded to {shape}")
+        view = self
+        for axis, size in enumerate(shape):
+            if missing := size - view.shape[axis]:
+                view = View.concatenate([view, View.full(_with(view.shape, axis, missing), 0)], axis)
+        return view
+
+    def cast(self, dtype: np.dtype | type) -> View:
+        """Rounds every element to `dtype`, which the view has from then on."""
+        dtype = np.dtype(dtype)
+        return replace(self._with_op(Cast(dtype)), dtype=dtype)
+
+    def scale(self, factor: float) -> View:
+        """Multiplies every element by `factor`, in float32 or wider; a save divides."""
+        return self._with_op(Scale(float(factor)))
+
+    def offset(self, term: float) -> View:
+        """Adds `term` to every element, in float32 or wider; a save subtracts."""
+        return self._with_op(Offset(float(term)))
+
+    def _with_op(self, op: Op) -> View:
+        return replace(self, pieces=tuple(piece._replace(ops=(*piece.ops, op)) for piece in self.pieces))
+
+    def copies(self, box: Box, shape: Sequence[int]) -> list[Taken]:
+        """What fills the leading corner of a dense row-major array of `shape` with `box` of the view."""
+        if len(self.pieces) == 1 and shape == self.shape and box == whole_box(self.shape):
+            (piece,) = self.pieces
+            return [Taken(piece.tensor, _whole_copy(piece.offset, piece.dims, self.shape), piece.ops)]
+        strides = row_major(shape)
+        out = []
+        for piece in self.pieces:
+            cuts = []
+            for (low, high), begin, modes in zip(box, piece.start, piece.dims, strict=True):
+                # (where in the box, offset in the tensor, modes)
+                cut = [
+                    (begin + at - low, offset, part)
+                    for at, offset, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
+                ]
+                if not cut:
+                    break
+                cuts.append(cut)
+            else:
+                for parts in product(*cuts):
+                    copy = Copy(
+                        piece.offset + sum(offset for _, offset, _ in parts),
+                        sum(at * stride for (at, _, _), stride in zip(parts, strides, strict=True)),
+                        copy_modes([modes for _, _, modes in parts], strides),
+                    )
+                    out.append(Taken(piece.tensor, copy, piece.ops))
+        return out
+
+    def clipped(self, box: Box) -> Box:
+        """The part of a box, which may reach over the end of the view, that lies in the view."""
+        return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, self.shape, strict=True))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors, in the order in which the view first meets them."""
+        if len(self.pieces) == 1 and (name := self.pieces[0].tensor) is not None:
+            return (name,)
+        return tuple(dict.fromkeys(piece.tensor for piece in self.pieces if piece.tensor is not None))
+
+    def __str__(self) -> str:
+        shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
+        return f"view {self.shape} of [{shown}]"
+
+
+@lru_cache(maxsize=2**16)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that is all of an array of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+@lru_cache(maxsize=2**16)
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+@lru_cache(maxsize=2**16)
+def _whole_copy(offset: int, dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Copy:
+    """Return the copy of one piece that is a whole view of `shape`; most tensors of a model are alike."""
+    return Copy(offset, 0, copy_modes(dims, row_major(shape)))
+
+
+@lru_cache
+def _contiguous(shape: tuple[int, ...]) -> tuple[Modes, ...]:
+    """The dimensions of a row-major tensor."""
+    return tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
+
+
+def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
+    """`values` with the one at `axis` replaced."""
+    out = list(values)
+    out[axis] = value
+    return tuple(out)
+
+
+def _check_alike(views: Sequence[View], operation: str, shapes: Sequence[tuple[int, ...]]) -> None:
+    if not views:
+        raise MappingError(f"{operation} of no views")
+    dtype = _common_dtype(views)
+    for view, shape in zip(views, shapes, strict=True):
+        if shape != shapes[0] or view.dtype not in (dtype, UNKNOWN):
+            raise MappingError(f"{operation}: {view} of {view.dtype} does not fit {views[0]} of {dtype}")
+
+
+def _common_dtype(views: Sequence[View]) -> np.dtype:
+    """The dtype of the first view that has one."""
+    return next((view.dtype for view in views if view.dtype != UNKNOWN), UNKNOWN)
+
+
+def _check_axis(view: View, axis: int, rank: int) -> int:
+    if not -rank <= axis < rank:
+        raise MappingError(f"{view}: axis {axis} is out of range")
+    return axis % rank
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """The shortest runs of old and new dimensions that hold the same number of elements, innermost first.
+
+    Both shapes hold the same number of elements. Innermost first, because then the dimensions before a group still
+    have their old positions when it is replaced.
+    """
+    if prod(old) == 0:
+        return [(slice(0, len(old)), slice(0, len(new)))]
+    groups = []
+    old_end, new_end = len(old), len(new)
+    while old_end or new_end:
+        old_begin, new_begin = max(old_end - 1, 0), max(new_end - 1, 0)
+        while (a := prod(old[old_begin:old_end])) != (b := prod(new[new_begin:new_end])):
+            if a < b:
+                old_begin -= 1
+            else:
+                new_begin -= 1
+        groups.append((slice(old_begin, old_end), slice(new_begin, new_end)))
+        old_end, new_end = old_begin, new_begin
+    return groups
+
+
+def _rows(start: tuple[int, ...], dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int, Modes]]:
+    """A box of `shape` as ranges of the flattened `shape`: `(first position, offset, modes)` for each.
+
+    One range where every dimension but the outermost that counts is covered from end to end.
+    """
+    strides = row_major(shape)
+    inner = len(shape)
+    while inner and extent(dims[inner - 1]) == shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    modes = merged([mode for dim in dims[inner:] for mode in dim])
+    first = sum(at * stride for at, stride in zip(start, strides, strict=True))
+    for index in product(*(range(extent(dim)) for dim in dims[:inner])):
+        flat, offset = first, 0
+        for at, dim, stride in zip(index, dims[:inner], strides, strict=False):
+            ((_, step, _),) = subrange(dim, at, at + 1)
+            flat, offset = flat + at * stride, offset + step
+        yield flat, offset, modes
+
+
+def _boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Positions `[first, last)` of the flattened `shape` as boxes of it, in order: `(start, shape)` for each."""
+    if not shape:
+        yield (), ()
+        return
+    inner = prod(shape[1:])
+    head, tail = first // inner, (last - 1) // inner
+    if head == tail:
+        for start, box in _boxes(first - head * inner, last - head * inner, shape[1:]):
+            yield (head, *start), (1, *box)
+        return
+    if first % inner:
+        for start, box in _boxes(first % inner, inner, shape[1:]):
+            yield (head, *start), (1, *box)
+        head += 1
+    if head < last // inner:
+        yield (head, *(0 for _ in shape[1:])), (last // inner - head, *shape[1:])
+    if last % inner:
+        for start, box in _boxes(0, last % inner, shape[1:]):
+            yield (tail, *start), (1, *box)

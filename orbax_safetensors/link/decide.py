@@ -1,0 +1,156 @@
+"""Which leaves of a checkpoint become addresses, and which have to be made: decided from headers alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.family import mapped, read_config
+from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.link.request import LinkRequest
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.envelope import Envelope, envelope
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
+from orbax_safetensors.orbax_store.directories import is_remote
+from orbax_safetensors.orbax_store.leaf import SCALAR
+from orbax_safetensors.orbax_store.link import Linked, linked, linked_entries, misread, scalar_entries
+from orbax_safetensors.orbax_store.ocdbt import Entry
+from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
+
+# Of a link's directory: the arrays that had to be made, as an OCDBT database of their own.
+MADE = "made"
+# A Python integer, as Orbax stores it.
+_STEP = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a link will be. Names are those of the checkpoint that is made.
+
+    Attributes:
+      linked: leaves that become addresses.
+      reasons: leaves that have to be made, and why each of them.
+    """
+
+    checkpoint: Checkpoint
+    envelope: Envelope
+    linked: Mapping[str, Linked]
+    reasons: Mapping[str, str]
+    sharded: Mapping[str, OrbaxLeaf]  # all leaves, with their shards as chunks
+    request: LinkRequest
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for links of the same files into the same index."""
+        stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
+        # What a family makes of the files: its repr has the addresses of its functions, which differ between processes.
+        mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
+        what = (stamps, mapped, replace(self.request, family=None))
+        return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
+
+    def view(self, name: str) -> View:
+        """What a leaf is made of."""
+        return self.checkpoint.leaves[name.removeprefix(self.envelope.above)]
+
+    def making(self, directory: str) -> ToOrbax | None:
+        """The work that makes the leaves that are no addresses, in `directory`; None if there are none.
+
+        Its source is to be closed.
+        """
+        if not self.reasons:
+            return None
+        views = {name: self.view(name) for name in self.reasons}
+        source = SafetensorsSource(self.checkpoint, views, {}, self.request.memory_bytes)
+        target = OrbaxTarget(
+            path=os.path.join(directory, MADE),
+            items={"": OrbaxItem({name: self.sharded[name] for name in views})},
+            names={name: ("", name.removeprefix(self.envelope.above)) for name in views},
+            metadata={},
+            others={},
+            compression=False,
+            chunk_bytes=self.request.chunk_bytes,
+        )
+        return ToOrbax(source, target, interleaved(views), self.request.memory_bytes)
+
+    def tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:
+        """The tree of the checkpoint, of an `OrbaxLeaf` each; `made` are those that had to be made."""
+
+        def leaf(name: str, _: View) -> OrbaxLeaf:
+            name = self.envelope.above + name
+            return self.linked[name].leaf if name in self.linked else made[name]
+
+        tree = self.envelope.around(self.checkpoint.tree(leaf))
+        return {key: _STEP if isinstance(value, int) else value for key, value in tree.items()}
+
+    def entries(self) -> Iterator[Entry]:
+        """What the index has, without the leaves that have to be made."""
+        for name, array in self.linked.items():
+            yield from linked_entries(name, array, self._locate)
+        for name, value in self.envelope.around({}).items():
+            if isinstance(value, int):
+                yield from scalar_entries(name, np.asarray(value, np.int64))
+
+    def num_chunks(self, name: str, made: OrbaxLeaf | None) -> int:
+        """The chunks that are stored of an array, which is one of `linked` or was `made`."""
+        if name in self.linked:
+            return self.linked[name].chunks.count
+        assert made is not None
+        return prod(made.grid)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all chunks of all arrays will be stored: those of padding are not."""
+        return all(array.is_whole for array in self.linked.values())
+
+    def _locate(self, tensor: str) -> tuple[str, int]:
+        location = self.checkpoint.location(tensor)
+        return os.path.basename(self.checkpoint.files[location.file].path), location.begin
+
+
+def decide(request: LinkRequest) -> Decision:
+    """Reads all headers and decides for every leaf.
+
+    Raises what `convert` raises of a source, a family or a spec, and `StorageError` for files that are not local.
+    """
+    checkpoint = read_checkpoint(request.source)
+    if is_remote(request.source) and checkpoint.files[0].path == request.source:
+        raise StorageError(f"{request.source}: is one object; below gs:// a link is of a directory")
+    if not checkpoint.tensors:
+        raise TensorMismatchError(f"{request.source}: holds no tensor")
+    checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
+    around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
+    partition = request.partition
+    partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
+    addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
+    for own, view in checkpoint.leaves.items():
+        name = around.above + own
+        shard = partition.shard(own, view.shape)
+        spec = partition.spec(own, view.shape)
+        if spec not in records:
+            records[spec] = named_sharding(partition.mesh, spec)
+        sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
+        if reason := misread(name):
+            raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
+        quantized = checkpoint.quantized.keys() & view.tensors
+        found = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
+        if isinstance(found, str):
+            reasons[name] = found
+        else:
+            addressed[name] = found
+    return Decision(checkpoint, around, addressed, reasons, sharded, request)
+
+
+def nbytes(leaf: OrbaxLeaf) -> int:
+    """Bytes of an array."""
+    return prod(leaf.shape) * leaf.dtype.itemsize

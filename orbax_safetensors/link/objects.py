@@ -1,0 +1,132 @@
+"""`ObjectStaging`: a link that is made where it will be, beside the objects of a `gs://` directory.
+
+Objects cannot be renamed. What makes the index a checkpoint of Orbax is therefore written last: the tree, and then what
+says that the checkpoint is finished. Until then a record lies beside the objects. It says which link was begun, so that
+arrays that have to be made are taken up again after a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from etils import epath
+
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.link.decide import MADE
+from orbax_safetensors.link.request import LinkRequest
+from orbax_safetensors.link.staging import NAMES, RECORD, Staging
+from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, read_json, remove
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.link import STEP_FILES
+from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
+from orbax_safetensors.orbax_store.operations import stored
+
+_LAST = (TREE_FILE, FINISHED_FILE)
+
+
+class ObjectStaging:
+    """As `Staging`: `begin`, `write` and `finish` are called by one process."""
+
+    def __init__(self, request: LinkRequest) -> None:
+        """Touches nothing."""
+        self.path = self.destination = request.destination
+        self._directory = epath.Path(self.path)
+        self._made = self._directory / MADE
+        self._record = self._directory / RECORD
+        self._run = secrets.token_hex(8)
+        # Files of a step that Orbax has finished; it keeps them.
+        self._kept: list[str] = []
+        self._last: dict[str, bytes] = {}
+
+    @property
+    def made(self) -> str:
+        """The directory of what has been made."""
+        return str(self._made)
+
+    def has_made(self) -> bool:
+        """Whether all that has to be made is there."""
+        with stored(self.made):
+            return FINISHED_FILE in names(self._made)
+
+    def check_free(self) -> None:
+        """Raises `StorageError` if something is in the way of the link."""
+        with stored(self.path):
+            inside = names(self._directory)
+        if RECORD not in inside and (present := [name for name in NAMES if name in inside]):
+            raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {NAMES}")
+
+    def begin(self, record: dict[str, Any], *, resume: bool) -> None:
+        """Deletes what an unfinished link has left, except what it has made if `resume` goes on with the same `record`.
+
+        Raises `StorageError` if something is in the way, and `TensorMismatchError` if another link was begun.
+        """
+        self.check_free()
+        begun = self._begun()
+        going_on = begun is not None and begun["begun"] is not None and resume
+        if begun is not None and going_on and begun["begun"] != record:
+            raise TensorMismatchError(
+                f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
+            )
+        with stored(self.path):
+            inside = names(self._directory)
+            if begun is None:
+                self._kept = [name for name in STEP_FILES if name in inside]
+            else:
+                self._kept = begun["kept"]
+                if not going_on:
+                    self._note(None)  # what is deleted in part must not be taken up again
+                kept = {*self._kept, MADE} if going_on else {*self._kept}
+                left = ({*NAMES, *STEP_FILES} - kept) & {*inside}
+                for name in sorted(left, key=lambda name: name != TREE_FILE):
+                    remove(self._directory / name)
+            self._note(record)
+
+    def _note(self, begun: dict[str, Any] | None) -> None:
+        self._record.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self._run}))
+
+    def _begun(self) -> dict[str, Any] | None:
+        """What a link that was begun has noted; None if there is none."""
+        fresh(self.path)
+        found = read_json(self._record)
+        if found is None or (isinstance(found, dict) and found.keys() == {"begun", "kept", "run"}):
+            return found
+        raise StorageError(f"{self._record}: is not of an unfinished link; move it away")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small object; what makes the link a checkpoint of Orbax is kept until `finish`."""
+        if name in _LAST:
+            self._last[name] = content
+        elif name not in self._kept:
+            with stored(str(self._directory / name)):
+                (self._directory / name).write_bytes(content)
+
+    def keep_data(self) -> None:
+        """Deletes what makes the arrays that were made a checkpoint of their own, and keeps their database.
+
+        What says that all of them are there stays, too: a link that is taken up again looks for it.
+        """
+        with stored(self.made):
+            for name in names(self._made):
+                if name not in (MANIFEST, DATA_DIRECTORY, FINISHED_FILE) and MANIFEST not in names(self._made / name):
+                    remove(self._made / name)
+
+    def finish(self) -> None:
+        """Makes the directory a checkpoint of Orbax."""
+        if (self._begun() or {}).get("run") != self._run:
+            raise StorageError(f"{self.path}: another link is written here")
+        with stored(self.path):
+            for name in _LAST:
+                if name not in self._kept:
+                    (self._directory / name).write_bytes(self._last[name])
+            self._record.unlink()
+            fresh(self.path)
+
+    def release(self) -> None:
+        """Nothing to do: no lock is held."""
+
+
+def staging_of(request: LinkRequest) -> Staging | ObjectStaging:
+    """The place in which a link is made."""
+    return ObjectStaging(request) if is_remote(request.destination) else Staging(request)

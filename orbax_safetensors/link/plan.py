@@ -1,0 +1,148 @@
+"""`plan_link`: what a link would consist of, and what stock Orbax would read of it. Nothing is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.cost.orbax import OrbaxRestorePlan, plan_arrays
+from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.link.decide import decide, nbytes
+from orbax_safetensors.link.objects import staging_of
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, link_request
+from orbax_safetensors.orbax_store import OrbaxLeaf
+from orbax_safetensors.orbax_store.link import item_files
+from orbax_safetensors.orbax_store.ocdbt import write_references
+from orbax_safetensors.storage.paths import PathLike
+
+
+@dataclass(frozen=True)
+class LinkedArray:
+    """An array of the checkpoint that a link makes.
+
+    Attributes:
+      name: that by which `spec` finds it.
+      num_chunks: chunks that are stored; those of padding are not.
+      made: why it has to be made, None if it stays where it is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    num_chunks: int
+    nbytes: int
+    made: str | None
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """What `link` will make.
+
+    Attributes:
+      path: the directory.
+      arrays: all arrays, in the order of the tree.
+      metadata_bytes: of the index: addresses, and what Orbax has to know of all arrays.
+      restore: what stock Orbax reads of the link on the mesh, None without a mesh. Chunks are read whole.
+    """
+
+    path: str
+    arrays: tuple[LinkedArray, ...]
+    metadata_bytes: int
+    restore: OrbaxRestorePlan | None
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the arrays that stay where they are."""
+        return sum(array.nbytes for array in self.arrays if array.made is None)
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the arrays that have to be made."""
+        return sum(array.nbytes for array in self.arrays if array.made is not None)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all arrays."""
+        return sum(array.num_chunks for array in self.arrays)
+
+    def to_json(self) -> str:
+        """The plan as a JSON object with the names of the attributes."""
+        return json.dumps(
+            {
+                "path": self.path,
+                "linked_bytes": self.linked_bytes,
+                "made_bytes": self.made_bytes,
+                "metadata_bytes": self.metadata_bytes,
+                "num_chunks": self.num_chunks,
+                "arrays": [asdict(array) for array in self.arrays],
+                "restore": None if self.restore is None else json.loads(self.restore.to_json()),
+            }
+        )
+
+
+def plan_link(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+    process_count: int = 1,
+) -> LinkPlan:
+    """Computes what `link` with the same arguments will make, from the headers alone; writes nothing.
+
+    Args:
+      process_count: how many processes restore the checkpoint on the mesh, whose devices are dealt to them in order.
+      others: as for `link`.
+
+    Raises: what `link` raises before it writes, also if something is in the way at the destination.
+    """
+    if type(process_count) is not int or process_count < 1:
+        raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
+    request = link_request(
+        source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links=False
+    )
+    decision, staging = decide(request), staging_of(request)
+    staging.check_free()
+    work = decision.making(staging.path)
+    made: Mapping[str, OrbaxLeaf] = {}
+    if work is not None:
+        work.source.close()
+        made = work.leaves
+    above = decision.envelope.above
+    leaves = {name: decision.linked[name].leaf if name in decision.linked else made[name] for name in decision.sharded}
+    written = [0]
+
+    def count(_: str, content: bytes) -> None:
+        written[0] += len(content)
+
+    write_references(decision.entries(), count)
+    for content in item_files(decision.tree(made), whole=decision.whole).values():
+        count("", content)
+    arrays = tuple(
+        LinkedArray(
+            name.removeprefix(above),
+            leaf.dtype.name,
+            leaf.shape,
+            leaf.chunk_shape,
+            decision.num_chunks(name, leaf),
+            nbytes(leaf),
+            decision.reasons.get(name),
+        )
+        for name, leaf in leaves.items()
+    )
+    restore = None
+    if mesh is not None or like is not None:
+        own = {name.removeprefix(above): leaf for name, leaf in leaves.items()}
+        file_bytes = sum(file.stamp.nbytes for file in decision.checkpoint.files)
+        restore = plan_arrays(own, request.partition, process_count, file_bytes)
+    return LinkPlan(request.destination, arrays, written[0], restore)

@@ -1,0 +1,101 @@
+"""`LinkRequest`: what a caller of `link` asks for, checked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, partition
+from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_remote
+from orbax_safetensors.storage.paths import PathLike, is_url, place
+
+CHUNK_BYTES = 16 * 2**20
+MEMORY_BYTES = 2 * 2**30
+# The least that a chunk may be asked to have: each is an entry of the index, and a request.
+_LEAST_CHUNK_BYTES = 2**16
+# The Hugging Face Hub's cache: what is in a snapshot belongs to the Hub's library.
+_SNAPSHOT = re.compile(r".*/models--[^/]+/snapshots/[^/]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRequest:
+    """A link to make. `source` is a path; `destination` is a directory, that of the source if it is the same.
+
+    Below `gs://` it has to be the same.
+
+    Raises `StorageError` for a place that cannot be meant, and `SafetensorsError` for a number that is out of range.
+    """
+
+    source: str
+    destination: str
+    family: AskedFamily
+    variant: Mapping[str, Any] | None
+    partition: Partition
+    chunk_bytes: int
+    memory_bytes: int
+    hard_links: bool
+
+    def __post_init__(self) -> None:
+        for path in (self.source, self.destination):
+            if is_url(path) and not (is_remote(path) and self.beside):
+                raise StorageError(
+                    f"{path}: a link is between files of one file system, or lies beside the objects of a gs:// "
+                    "directory; download the files first, or restore from the URL, which needs no link"
+                )
+        check_literal(self.destination)
+        for name, least in (("chunk_bytes", _LEAST_CHUNK_BYTES), ("memory_bytes", 4)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise SafetensorsError(f"{name} is {value!r}, must be an integer of at least {least}")
+        if self.beside and _SNAPSHOT.fullmatch(self.destination):
+            raise StorageError(
+                f"{self.destination}: is a snapshot in the Hub's cache, where nothing may be added; pass a destination"
+            )
+
+    @property
+    def directory(self) -> str:
+        """The directory of the source's files."""
+        return os.path.dirname(self.source) if os.path.isfile(self.source) else self.source
+
+    @property
+    def beside(self) -> bool:
+        """Whether the index is to lie beside the files."""
+        return self.destination == self.directory
+
+
+def _absolute(path: PathLike) -> str:
+    """An absolute path, or the URL of a `gs://` directory; another URL as it is, which `LinkRequest` refuses."""
+    text = place(path)
+    return absolute(text) if is_remote(text) else text
+
+
+def link_request(
+    source: PathLike,
+    destination: PathLike | None,
+    family: AskedFamily,
+    variant: Mapping[str, Any] | None,
+    mesh: AskedMesh,
+    spec: Mapping[str, Spec] | None,
+    like: Any,
+    chunk_bytes: int,
+    memory_bytes: int,
+    hard_links: bool,
+) -> LinkRequest:
+    """The request that `link` is called with; raises what it raises of arguments."""
+    own = _absolute(source)
+    beside = os.path.dirname(own) if os.path.isfile(own) else own
+    return LinkRequest(
+        source=own,
+        destination=beside if destination is None else _absolute(destination),
+        family=family,
+        variant=variant,
+        partition=partition(mesh, spec, like),
+        chunk_bytes=chunk_bytes,
+        memory_bytes=memory_bytes,
+        hard_links=hard_links,
+    )

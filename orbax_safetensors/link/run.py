@@ -1,0 +1,177 @@
+"""`link`: an index that makes safetensors files a checkpoint of Orbax, where they are."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.devices.agreement import forget, new_key, together
+from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.format.index import INDEX_SUFFIX
+from orbax_safetensors.link.decide import Decision, decide, nbytes
+from orbax_safetensors.link.objects import ObjectStaging, staging_of
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_request
+from orbax_safetensors.link.staging import Staging
+from orbax_safetensors.orbax_store import OrbaxLeaf
+from orbax_safetensors.orbax_store.link import item_files, step_files
+from orbax_safetensors.orbax_store.ocdbt import merge, write_references
+from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
+from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.model_files import copied
+from orbax_safetensors.streaming.pipeline import Progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What `link` has made.
+
+    Attributes:
+      path: the directory that is a checkpoint of Orbax.
+      linked_bytes: bytes of arrays that stay in the files that they are in.
+      made_bytes: bytes of arrays that had to be written, by all processes.
+      num_arrays, num_chunks: what the index has.
+      seconds: how long it took.
+      peak_bytes: the most memory that this process had since it began.
+    """
+
+    path: str
+    linked_bytes: int
+    made_bytes: int
+    num_arrays: int
+    num_chunks: int
+    seconds: float
+    peak_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a dict."""
+        return asdict(self)
+
+
+def link(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    mesh: AskedMesh = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+    hard_links: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Link:
+    """Makes safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
+
+    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays that are
+    not in the files as they have to be, because they are scaled, cast, decoded or permuted inside of a dimension, are
+    made as `convert` makes them, in `memory_bytes`. The files must not change afterwards, except together with the
+    index; `verify` tells.
+
+    Every process of a program calls this alike.
+
+    Args:
+      source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
+      destination: a directory to make, with symbolic links to the files. By default the index is written beside them,
+        as it always is below `gs://`.
+      family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
+      mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
+      chunk_bytes: the most that a chunk has, if its dimensions divide well.
+      memory_bytes: for what has to be made.
+      hard_links: link the files by hard links.
+      resume: go on with what a call with the same arguments has left unfinished.
+      progress: called now and then with the bytes that this process has made, and those that it will.
+
+    Raises:
+      StorageError: something is in the way, or cannot be read or written.
+      TensorMismatchError: mesh or spec do not fit the arrays, or what is to be resumed is something else.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      HeaderError, IndexFileError: the source is not valid.
+    """
+    started = time.perf_counter()
+    key = new_key("link")
+    decision = together(
+        f"{key}/decide",
+        lambda: decide(
+            link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links)
+        ),
+        lambda decision: decision.digest,
+        otherwise="was called with other arguments than process 0",
+    )
+    staging = staging_of(decision.request)
+    record = {"digest": decision.digest}
+    try:
+        together(f"{key}/begin", lambda: staging.begin(record, resume=resume) if jax.process_index() == 0 else None)
+        made = _make(decision, staging, key, resume=resume, progress=progress)
+        together(f"{key}/write", lambda: _write(decision, staging, made) if jax.process_index() == 0 else None)
+    finally:
+        staging.release()
+    for part in ("decide", "begin", "made", "write"):
+        forget(f"{key}/{part}")
+    return Link(
+        staging.destination,
+        sum(nbytes(one.leaf) for one in decision.linked.values()),
+        sum(map(nbytes, made.values())),
+        len(decision.linked) + len(made),
+        sum(decision.num_chunks(name, made.get(name)) for name in decision.sharded),
+        time.perf_counter() - started,
+        peak_bytes(),
+    )
+
+
+def _make(
+    decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
+) -> Mapping[str, OrbaxLeaf]:
+    """Makes the leaves that are no addresses, together with all other processes; they are there already if resumed."""
+    work = decision.making(staging.path)
+    if work is None:
+        return {}
+    try:
+        complete = together(f"{key}/made", staging.has_made, str)
+        if not complete:
+            work.run(resume=resume, progress=progress)
+        return work.leaves
+    finally:
+        work.source.close()
+
+
+def _beside(request: LinkRequest) -> list[str]:
+    """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
+    indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
+    return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
+
+
+def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:
+    """Writes the index, and gives the link its place."""
+    write_references(decision.entries(), staging.write)
+    if made:
+        merge(staging.made, staging.path)
+        staging.keep_data()
+    checkpoint = decision.checkpoint
+    files = [file.path for file in checkpoint.files]
+    staging.write(TRUST_FILE, fingerprints(checkpoint.store, files, names_tensors=checkpoint.mapped is None))
+    small = item_files(decision.tree(made), whole=decision.whole)
+    for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
+        staging.write(name, content)
+    if isinstance(staging, Staging) and not decision.request.beside:
+        staging.link_files([*files, *_beside(decision.request)])
+    for file in checkpoint.files:
+        with closing(checkpoint.store.open(file.path)) as opened:
+            opened.check(file.stamp)  # which says if it has changed since its header was read
+    staging.finish()
+    logger.info(
+        "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)
+    )

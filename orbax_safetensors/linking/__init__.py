@@ -1,1 +1,0 @@
-"""Links: an Orbax checkpoint that is an index of safetensors files which stay as they are."""

@@ -1,0 +1,160 @@
+"""Which finished checkpoint a path stands for: the directories of its items, and what else lies beside them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, read_json
+
+TREE_FILE = "_METADATA"
+SHARDING_FILE = "_sharding"
+STEP_FILE = "_CHECKPOINT_METADATA"
+# What an unfinished checkpoint of this package is; it is there from the beginning to the end of the work.
+RECORD_FILE = "_in_progress.json"
+FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
+# What Orbax's own names of steps end with, after an optional prefix.
+_STEP = re.compile(r"(?:.*_)?(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finished checkpoint.
+
+    Attributes:
+      directory: that of the items, or the item itself.
+      step: the name of the directory, where it is one of several steps; None of a checkpoint on its own.
+      items: the names of the items that are trees; `""` alone where `directory` is the item.
+      others: the names of what else belongs to it; none where an item was asked for.
+      whole: what Orbax has finished as one: the directory, or that which has the item besides others.
+    """
+
+    directory: epath.Path
+    step: str | None
+    items: tuple[str, ...]
+    others: tuple[str, ...]
+    whole: epath.Path
+
+    def item(self, name: str) -> epath.Path:
+        """The directory of an item."""
+        return self.directory / name if name else self.directory
+
+
+def find(path: epath.Path) -> Found:
+    """What `path` stands for: an item, a step, or the latest finished one of a directory of steps.
+
+    Raises `StorageError` where there is none that is finished.
+    """
+    path = fresh(path)
+    if not path.is_dir():
+        expected = f"{path}: expected the directory of an Orbax checkpoint"
+        if path.exists():
+            raise StorageError(f"{expected}, found a file")
+        raise MissingError(f"{expected}, found nothing")
+    for directory in (path, path.parent):
+        if UNFINISHED in directory.name:
+            raise StorageError(f"{path}: was never finished: Orbax renames {directory} when a checkpoint is complete")
+    inside = names(path)
+    if STEP_FILE in inside:
+        _check_finished(path)
+    elif (path.parent / STEP_FILE).exists():
+        _check_finished(path.parent)
+    if TREE_FILE in inside:
+        _check_finished(path)
+        return _of_item(path)
+    directories = names(path, directories=True)
+    numbers = {name: int(match[1]) for name in directories if (match := _STEP.fullmatch(name))}
+    items = [name for name in directories if name not in numbers and _is_item(path / name)]
+    if items or STEP_FILE in inside:
+        items = sorted(items + [name for name in numbers if _is_item(path / name)])
+        if not items:
+            raise StorageError(f"{path}: expected an item, a directory with {TREE_FILE}; found {directories}")
+        for name in items:
+            _check_finished(path / name)
+        kept = {*items, STEP_FILE, FINISHED_FILE, RECORD_FILE}
+        others = tuple(name for name in inside if name not in kept and UNFINISHED not in name)
+        return Found(path, path.name if step_number(path.name) is not None else None, tuple(items), others, path)
+    for name in sorted(numbers, key=numbers.__getitem__, reverse=True):
+        if not _is_finished(path / name):
+            continue
+        if _is_item(path / name):
+            return Found(path / name, name, ("",), (), path / name)
+        if _is_step(path / name):
+            return replace(find(path / name), step=name)
+    unfinished = [
+        name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
+    ]
+    found = f"; {unfinished} were never finished" if unfinished else ", and no .safetensors file"
+    raise MissingError(f"{path}: holds no finished checkpoint of Orbax{found}")
+
+
+def step_number(name: str) -> int | None:
+    """The number of a step by the name of its directory; None where it is not called like one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_metadata(directory: epath.Path) -> dict[str, Any]:
+    """What Orbax has recorded of what it has finished in a directory, but for when; empty where there is no record."""
+    path = directory / STEP_FILE
+    content = read_json(path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise StorageError(f"{path}: is not what Orbax writes: expected a dict, found {content!r:.80}")
+    return {key: value for key, value in content.items() if not key.endswith("_timestamp_nsecs")}
+
+
+def recorded(found: Found) -> dict[str, Any]:
+    """What is recorded of a checkpoint, with the handlers of the items in it.
+
+    Items that were saved by themselves, into a directory of no record, have it each of its own.
+    """
+    own = {name: step_metadata(found.item(name)) for name in found.items}
+    whole = step_metadata(found.whole)
+    handlers = {name: metadata.get("item_handlers") for name, metadata in own.items()}
+    of_items = whole.get("item_handlers")
+    if isinstance(of_items, dict):
+        handlers |= {name: of_items[name] for name in (*found.items, *found.others) if name in of_items}
+        if found.whole != found.directory:
+            handlers = {"": of_items.get(found.directory.name)}
+    kept = {key: value for metadata in (*own.values(), whole) for key, value in metadata.items()}
+    kept["item_handlers"] = (
+        handlers[""] if found.items == ("",) else {name: own for name, own in handlers.items() if own is not None}
+    )
+    return kept
+
+
+def _of_item(path: epath.Path) -> Found:
+    """An item by its own path. What is in a directory that is called by a number alone is of a step."""
+    parent = path.parent
+    if not ((parent / STEP_FILE).exists() or parent.name.isdecimal()):
+        return Found(path, None, ("",), (), path)
+    if step_number(parent.name) is None:
+        return Found(path, None, ("",), (), parent)
+    return Found(parent, parent.name, (path.name,), (), parent)
+
+
+def _is_item(path: epath.Path) -> bool:
+    return UNFINISHED not in path.name and TREE_FILE in names(path)
+
+
+def _is_step(path: epath.Path) -> bool:
+    inside = names(path)
+    return STEP_FILE in inside or any((path / name / TREE_FILE).exists() for name in inside)
+
+
+def _is_finished(path: epath.Path) -> bool:
+    """Whether an item or a step is; where Orbax renames it then, that is told by its name."""
+    return not is_remote(path) or FINISHED_FILE in names(path)
+
+
+def _check_finished(path: epath.Path) -> None:
+    if not _is_finished(path):
+        raise StorageError(f"{path}: was never finished: Orbax writes {FINISHED_FILE} when a checkpoint is complete")

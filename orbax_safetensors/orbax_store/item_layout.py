@@ -1,0 +1,86 @@
+"""How items are stored as a checkpoint of Orbax: checked, and in the chunks that Orbax makes. Nothing is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.directories import absolute
+from orbax_safetensors.orbax_store.discovery import STEP_FILE, UNFINISHED
+from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem, array_name
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
+from orbax_safetensors.orbax_store.unfinished import Draft
+from orbax_safetensors.storage.paths import PathLike
+
+_T = TypeVar("_T")
+
+
+class OrbaxLayout:
+    """What `OrbaxSink` writes.
+
+    Attributes:
+      path: where it will be.
+      draft: the same while it is unfinished.
+      leaves: its arrays as `OrbaxSink` has them, with the chunks that are written.
+      metadata: what Orbax is to record of it.
+      compression: whether chunks are compressed.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        items: Mapping[str, OrbaxItem],
+        *,
+        metadata: Mapping[str, Any] | None,
+        others: Mapping[str, str] | None,
+        compression: bool,
+        fsync: bool = True,
+    ) -> None:
+        """Arguments and errors are those of `OrbaxSink`."""
+        self.path = absolute(path)
+        if UNFINISHED in self.path:
+            raise StorageError(
+                f"{self.path}: nothing opens what has {UNFINISHED} in its path, as what is unfinished has"
+            )
+        self.compression = compression
+        self._check_options(items, metadata or {}, others or {})
+        self.draft = Draft(self.path, items, others or {}, compression=compression, fsync=fsync)
+        handlers = {name: item.typestr for name, item in self.draft.items.items()}
+        self.metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
+        self._names = {"items": list(items), "others": list(others or {})}
+        self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
+
+    def record(self, source: str) -> dict[str, Any]:
+        """What tells it, made of `source`, apart from all else that may have been begun in its place; JSON."""
+        record: dict[str, Any] = {"compression": self.compression, "source": source, **self._names}
+        return record | self.named(lambda item: item.record)
+
+    def named(self, of_item: Callable[[ItemDraft], Mapping[str, _T]]) -> dict[str, _T]:
+        """What all items have by names of theirs, by names that differ."""
+        drafts = self.draft.items
+        return {
+            array_name(drafts, item, own): value
+            for item, draft in drafts.items()
+            for own, value in of_item(draft).items()
+        }
+
+    def _check_options(
+        self, items: Mapping[str, OrbaxItem], metadata: Mapping[str, Any], others: Mapping[str, str]
+    ) -> None:
+        for name in (*items, *others):
+            if not isinstance(name, str) or name in (".", "..", STEP_FILE) or "/" in name or UNFINISHED in name:
+                raise TensorMismatchError(f"{self.path}: expected the name of an item, found {name!r}")
+        if not items or ("" in (*items, *others) and (len(items) > 1 or others)) or items.keys() & others.keys():
+            raise TensorMismatchError(
+                f"{self.path}: expected items of different names, or one without, found {[*items, *others]}"
+            )
+        custom_metadata = metadata.get("custom_metadata")
+        if custom_metadata is not None and not isinstance(custom_metadata, dict):
+            raise TensorMismatchError(f"{self.path}: expected a dict of custom metadata, found {custom_metadata!r}")
+        for given in (metadata, *(item.custom_metadata for item in items.values())):
+            try:
+                json.dumps(given)
+            except (TypeError, ValueError) as error:
+                raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error

@@ -1,0 +1,296 @@
+"""One item of a checkpoint that is being written: its arrays, and the directory that they are in."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+# `Checkpointer.save` does these steps in one, and would leave the other processes waiting where one of them fails.
+from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.path import atomicity_defaults
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from orbax_safetensors.devices import trees
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal, kvstore, names, remove
+from orbax_safetensors.orbax_store.discovery import RECORD_FILE, STEP_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.leaf import ARRAYS, OrbaxLeaf, box_of
+from orbax_safetensors.orbax_store.leaf_handlers import registry, streamed, write_spec
+from orbax_safetensors.orbax_store.operations import stored
+
+_PROCESS_PREFIX = tensorstore_utils.PROCESS_SUBDIR_PREFIX
+
+# A chunk's key, after the name of its array if that is not empty: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
+_CHUNK_KEYS = {
+    True: re.compile(r"(?:(.*)/)?c((?:/\d+)*)", re.DOTALL),
+    False: re.compile(r"(?:(.*)/)?(\d+(?:\.\d+)*)", re.DOTALL),
+}
+# The key of what says how an array is stored, after its name.
+_ARRAY_KEYS = {True: "zarr.json", False: ".zarray"}
+
+
+@dataclass(frozen=True)
+class OrbaxItem:
+    """An item to write.
+
+    Attributes:
+      tree: a pytree with an `OrbaxLeaf` for every array, whose tiles are written, and Python or NumPy scalars and
+        strings, which are saved as they are. Empty nodes are saved too.
+      custom_metadata: of the item, which Orbax keeps beside the tree; what JSON can hold.
+      ocdbt: store arrays in Orbax's database of few files rather than in one file for each chunk.
+      zarr3: store them in version 3 of Zarr.
+    """
+
+    tree: Any
+    custom_metadata: Any = None
+    ocdbt: bool = True
+    zarr3: bool = True
+
+
+def array_name(items: Collection[str], item: str, name: str) -> str:
+    """What tells an array of an item apart: its own name, where there are several items after that of its item."""
+    return f"{item}/{name}" if len(items) > 1 else name
+
+
+class ItemDraft:
+    """An item under way in a directory of its own, or in that of the checkpoint, which it then is by itself."""
+
+    def __init__(
+        self, item: OrbaxItem, checkpoint: epath.Path, name: str, where: str, *, compression: bool, fsync: bool
+    ) -> None:
+        """Touches nothing. Without a `name`, the item is to be what is in the directory `checkpoint` itself.
+
+        Raises `TensorMismatchError`, which begins with `where`, if a leaf cannot be stored.
+        """
+        self._item, self._compression, self._where = item, compression, where
+        self._final, self._path = checkpoint, None
+        if name:
+            temporary_path = atomicity_defaults.get_default_temporary_path_class(checkpoint)
+            self._final = checkpoint / name
+            self._path = temporary_path.from_final(self._final)
+        self._handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=item.ocdbt,
+            use_zarr3=item.zarr3,
+            use_compression=compression,
+            type_handler_registry=registry(),
+        )
+        structure, named = trees.flatten(item.tree)
+        leaves, self._values = _parted(named, where)
+        if not item.ocdbt:  # names of arrays are those of directories
+            for leaf in filter(None, named):
+                check_literal(os.path.join(self.directory, leaf))
+        # Orbax itself may store an array in smaller chunks than it is asked for.
+        self._context = _context(item.ocdbt, fsync)
+        specs = {name: write_spec(self._info(name), leaf, jax.process_index()) for name, leaf in leaves.items()}
+        self._specs = {name: spec.json for name, spec in specs.items()}
+        self.leaves: Mapping[str, OrbaxLeaf] = {
+            name: replace(leaf, chunk_shape=tuple(specs[name].metadata.chunk_shape)) for name, leaf in leaves.items()
+        }
+        self._tree = jax.tree.unflatten(
+            structure, [streamed(leaves[name]) if name in leaves else self._values[name] for name in named]
+        )
+
+    def _info(self, name: str) -> ocp.type_handlers.ParamInfo:
+        return ocp.type_handlers.ParamInfo(
+            name=name,
+            parent_dir=self.directory,
+            is_ocdbt_checkpoint=self._item.ocdbt,
+            use_zarr3=self._item.zarr3,
+            use_compression=self._compression,
+            ts_context=self._context,
+        )
+
+    @property
+    def directory(self) -> epath.Path:
+        """Where Orbax puts the item's files until it is finished."""
+        return self._final if self._path is None else self._path.get()
+
+    @property
+    def places(self) -> tuple[epath.Path, ...]:
+        """Where the item is while the checkpoint is unfinished, before and after it is finished itself."""
+        return () if self._path is None else (self._final, self.directory)
+
+    @property
+    def typestr(self) -> str:
+        """Orbax's name of the handler that writes it."""
+        return str(self._handler.typestr())
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What it is that is written, in words of JSON."""
+        leaves = {
+            name: [leaf.kind, leaf.dtype.name, list(leaf.shape), list(leaf.chunk_shape)]
+            for name, leaf in self.leaves.items()
+        }
+        # A scalar may have been written already, with the dtype that it had.
+        scalars = {
+            name: ["string", value] if isinstance(value, str) else ["scalar", np.asarray(value).dtype.name]
+            for name, value in self._values.items()
+        }
+        return {"ocdbt": self._item.ocdbt, "zarr3": self._item.zarr3, "leaves": {**leaves, **scalars}}
+
+    def create(self) -> None:
+        """Makes the directory, in that of the checkpoint. As `reopen` and `finish`, called by one process only."""
+        if self._path is not None:
+            asyncio_utils.run_sync(self._path.create())
+
+    def reopen(self) -> None:
+        """Brings it back to where only chunks are in it, however far `finish` had come."""
+        with stored(f"{self.directory}: cannot be taken up again"):
+            if self._path is not None and self._final.exists() and not self.directory.exists():
+                self._final.rename(self.directory)
+            leaves = {*self.leaves, *self._values}
+            tops = {name.split("/")[0] for name in leaves}
+            for name in names(self.directory):
+                if self._item.ocdbt:
+                    kept = name.startswith(_PROCESS_PREFIX)
+                else:  # an array without a name has its chunks beside the others' directories
+                    kept = name in tops or ("" in leaves and bool(_CHUNK_KEYS[self._item.zarr3].fullmatch(name)))
+                if not kept and (self._path is not None or name not in (RECORD_FILE, STEP_FILE)):
+                    remove(self.directory / name)
+
+    def open(self, primary: bool) -> dict[str, ts.TensorStore]:
+        """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
+        if primary:
+            with stored(os.fspath(self.directory)):
+                making = [
+                    (name, ts.open(ts.Spec(spec), create=True, open=True, context=self._context))
+                    for name, spec in self._specs.items()
+                ]
+            for name, future in making:
+                with stored(f"{self.directory}: {name!r}"):
+                    future.result()
+        opening = {
+            name: ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=self._context)
+            for name, spec in self._specs.items()
+        }
+        stores = {}
+        for name, future in opening.items():
+            with stored(f"{self.directory}: {name!r}"):
+                stores[name] = future.result()
+        return stores
+
+    def chunks(self) -> dict[str, np.ndarray]:
+        """For every array, which of its chunks are in the store, over the grid of its chunks.
+
+        Raises `TensorMismatchError` where there is one that belongs to none.
+        """
+        roots = [self.directory]
+        if self._item.ocdbt:
+            with stored(os.fspath(self.directory)):
+                inside = names(self.directory)
+            roots = [self.directory / name for name in inside if name.startswith(_PROCESS_PREFIX)]
+        return self._present(self._keys(roots))
+
+    def _present(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
+        present = {name: np.zeros(leaf.grid, np.bool_) for name, leaf in self.leaves.items()}
+        for key in keys:
+            match = _CHUNK_KEYS[self._item.zarr3].fullmatch(key)
+            name = (match[1] or "") if match else ""
+            if match is None or name not in present:
+                continue  # the metadata of an array, or a scalar
+            grid = present[name]
+            index = tuple(int(part) for part in re.findall(r"\d+", match[2]))[: grid.ndim]
+            if len(index) != grid.ndim or any(at >= size for at, size in zip(index, grid.shape, strict=True)):
+                raise TensorMismatchError(f"{self.directory}: {name!r}: has a chunk {index} that it cannot have")
+            grid[index] = True
+        return present
+
+    def _keys(self, roots: Iterable[epath.Path]) -> Iterator[str]:
+        # A context of its own, so that nothing that was cached before is listed.
+        context = ocp.type_handlers.get_ts_context(use_ocdbt=self._item.ocdbt)
+        with stored(os.fspath(self.directory)):
+            for root in roots:
+                for key in kvstore(os.fspath(root), context, ocdbt=self._item.ocdbt).list().result():
+                    yield os.fsdecode(key)
+
+    def save(self) -> None:
+        """Lets Orbax write all that belongs to the arrays. Called by every process."""
+        # As `Checkpointer.save` does, so that no signal of a save before is taken for one of this.
+        synchronization.OperationIdGenerator.next_operation_id()
+        self._handler.save(
+            self.directory, args=ocp.args.PyTreeSave(self._tree, custom_metadata=self._item.custom_metadata)
+        )
+
+    def finish(self) -> None:
+        """Merges what the processes have written, and gives the directory its name if all of it is found there.
+
+        Raises `TensorMismatchError` if chunks are missing, and `StorageError` if Orbax has not written what says what
+        is there.
+        """
+        self._handler.finalize(LiteralPath(self.directory))
+        self._check_whole()
+        if self._path is not None:
+            asyncio_utils.run_sync(self._path.finalize())
+
+    def _check_whole(self) -> None:
+        """Asks the store that a reader opens, which is listed once: no array is opened."""
+        keys = set(self._keys([self.directory]))
+        scalars = [name for name, value in self._values.items() if not isinstance(value, str)]
+        for name in (*self.leaves, *scalars):
+            key = f"{name}/{_ARRAY_KEYS[self._item.zarr3]}".removeprefix("" if name else "/")
+            if key not in keys:
+                raise StorageError(f"{self._where}: {name!r}: cannot be found: {key!r} is missing where it was merged")
+        if TREE_FILE not in names(self.directory):
+            raise StorageError(f"{self._where}: Orbax has not written {TREE_FILE}")
+        lacking = {name: present for name, present in self._present(keys).items() if not present.all()}
+        if lacking:
+            name, present = next(iter(lacking.items()))
+            index = np.argwhere(~present)[0].tolist()
+            raise TensorMismatchError(
+                f"{self._where}: {len(lacking)} of {len(self.leaves)} arrays are not complete: {(~present).sum()} "
+                f"chunks of {name!r} were not written, the first is "
+                f"{box_of(tuple((at, at + 1) for at in index), self.leaves[name])}"
+            )
+
+
+def _parted(named: Mapping[str, Any], where: str) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
+    """The leaves that are streamed, and those that are given by value."""
+    leaves, values = {}, {}
+    for name, leaf in named.items():
+        if isinstance(leaf, OrbaxLeaf):
+            leaves[name] = _checked(leaf, f"{where}: {name!r}")
+        elif isinstance(leaf, int | float | np.number | str):
+            values[name] = leaf
+        else:
+            raise TensorMismatchError(
+                f"{where}: {name!r}: expected an OrbaxLeaf, a scalar or a string, found {type(leaf).__name__}"
+            )
+    if not leaves and not values:
+        raise TensorMismatchError(f"{where}: the tree has no leaf")
+    return leaves, values
+
+
+def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
+    """A leaf that Orbax can store."""
+    if leaf.kind not in ARRAYS:
+        raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
+    if not all(leaf.shape):
+        raise TensorMismatchError(f"{where}: Orbax stores no array without elements, and its shape is {leaf.shape}")
+    if len(leaf.chunk_shape) != len(leaf.shape) or not all(
+        1 <= chunk <= size for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True)
+    ):
+        raise TensorMismatchError(f"{where}: {leaf.chunk_shape} is no shape of chunks of an array of {leaf.shape}")
+    try:
+        ts.dtype(leaf.dtype.name)
+    except ValueError as error:
+        raise TensorMismatchError(f"{where}: arrays of {leaf.dtype} cannot be stored") from error
+    return replace(leaf, shape=tuple(map(int, leaf.shape)), chunk_shape=tuple(map(int, leaf.chunk_shape)))
+
+
+def _context(ocdbt: bool, fsync: bool) -> ts.Context:
+    """Orbax's own context, which keeps nothing that was written in memory."""
+    spec = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt).spec.to_json()
+    if not fsync:
+        spec["file_io_sync"] = False
+    return ts.Context(spec)

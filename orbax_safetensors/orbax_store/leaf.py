@@ -1,0 +1,140 @@
+"""What an Orbax checkpoint says of its leaves without their values, and the boxes that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint._src.metadata.sharding import DeviceMetadata, DeviceMetadataMesh
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.geometry.view import Box
+
+# Orbax's names of the kinds of leaves, as `_METADATA` has them.
+JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
+ARRAYS = (JAX_ARRAY, NUMPY_ARRAY)
+
+# Under this key Orbax records the implementation of random keys with their data.
+RANDOM_KEY = "random_key_impl"
+
+
+@dataclass(frozen=True, slots=True)
+class OrbaxLeaf:
+    """One leaf that is not empty.
+
+    Attributes:
+      shape: `()` of a scalar and of a string.
+      dtype: `np.str_` of a string.
+      chunk_shape: what is stored, and encoded, as one; smaller at the end of a dimension that it does not divide.
+      kind: `jax.Array`, `np.ndarray`, `scalar` or `string`: what Orbax restores it as where it is not told.
+      write_shape: the shape of the shards that were written, where the checkpoint says so. A sink writes `chunk_shape`.
+      sharding: as it is recorded beside the array; it needs no devices. Only of a `jax.Array`.
+      random_key: the implementation of the random keys whose data this is, for which Orbax returns keys.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk_shape: tuple[int, ...]
+    kind: str = JAX_ARRAY
+    write_shape: tuple[int, ...] | None = None
+    sharding: ocp.metadata.ShardingMetadata | None = None
+    random_key: str | None = None
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of chunks in every dimension."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Decoded size of a whole chunk."""
+        return prod(self.chunk_shape) * self.dtype.itemsize
+
+
+def named_sharding(
+    mesh: Mapping[str, int], spec: Sequence[str | Sequence[str] | None]
+) -> ocp.metadata.NamedShardingMetadata:
+    """The record of a `NamedSharding` over a mesh, by axis name and size, whose devices need not be here.
+
+    Devices are numbered from 0 in the order of the mesh, as those of a real one usually are.
+    """
+    sizes = list(mesh.values())
+    devices = np.empty(prod(sizes), object)
+    devices[:] = [DeviceMetadata(id=number) for number in range(prod(sizes))]
+    return ocp.metadata.NamedShardingMetadata(
+        shape=np.array(sizes),
+        axis_names=list(mesh),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+        partition_spec=partition_spec(spec),
+        device_mesh=DeviceMetadataMesh(devices.reshape(sizes).tolist()),
+    )
+
+
+def partition_spec(spec: Sequence[str | Sequence[str] | None]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """A spec with tuples where JSON has lists."""
+    return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in spec)
+
+
+def check_box(box: Box, shape: tuple[int, ...], where: str) -> None:
+    """Raises `TensorMismatchError` where `box` is not a box of an array of `shape`."""
+    if len(box) != len(shape) or any(
+        not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False)
+    ):
+        raise TensorMismatchError(f"{where}: expected a box of shape {shape}, found {box}")
+
+
+def check_memory(array: np.ndarray, box: Box, dtype: np.dtype, where: str) -> None:
+    """Raises `TensorMismatchError` where `array` cannot hold the elements of `box`."""
+    shape = tuple(stop - start for start, stop in box)
+    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
+        found = f"shape {array.shape} of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TensorMismatchError(
+            f"{where}: expected an array of shape {shape} of {dtype} for box {box}, found {found}"
+        )
+
+
+def chunks_of(box: Box, leaf: OrbaxLeaf) -> Box:
+    """The chunks that a box touches, as a box of the grid."""
+    return tuple(
+        (start // chunk, -(-stop // chunk)) for (start, stop), chunk in zip(box, leaf.chunk_shape, strict=True)
+    )
+
+
+def box_of(chunks: Box, leaf: OrbaxLeaf) -> Box:
+    """The elements of a box of the grid."""
+    return tuple(
+        (first * chunk, min(last * chunk, size))
+        for (first, last), chunk, size in zip(chunks, leaf.chunk_shape, leaf.shape, strict=True)
+    )
+
+
+def num_chunks(box: Box, leaf: OrbaxLeaf) -> int:
+    """How many chunks a box touches."""
+    return prod(last - first for first, last in chunks_of(box, leaf))
+
+
+def touched_nbytes(box: Box, leaf: OrbaxLeaf) -> int:
+    """Decoded bytes of the chunks that a box touches, which are read and decoded whole."""
+    return prod(stop - start for start, stop in box_of(chunks_of(box, leaf), leaf)) * leaf.dtype.itemsize
+
+
+def cut(chunks: Box, leaf: OrbaxLeaf, limit: int) -> Iterator[Box]:
+    """A box of the grid in boxes of at most `limit` decoded bytes, or of one chunk, in row-major order."""
+    lengths = [last - first for first, last in chunks]
+    if prod(lengths) * leaf.chunk_nbytes <= limit or max(lengths, default=1) <= 1:
+        yield chunks
+        return
+    axis = next(axis for axis, length in enumerate(lengths) if length > 1)
+    first, last = chunks[axis]
+    middle = (first + last) // 2
+    yield from cut((*chunks[:axis], (first, middle), *chunks[axis + 1 :]), leaf, limit)
+    yield from cut((*chunks[:axis], (middle, last), *chunks[axis + 1 :]), leaf, limit)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a box."""
+    return tuple(slice(start, stop) for start, stop in box)

@@ -1,0 +1,480 @@
+"""`open_orbax`: what a checkpoint holds, and boxes of its arrays read into memory."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+# Orbax has no public way to a checkpoint's tree that does not also look every leaf up in the global registry of type
+# handlers, where other packages, and this one, have put their own.
+from orbax.checkpoint._src.metadata import empty_values
+from orbax.checkpoint._src.metadata import sharding as sharding_metadata
+from orbax.checkpoint._src.metadata import tree as tree_metadata
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_json, state
+from orbax_safetensors.orbax_store.discovery import (
+    SHARDING_FILE,
+    TREE_FILE,
+    Found,
+    find,
+    recorded,
+    step_metadata,
+    step_number,
+)
+from orbax_safetensors.orbax_store.leaf import (
+    ARRAYS,
+    JAX_ARRAY,
+    RANDOM_KEY,
+    SCALAR,
+    STRING,
+    OrbaxLeaf,
+    box_of,
+    check_box,
+    check_memory,
+    chunks_of,
+    cut,
+    partition_spec,
+    slices,
+    touched_nbytes,
+)
+from orbax_safetensors.orbax_store.operations import Budget, Operations, stored
+from orbax_safetensors.storage.paths import PathLike
+
+logger = logging.getLogger(__name__)
+
+_STRINGS_FILE = "_strings.json"
+_ARRAY_METADATAS = "array_metadatas"
+
+# Decoded bytes that one TensorStore read asks for at most: enough to keep the decoders of several cores busy.
+_READ_BYTES = 64 << 20
+
+# Encoded and decoded, a chunk is in memory twice before it is in that of the caller.
+_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Empty:
+    """Stands for a leaf's place in the tree, where the tree has an empty node instead."""
+
+    node: Any
+
+
+@dataclass(frozen=True, eq=False)
+class OrbaxCheckpoint:
+    """A finished checkpoint.
+
+    Attributes:
+      path: the directory of the item, or its URL.
+      whole: the directory of all that Orbax has finished with it: a step, or the item itself.
+      step: the number of the step it is of; None where its directories are not named so.
+      leaves: by key path, joined by dots.
+      custom_metadata: what the user has given with the step.
+      tree_custom_metadata: what the user has given with the item.
+      ocdbt, zarr3: how its arrays are stored.
+    """
+
+    path: str
+    whole: str
+    step: int | None
+    leaves: Mapping[str, OrbaxLeaf]
+    custom_metadata: dict[str, Any]
+    tree_custom_metadata: Any
+    ocdbt: bool
+    zarr3: bool
+    _structure: Any = field(repr=False)
+    _stores: Mapping[str, ts.TensorStore] = field(repr=False)
+    _budget: Budget = field(repr=False)
+    _read_bytes: int = field(repr=False)
+
+    def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
+        """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
+
+        return _mapped(self._structure, None, lambda name: leaf(name, self.leaves[name]))
+
+    def read(self, name: str, box: Box, out: np.ndarray) -> Future[int]:
+        """Begins to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
+
+        Chunks that a box touches in part are read and decoded whole. Waits while the checkpoint's budget is in flight.
+        Safe from any thread; `out` must not be used before the future is done, also where it fails with `StorageError`.
+        """
+        where = f"{self.path}: {name!r}"
+        leaf = self._leaf(name)
+        if leaf.kind == STRING:
+            raise TensorMismatchError(f"{where}: is a string, which has no boxes")
+        check_box(box, leaf.shape, where)
+        check_memory(out, box, leaf.dtype, where)
+        if not out.flags.writeable:
+            raise TensorMismatchError(f"{where}: the array to read into is read-only")
+        operations = Operations(where)
+        nbytes, failure = 0, None
+        try:
+            with stored(where):
+                target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[[start for start, _ in box]]]
+                for chunks in cut(chunks_of(box, leaf), leaf, self._read_bytes) if out.size else ():
+                    if operations.failed:
+                        break
+                    whole = box_of(chunks, leaf)
+                    part = slices(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(whole, box, strict=True)))
+                    touched = touched_nbytes(whole, leaf)
+                    taken = self._budget.acquire(_COPIES * touched)
+                    try:
+                        operation = target[part].write(self._stores[name][part]).commit
+                    except BaseException:
+                        self._budget.release(taken)
+                        raise
+                    operations.add(operation, self._budget, taken)
+                    nbytes += touched
+        except BaseException as error:
+            failure = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            operations.close(nbytes, failure)
+        return operations.future
+
+    def value(self, name: str) -> Any:
+        """A whole leaf: an array, a string, or a scalar of NumPy, whose dtype a Python scalar would lose."""
+        leaf = self._leaf(name)
+        if leaf.kind == STRING:
+            with stored(f"{self.path}: {name!r}"):
+                spec = {
+                    "driver": "json",
+                    "kvstore": tensorstore_utils.build_kvstore_tspec(self.path, _STRINGS_FILE, use_ocdbt=False),
+                    "json_pointer": f"/{name}",  # unescaped, as Orbax writes it
+                }
+                return str(ts.open(spec, read=True, open=True).result().read().result().item())
+        out: np.ndarray = np.empty(leaf.shape, leaf.dtype)
+        self.read(name, tuple((0, size) for size in leaf.shape), out).result()
+        if leaf.kind != SCALAR:
+            return out
+        return out[()] if isinstance(out[()], np.number) else out.item()
+
+    def in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
+        """The most memory that reads take besides what they fill, of so many decoded bytes in chunks of such a size."""
+        return min(_COPIES * nbytes, max(self._budget.nbytes, _COPIES * chunk_nbytes))
+
+    def stored_bytes(self) -> int | None:
+        """Bytes of all of its files, encoded as they are; None on an object store."""
+        with stored(self.path):
+            return file_bytes(self.path)
+
+    def state(self) -> dict[str, Any]:
+        """What tells of each of its files that it has changed, by path; `StorageError` where that cannot be told."""
+        with stored(self.path):
+            return state(self.path)
+
+    def _leaf(self, name: str) -> OrbaxLeaf:
+        if name not in self.leaves:
+            raise TensorMismatchError(f"{self.path}: has no leaf {name!r}")
+        return self.leaves[name]
+
+
+@dataclass(frozen=True, eq=False)
+class OrbaxStep:
+    """A finished checkpoint with all of its items.
+
+    Attributes:
+      path: the directory of the items, or the item itself; or its URL.
+      whole: as of an `OrbaxCheckpoint`.
+      step: the name of the directory, where it is one of several steps; None of a checkpoint on its own.
+      items: those that are trees, by name; `""` alone where `path` is the item.
+      others: the paths of what else belongs to it, by name; none where it was opened by the path of an item.
+      metadata: what Orbax has recorded of it, but for when.
+    """
+
+    path: str
+    whole: str
+    step: str | None
+    items: Mapping[str, OrbaxCheckpoint]
+    others: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+    def stored_bytes(self) -> int | None:
+        """As of an `OrbaxCheckpoint`, of all that belongs to it."""
+        with stored(self.path):
+            if self.others or "" in self.items:
+                return file_bytes(self.path)
+            sizes = [item.stored_bytes() for item in self.items.values()]
+            return None if None in sizes else sum(size or 0 for size in sizes)
+
+    def state(self) -> dict[str, Any]:
+        """As of an `OrbaxCheckpoint`, of all that belongs to it."""
+        with stored(self.path):
+            if self.others or "" in self.items:
+                return state(self.path)
+            return {f"{name}/{file}": now for name in self.items for file, now in self.items[name].state().items()}
+
+
+@dataclass(frozen=True)
+class RecordedTree:
+    """The tree of an item without its arrays.
+
+    Attributes:
+      kinds: of its leaves, by key path joined by dots.
+      shardings: of its arrays, as far as they are recorded.
+    """
+
+    kinds: Mapping[str, str]
+    shardings: Mapping[str, ocp.metadata.ShardingMetadata]
+    _structure: Any = field(repr=False)
+
+    def tree(self, leaf: Callable[[str], Any]) -> Any:
+        """As of an `OrbaxCheckpoint`, of names alone."""
+        return _mapped(self._structure, None, leaf)
+
+
+def recorded_tree(tree: bytes, shardings: bytes | None, directory: str) -> RecordedTree:
+    """What the small files of the item in a directory say of its tree, given their content.
+
+    Raises `StorageError` if they are not what Orbax writes, and `TensorMismatchError` as `open_orbax`.
+    """
+    with stored(f"{directory}/{TREE_FILE}: is not what Orbax writes"):
+        nested = tree_metadata.InternalTreeMetadata.from_json(json.loads(tree)).as_nested_tree()
+        entries: dict[str, Any] = {}
+        structure = _structure(nested, None, entries, directory)
+    kinds = {name: entry.value_type for name, entry in entries.items()}
+    return RecordedTree(kinds, recorded_shardings(shardings, directory), structure)
+
+
+def recorded_shardings(content: bytes | None, directory: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """The shardings of an item's arrays, by name, given the content of the file that records them; none if it is None.
+
+    Raises `StorageError` if it is not what Orbax writes.
+    """
+    path = f"{directory}/{SHARDING_FILE}"
+    with stored(f"{path}: is not what Orbax writes"):
+        return _sharding_metadata(json.loads(b"{}" if content is None else content), path)
+
+
+def open_orbax(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
+    """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
+
+    `path` is the directory of an item, of a step that has one item, or of steps, whose latest is opened; or such a
+    directory's `gs://` URL. Reads take at most `memory_bytes` besides the memory that they fill, or what one chunk
+    needs. Raises `StorageError` where there is no finished checkpoint, and `TensorMismatchError` where it has a leaf of
+    a kind that is not known here.
+    """
+    found = _found(path)
+    if len(found.items) > 1:
+        raise StorageError(f"{found.directory}: holds several items, give the directory of one: {list(found.items)}")
+    return _open_item(found, found.items[0], Budget(memory_bytes))
+
+
+def open_step(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxStep:
+    """Opens what `open_orbax` does with all of its items, which read with `memory_bytes` together.
+
+    Raises as `open_orbax`, but for a step of several items.
+    """
+    found = _found(path)
+    budget = Budget(memory_bytes)
+    items = {name: _open_item(found, name, budget) for name in found.items}
+    with stored(os.fspath(found.directory)):
+        return OrbaxStep(
+            path=os.fspath(found.directory),
+            whole=os.fspath(found.whole),
+            step=found.step,
+            items=items,
+            others={name: os.fspath(found.directory / name) for name in found.others},
+            metadata=recorded(found),
+        )
+
+
+def find_step_faults(path: PathLike) -> list[SafetensorsError]:
+    """Everything for which `open_step` would refuse a checkpoint that it has found, where it stops at the first.
+
+    Raises `StorageError` if there is no finished checkpoint. Chunks are not read.
+    """
+    found = _found(path)
+    faults: list[SafetensorsError] = []
+    for name in found.items:
+        try:
+            _open_item(found, name, Budget(1), faults.append)
+        except SafetensorsError as fault:
+            faults.append(fault)
+    return faults
+
+
+def _found(path: PathLike) -> Found:
+    path = absolute(path)
+    with stored(path):
+        return find(epath.Path(path))
+
+
+def _refuse(fault: SafetensorsError) -> None:
+    raise fault
+
+
+def _open_item(
+    found: Found, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
+) -> OrbaxCheckpoint:
+    """The item `name`; passes the fault of each array that does not open to `report`, and leaves the array out."""
+    directory = found.item(name)
+    item = os.fspath(directory)
+    metadata = _tree_metadata(directory)
+    with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
+        nested = metadata.as_nested_tree()
+    entries: dict[str, Any] = {}
+    with stored(f"{directory / TREE_FILE}"):  # a tree can be too deep
+        structure = _structure(nested, None, entries, item)
+    ocdbt = metadata.use_ocdbt
+    if ocdbt is None:
+        with stored(item):
+            ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(directory)
+    zarr3 = bool(metadata.use_zarr3)
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
+    opening = {}
+    for name, entry in entries.items():
+        if entry.value_type == STRING:
+            continue
+        info = ocp.type_handlers.ParamInfo(
+            name=name, parent_dir=directory, is_ocdbt_checkpoint=ocdbt, use_zarr3=zarr3, ts_context=context
+        )
+        with stored(f"{item}: {name!r}"):
+            spec = ocp.type_handlers.get_json_tspec_read(
+                info,
+                use_ocdbt=ocdbt,
+                raise_array_data_missing_error=metadata.store_array_data_equal_to_fill_value,
+            )
+            opening[name] = ts.open(ts.Spec(spec), open=True, read=True, context=context)
+    stores = {}
+    for name, future in opening.items():
+        try:
+            with stored(f"{item}: {name!r}"):
+                stores[name] = future.result()
+        except StorageError as fault:
+            report(fault)
+            del entries[name]
+    with stored(item):
+        shardings, random_keys = _shardings(directory), _random_keys(directory)
+    leaves = {
+        name: _leaf(entry, stores.get(name), shardings.get(name), random_keys.get(name))
+        for name, entry in entries.items()
+    }
+    recorded_with = step_metadata(directory) or step_metadata(found.whole)
+    return OrbaxCheckpoint(
+        path=item,
+        whole=os.fspath(found.whole),
+        step=step_number(found.step or directory.name),
+        leaves=leaves,
+        custom_metadata=recorded_with.get("custom_metadata") or {},
+        tree_custom_metadata=metadata.custom_metadata,
+        ocdbt=ocdbt,
+        zarr3=zarr3,
+        _structure=structure,
+        _stores=stores,
+        _budget=budget,
+        _read_bytes=min(_READ_BYTES, budget.nbytes // (2 * _COPIES)),
+    )
+
+
+def _tree_metadata(item: epath.Path) -> Any:
+    path = item / TREE_FILE
+    content = read_json(path)
+    with stored(f"{path}: is not what Orbax writes"):
+        return tree_metadata.InternalTreeMetadata.from_json(content)
+
+
+def _mapped(node: Any, name: str | None, leaf: Callable[[str], Any]) -> Any:
+    """A tree as `_structure` makes it, with `leaf` of their names for its leaves, and with its empty nodes."""
+    below = "" if name is None else f"{name}."
+    if isinstance(node, _Empty):
+        return copy.copy(node.node)
+    if isinstance(node, dict):
+        return {key: _mapped(child, f"{below}{key}", leaf) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_mapped(child, f"{below}{number}", leaf) for number, child in enumerate(node)]
+    return leaf(name or "")
+
+
+def _structure(node: Any, name: str | None, entries: dict[str, Any], item: str) -> Any:
+    """A tree of dicts and lists with None for leaves and `_Empty` for empty nodes; fills `entries` by name.
+
+    The root has no name; the name of a leaf may be empty.
+    """
+    below = "" if name is None else f"{name}."
+    if isinstance(node, dict):
+        return {key: _structure(child, f"{below}{key}", entries, item) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        return [_structure(child, f"{below}{number}", entries, item) for number, child in enumerate(node)]
+    name = name or ""
+    kind = getattr(node, "value_type", None)
+    if isinstance(kind, str) and empty_values.is_empty_typestr(kind):
+        with stored(f"{item}: {name!r}"):
+            return _Empty(empty_values.get_empty_value_from_typestr(kind, tree_metadata.PYTREE_METADATA_OPTIONS))
+    if kind not in (*ARRAYS, SCALAR, STRING) or node.skip_deserialize:
+        raise TensorMismatchError(
+            f"{item}: {name!r}: is a leaf of kind {kind!r}, which only what has written it can read; known are "
+            f"{', '.join((*ARRAYS, SCALAR, STRING))} and empty nodes"
+        )
+    if name in entries:
+        raise TensorMismatchError(f"{item}: two leaves of the tree have the name {name!r}")
+    entries[name] = node
+    return None
+
+
+def _leaf(entry: Any, store: ts.TensorStore | None, sharding: Any, random_key: str | None) -> OrbaxLeaf:
+    if store is None:
+        return OrbaxLeaf((), np.dtype(np.str_), (), STRING)
+    return OrbaxLeaf(
+        shape=tuple(store.shape),
+        dtype=np.dtype(store.dtype.numpy_dtype),
+        # What is decoded as one; Zarr 3 may keep several in what it writes as one.
+        chunk_shape=tuple(int(size or 0) for size in store.chunk_layout.read_chunk.shape or ()),
+        kind=entry.value_type,
+        write_shape=None if entry.write_shape is None else tuple(entry.write_shape),
+        sharding=sharding if entry.value_type == JAX_ARRAY else None,
+        random_key=random_key,
+    )
+
+
+def _shardings(item: epath.Path) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """What is recorded of shardings, by leaf; those of kinds that this Orbax has no record for are left out."""
+    path = item / SHARDING_FILE
+    content = read_json(path) or {}
+    with stored(f"{path}: is not what Orbax writes"):
+        return _sharding_metadata(content, os.fspath(path))
+
+
+def _sharding_metadata(content: Mapping[str, str], path: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+    shardings: dict[str, ocp.metadata.ShardingMetadata] = {}
+    for key, text in content.items():
+        try:
+            sharding = sharding_metadata.from_serialized_string(text)
+        except (ValueError, NotImplementedError) as error:
+            logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
+            continue
+        if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
+            sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
+        shardings[base64.urlsafe_b64decode(key).decode()] = sharding
+    return shardings
+
+
+def _random_keys(item: epath.Path) -> dict[str, str]:
+    """The implementations of the leaves that are the data of random keys. Every process's file has all of them."""
+    directory = item / _ARRAY_METADATAS
+    files = [name for name in names(directory) if name.startswith("process_")] if directory.exists() else []
+    if not files:
+        return {}
+    content = read_json(directory / files[0])
+    with stored(f"{directory / files[0]}: is not what Orbax writes"):
+        arrays = [entry["array_metadata"] for entry in content["array_metadatas"]]
+        return {
+            array["param_name"]: array["ext_metadata"][RANDOM_KEY]
+            for array in arrays
+            if (array.get("ext_metadata") or {}).get(RANDOM_KEY)
+        }

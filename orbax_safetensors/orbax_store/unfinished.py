@@ -1,0 +1,252 @@
+"""The directory of a checkpoint that is being written: how it begins, is taken up again, and becomes a checkpoint.
+
+It has the name that Orbax gives unfinished checkpoints, by which all of Orbax ignores it. On an object store, which
+renames nothing, it has its own name, and all of Orbax ignores it until a file says that it is finished.
+
+Chunks that are in its store are complete: OCDBT refers to a chunk only once its bytes are written, plain files are
+renamed into place, and objects are there whole or not at all. So what the store lists is the record of the work that is
+done, and none is kept beside it but that of what the work is.
+
+One sink at a time has it: it holds `<destination>/.<step>.lock`. Where there are no locks, as on object stores, the
+record has the number of the last that began, and no other makes a checkpoint of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+# `Checkpointer.save` does these steps in one, and would leave the other processes waiting where one of them fails.
+from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.path import atomicity_defaults
+
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_remote, make, names, remove
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE
+from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
+from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.storage.local import check_makeable
+from orbax_safetensors.storage.lock import Lock
+
+logger = logging.getLogger(__name__)
+
+
+class Draft:
+    """An unfinished checkpoint of one or more items. One process only calls `begin`, `check` and `finish`."""
+
+    def __init__(
+        self,
+        path: str,
+        items: Mapping[str, OrbaxItem],
+        others: Mapping[str, str],
+        *,
+        compression: bool,
+        fsync: bool,
+    ) -> None:
+        """Touches nothing. `others` are the paths of files and directories to copy, by the names that they get."""
+        self.path, self._others = path, others
+        final = epath.Path(path)
+        self._metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
+        temporary_path = atomicity_defaults.get_default_temporary_path_class(final)
+        self._step_path = temporary_path.from_final(final, checkpoint_metadata_store=self._metadata)
+        self.items = {
+            name: ItemDraft(
+                item,
+                self._step_path.get(),
+                name,
+                path if len(items) == 1 else os.path.join(path, name),
+                compression=compression,
+                fsync=fsync,
+            )
+            for name, item in items.items()
+        }
+        self._record = self._step_path.get() / RECORD_FILE
+        # Whether what is finished takes the name of what is unfinished, and nothing but a file in it tells them apart.
+        self._in_place = is_remote(self.path)
+        self._fsync = fsync
+        self._run = secrets.token_hex(8)
+        self._lock: Lock | None = None
+
+    def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
+        """Makes the directories, anew unless `resume` finds some that were begun with the same `record`.
+
+        Until `release`, no other can. Raises `StorageError` where another is at work, the checkpoint is there already,
+        or something else in the place of what is unfinished, and `TensorMismatchError` where the record is another.
+        """
+        if not self._in_place:
+            destination, name = os.path.split(self.path)
+            check_makeable(os.fspath(self._step_path.get()))
+            with stored(f"{self._step_path.get()}: cannot be made"):
+                make(destination)
+                self._lock = Lock(os.path.join(destination, f".{name}.lock"), self.path)
+        try:
+            self._begin(record, resume=resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def check_place(self) -> None:
+        """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
+        with stored(self.path):
+            if not self._in_place:
+                check_makeable(os.fspath(self._step_path.get()))
+            self._check_free()
+            self._check_place()
+            if self._step_path.get().exists():
+                self._check_unfinished()
+
+    def release(self) -> None:
+        """Lets others begin."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def check(self) -> None:
+        """Raises `StorageError` where another has begun since."""
+        if (self._begun() or {}).get("run") != self._run:
+            raise StorageError(f"{self.path}: another conversion is writing here")
+
+    def _begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
+        with stored(self.path):
+            self._check_free()
+            self._check_place()
+        if resume and (begun := self._begun()) is not None:
+            # Compared as JSON has it: without tuples, and with the keys in any order.
+            for key, value in json.loads(json.dumps(record)).items():
+                if begun.get(key) != value:
+                    why = f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now"
+                    if key == "source":  # a digest, which tells nobody anything
+                        why = "it was begun of another source, or with other arguments"
+                    raise TensorMismatchError(
+                        f"{self._step_path.get()}: cannot be taken up again: {why}; begin anew without resume"
+                    )
+            with stored(f"{self._step_path.get()}: cannot be taken up again"):
+                self._write_record({"run": self._run, **record})
+            for item in self.items.values():
+                item.reopen()
+            with stored(f"{self._step_path.get()}: cannot be taken up again"):
+                self._copy_others()
+            return
+        with stored(f"{self._step_path.get()}: cannot be made"):
+            if self._step_path.get().exists():
+                self._check_unfinished()
+                if resume:
+                    logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
+                self._empty()
+            asyncio_utils.run_sync(self._step_path.create())
+            for item in self.items.values():
+                item.create()
+            self._write_record({"run": self._run, **record})
+            if not self._in_place:
+                flush_names(os.path.dirname(self.path))
+            self._copy_others()
+
+    def _copy_others(self) -> None:
+        """All of them, also where some have been copied before: a copy may have been cut short."""
+        inside = names(self._step_path.get())
+        for name, path in self._others.items():
+            if name in inside:
+                remove(self._step_path.get() / name)
+            copy(epath.Path(path), self._step_path.get() / name)
+
+    def _write_record(self, record: Mapping[str, Any]) -> None:
+        if self._in_place:
+            self._record.write_text(json.dumps(record))
+            return
+        draft = self._record.with_name(f"{RECORD_FILE}.new")
+        with draft.open("w") as file:
+            file.write(json.dumps(record))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._record)
+        flush_names(self._step_path.get())
+
+    def _check_free(self) -> None:
+        if (fresh(self.path) / FINISHED_FILE).exists() if self._in_place else os.path.lexists(self.path):
+            raise StorageError(f"{self.path}: already exists")
+
+    def _check_place(self) -> None:
+        """Raises `StorageError` where there is no directory; links are not followed, to wherever they lead."""
+        for path in (self._step_path.get(), *(place for item in self.items.values() for place in item.places)):
+            if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+                kind = "link" if os.path.islink(path) else "file"
+                raise StorageError(f"{path}: is a {kind} and no unfinished checkpoint; move it away")
+
+    def _check_unfinished(self) -> None:
+        """Raises `StorageError` where there is something that neither this class nor Orbax has left unfinished.
+
+        Both begin with Orbax's metadata of the step, in which there is a time once the step is complete.
+        """
+        path = self._step_path.get()
+        inside = names(path)
+        if not inside or RECORD_FILE in inside:
+            return
+        if STEP_FILE not in inside:
+            raise StorageError(f"{path}: is no unfinished checkpoint, it holds {inside[0]!r}; move it away")
+        metadata = self._metadata.read(path / STEP_FILE)
+        if isinstance(metadata, dict) and metadata.get("commit_timestamp_nsecs") is not None:
+            raise StorageError(f"{path}: is a checkpoint that was finished, as its {STEP_FILE} says; move it away")
+
+    def _empty(self) -> None:
+        """Deletes what is there, and last a record, which says until then that there is nothing to take up."""
+        self._write_record({})
+        for name in names(self._step_path.get()):
+            if name != RECORD_FILE:
+                remove(self._step_path.get() / name)
+        self._step_path.get().rmtree()
+
+    def _begun(self) -> Any:
+        """The record of what is there; None where there is nothing that could be taken up."""
+        try:
+            begun = json.loads(self._record.read_bytes())
+            if not isinstance(begun, dict):
+                raise ValueError(f"expected a dict, found {begun!r:.80}")
+            return begun or None
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error
+
+    def save(self) -> None:
+        """Lets Orbax write all that belongs to the arrays. Called by every process."""
+        with stored(self.path):
+            for item in self.items.values():
+                item.save()
+
+    def finish(self, metadata: Mapping[str, Any]) -> None:
+        """Makes it a checkpoint, as `Checkpointer.save` does: its metadata, then the items, then the whole.
+
+        On a file system, with `fsync`, all is on the disk before it has its name, and the name when this returns.
+        """
+        self.check()
+        unfinished = self._step_path.get()
+        with stored(self.path):
+            self._metadata.update(file_path=unfinished / STEP_FILE, **metadata)
+            for item in self.items.values():
+                item.finish()
+            if self._in_place:
+                asyncio_utils.run_sync(self._step_path.finalize())
+            else:
+                self._rename(unfinished)
+            # A record does no harm in what is finished; without it, nothing could be taken up.
+            (epath.Path(self.path) / RECORD_FILE).unlink()
+        if not self._in_place:
+            try:
+                flush_names(os.path.dirname(self.path))
+            except StorageError as error:
+                raise StorageError(f"{self.path}: is complete, but may not outlive a crash: {error}") from error
+
+    def _rename(self, unfinished: epath.Path) -> None:
+        """What Orbax's own `finalize` does, but what that writes is on the disk, and all else, before the rename."""
+        self._metadata.update(file_path=unfinished / STEP_FILE, commit_timestamp_nsecs=time.time_ns())
+        (unfinished / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.path}")
+        if self._fsync:
+            flush(unfinished)
+        os.rename(unfinished, self.path)

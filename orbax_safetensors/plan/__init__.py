@@ -1,1 +1,0 @@
-"""Geometry: views of stored tensors, and the copies and requests they come down to. No I/O and no jax in here."""

@@ -1,0 +1,169 @@
+"""How the leaves of a restore are read in parts that devices exchange, where that saves bytes.
+
+All processes find the same, because they find it by facts that all of them have: shardings, headers, options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from orbax_safetensors.cost.advice import axes_of, deal, form
+from orbax_safetensors.cost.report import Leaf, restore_plan
+from orbax_safetensors.devices.sharding import device_boxes
+from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
+from orbax_safetensors.geometry.groups import by_tensors
+from orbax_safetensors.geometry.tiling import storage_order
+from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.restore.target import Asked, Target
+from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.transfer.plan import Location
+
+# Processes for which reads are planned before a way is chosen, from the first to the last. Others are much the same.
+SOME_PROCESSES = 16
+
+Boxes = Sequence[tuple[Box, ...]]  # for every process
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How leaves of one shape and sharding are exchanged.
+
+    Attributes:
+      exchange: their parts and what makes shards of them.
+      owners: the process of every device, in the order of the mesh.
+      boxes: for every process those of its parts, in the shape that is read.
+      received: elements that a device receives from others, at most.
+    """
+
+    exchange: Exchange
+    owners: tuple[int, ...]
+    boxes: Boxes
+    received: int
+
+    @staticmethod
+    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Way:
+        """The way of an exchange between devices of `process_count` processes."""
+        boxes = deal(device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
+        return Way(exchange, owners, boxes, exchange.received(owners))
+
+
+def exchangeable(leaf: Asked | Target) -> bool:
+    """Whether the devices of a leaf can exchange parts of it at all."""
+    sharding = leaf.sharding
+    return (
+        leaf.kind is jax.Array
+        and not leaf.broadcast
+        and isinstance(sharding, NamedSharding)
+        and sharding.memory_kind in (None, "device")
+    )
+
+
+class Chooser:
+    """Finds the leaves of a restore of which fewer bytes are read where devices exchange parts."""
+
+    def __init__(
+        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, pace: Pace
+    ) -> None:
+        """`pace` is that of the store; the others are the arguments of `restore_plan`."""
+        self._locate = locate
+        self._files = files
+        self._process_count = process_count
+        self._pace = pace
+        self._ways: dict[Hashable, list[Way]] = {}
+        count = min(process_count, SOME_PROCESSES)
+        self._some = [number * (process_count - 1) // max(count - 1, 1) for number in range(count)]
+
+    def choose(
+        self,
+        leaves: Sequence[Leaf],
+        shardings: Sequence[Sharding | None],
+        owners: Sequence[tuple[int, ...] | None],
+    ) -> list[Way | None]:
+        """For each leaf how it is exchanged, None where that saves no bytes.
+
+        `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
+        are made of the same tensors are exchanged together or not at all.
+        """
+        kinds: dict[Hashable, list[list[int]]] = {}
+        for group in by_tensors([leaf.view for leaf in leaves]):
+            if all(set(owners[at] or ()) == set(range(self._process_count)) for at in group):
+                key = tuple(
+                    (leaf.shape, leaf.dtype, id(leaf.boxes), shardings[at], owners[at], form(leaf, self._locate))
+                    for at in group
+                    for leaf in (leaves[at],)
+                )
+                kinds.setdefault(key, []).append(group)
+        out: list[Way | None] = [None] * len(leaves)
+        for groups in kinds.values():
+            ways = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
+            best = self._best([leaves[at] for at in groups[0]], ways)
+            for group in groups if best else ():
+                for at, way in zip(group, best, strict=True):
+                    out[at] = way
+        return out
+
+    def _of_leaf(self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
+        """The ways to exchange a leaf."""
+        assert isinstance(sharding, NamedSharding)
+        assert owners is not None
+        order = storage_order(leaf.view)
+        key = (leaf.shape, sharding, owners, order)
+        if key not in self._ways:
+            names = list(sharding.mesh.shape)
+            axes = tuple(tuple(map(names.index, entry)) for entry in axes_of(sharding, len(leaf.shape)))
+            sizes = tuple(sharding.mesh.shape.values())
+            found = dict.fromkeys(
+                exchange(leaf.shape, axes, sizes, order, padding) for padding in (SLIGHT_PADDING, inf)
+            )
+            self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
+        return self._ways[key]
+
+    def _best(self, leaves: list[Leaf], ways: list[list[Way]]) -> list[Way]:
+        """The way in which the slowest process reads least of leaves; empty where none saves bytes."""
+        direct = sum(self._read_bytes(leaves, [None] * len(leaves)))
+        least = inf
+        out: list[Way] = []
+        for number in range(max(map(len, ways))):
+            tried = [own[min(number, len(own) - 1)] for own in ways]
+            read = self._read_bytes(leaves, [way.boxes for way in tried])
+            if sum(read) < direct and max(read) < least:
+                least, out = max(read), tried
+        return out
+
+    def _read_bytes(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> list[int]:
+        """The bytes that each of some processes reads of leaves, directly or in parts."""
+        plan = restore_plan(
+            [
+                replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if own is None else self._of_some(own))
+                for leaf, own in zip(leaves, parts, strict=True)
+            ],
+            self._locate,
+            self._files,
+            process_count=len(self._some),
+            max_gap_bytes=self._pace.max_gap_bytes,
+            threads=1,
+            max_request_bytes=self._pace.max_request_bytes,
+        )
+        return [cost.read_bytes for cost in plan.processes]
+
+    def _of_some(self, boxes: Boxes) -> Boxes:
+        return [boxes[process] for process in self._some]
+
+
+def reading(exchange: Exchange, devices: np.ndarray | None = None) -> NamedSharding:
+    """The sharding in which `devices` have the parts, in the order in which they read; without them an abstract one."""
+    sizes = tuple(exchange.sizes[axis] for axis in exchange.order)
+    names = tuple(map(str, exchange.order))
+    mesh = AbstractMesh(sizes, names) if devices is None else Mesh(devices.reshape(sizes), names)
+    return NamedSharding(mesh, spec(exchange.parts))
+
+
+def spec(axes: Sequence[Axes]) -> PartitionSpec:
+    """The axes that cut each dimension, by the names of their numbers."""
+    return PartitionSpec(*(tuple(map(str, entry)) or None for entry in axes))

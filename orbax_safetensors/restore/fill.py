@@ -1,0 +1,228 @@
+"""Restoring: targets to a plan, the plan's bytes into memory, the memory into leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.devices.sharding import assemble, on_host, plain
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.geometry.groups import by_tensors
+from orbax_safetensors.geometry.strided import keeps_order
+from orbax_safetensors.geometry.view import shape_of
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
+from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.transfer.engine import Reader, batches
+from orbax_safetensors.transfer.plan import Block, same_bits, transfer_plan
+
+logger = logging.getLogger(__name__)
+
+# jax.monitoring scalars, one of each for a restore and process; the names are those of Orbax's own loader.
+EVENT_BYTES_READ = "/jax/orbax/read/safetensors/bytes_read"
+EVENT_NUM_READS = "/jax/orbax/read/safetensors/num_reads"
+EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
+
+
+class _Fill(NamedTuple):
+    """A target and what this process has to fill of it: a block and, once it is there, memory for each box."""
+
+    target: Target
+    blocks: tuple[Block, ...]
+
+    @property
+    def on_host(self) -> bool:
+        return self.target.sharding is None or on_host(plain(self.target.sharding))
+
+    @property
+    def leaving(self) -> int:
+        """Bytes that do not stay in host memory."""
+        return 0 if self.on_host else sum(block.nbytes for block in self.blocks)
+
+
+def blocks(target: Target) -> tuple[Block, ...]:
+    """The memory that this process fills for a target, one for each distinct box."""
+    view = target.view
+    padded = target.shape != view.shape
+    return tuple(
+        [Block(view, view.clipped(box) if padded else box, shape_of(box), target.dtype) for box in target.local_boxes()]
+    )
+
+
+class Filling:
+    """A restore that is under way: fills targets from the open files of one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, reader: Reader) -> None:
+        self.checkpoint = checkpoint
+        self.options = options
+        self.num_arrays = self.num_reads = 0
+        self._pace = pace
+        self._reader = reader
+
+    def fill(self, targets: Sequence[Target]) -> list[Any]:
+        """Fills `targets` with what this process holds of them.
+
+        Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory, or one leaf where that
+        is more, together with those that are made of the same tensors; arrays in host memory are read straight into
+        place.
+
+        Raises:
+          TensorMismatchError: a cast that nobody asked for would change values.
+          StorageError: bytes cannot be read.
+        """
+        with no_collection():
+            fills = [_Fill(target, blocks(target)) for target in targets]
+            groups = in_file_order(self.checkpoint, targets)
+            leaving_of = [fill.leaving for fill in fills]
+            sized = [(group, sum(map(leaving_of.__getitem__, group))) for group in groups]
+            batched = list(batches(sized, self.options.in_flight_bytes // 2))
+        values: list[Any] = [None] * len(fills)
+        in_flight: deque[tuple[list[jax.Array], int]] = deque()
+        held = 0
+        for together in batched:
+            batch = [at for group in together for at in group]
+            leaving = sum(map(leaving_of.__getitem__, batch))
+            while in_flight and held + leaving > self.options.in_flight_bytes:
+                transferred, nbytes = in_flight.popleft()
+                jax.block_until_ready(transferred)
+                held -= nbytes
+            memory, reads = _read(
+                self.checkpoint, self._reader, [fills[at] for at in batch], self._pace, alias=self.options.alias
+            )
+            self.num_reads += reads
+            buffers = iter(memory)
+            with no_collection():
+                for at in batch:
+                    values[at] = _value(fills[at], list(islice(buffers, len(fills[at].blocks))))
+            if leaving:
+                in_flight.append(([values[at] for at in batch if not fills[at].on_host], leaving))
+                held += leaving
+        self.num_arrays += len(targets)
+        return values
+
+    def check(self) -> None:
+        """Raises `StorageError` where a file changed after its header was read."""
+        self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
+
+
+@contextlib.contextmanager
+def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Filling]:
+    """A restore from `checkpoint`, whose files are opened when they are needed and checked and closed in the end.
+
+    Raises `StorageError` where a file changed meanwhile. No file or thread stays.
+    """
+    started = time.perf_counter()
+    store = checkpoint.store
+    if options.alias and not store.maps:
+        raise SafetensorsError(
+            f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory, and this is not one"
+        )
+    pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    with Reader(checkpoint.open_file, pace.requests) as reader:
+        restore = Filling(checkpoint, options, pace, reader)
+        yield restore
+        restore.check()
+        counters = reader.counters
+    jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(restore.num_reads))
+    jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
+    seconds = time.perf_counter() - started
+    logger.info(
+        "Restored %d arrays from %s: %d bytes read in %d requests, %.2f s, %.2f GB/s",
+        restore.num_arrays,
+        checkpoint.path,
+        counters.nbytes,
+        counters.num_requests,
+        seconds,
+        counters.nbytes / max(seconds, 1e-9) / 1e9,
+    )
+
+
+def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
+    """The positions of `targets`, together those that are made of the same tensors.
+
+    In the order of the files, so that a disk reads forward and each batch is one stretch of it.
+    """
+    groups = by_tensors([target.view for target in targets])
+
+    def begin(group: list[int]) -> tuple[int, int]:
+        names = [name for at in group for name in targets[at].view.tensors]
+        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
+
+    return sorted(groups, key=begin)
+
+
+def _read(
+    checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], pace: Pace, *, alias: bool
+) -> tuple[list[np.ndarray], int]:
+    """Memory for every block of `fills`, filled, and the number of requests that were planned for it."""
+    wanted = [block for fill in fills for block in fill.blocks]
+    memory: list[np.ndarray | None] = [None] * len(wanted)
+    if alias:
+        sharable = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
+        memory = [
+            _mapped(checkpoint, reader, block) if share else None for block, share in zip(wanted, sharable, strict=True)
+        ]
+    left = [at for at, mapped in enumerate(memory) if mapped is None]
+    fresh = allocate([wanted[at].nbytes for at in left])
+    with no_collection():
+        plan = transfer_plan(
+            [wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
+        )
+    lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
+    reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
+    rest = iter(fresh)
+    return [next(rest) if mapped is None else mapped for mapped in memory], plan.num_requests
+
+
+def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:
+    """The block's bytes where they lie in the file, None where they do not lie there as memory needs them."""
+    copies = block.view.copies(block.box, block.shape)
+    if len(copies) != 1:
+        return None
+    ((name, copy, ops),) = copies
+    if name is None:
+        return None
+    location = checkpoint.location(name)
+    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
+        return None
+    dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
+    begin = location.begin + copy.source * block.dtype.itemsize
+    nbytes = copy.elements * block.dtype.itemsize
+    if not dense or not keeps_order(copy) or nbytes != block.nbytes or begin % ALIGNMENT:
+        return None
+    return np.frombuffer(reader.map(location.file), np.uint8, nbytes, begin)
+
+
+def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
+    """The leaf made of its filled memory."""
+    target = fill.target
+    shards = [buffer.view(target.dtype).reshape(block.shape) for buffer, block in zip(memory, fill.blocks, strict=True)]
+    if target.sharding is not None:
+        boxes = dict(zip(target.local_boxes(), shards, strict=True))
+        return assemble(target.sharding, target.shape, target.dtype, boxes)
+    (array,) = shards
+    if issubclass(target.kind, np.generic):
+        return array[()]
+    return array if target.kind is np.ndarray else _scalar(target, array.item())
+
+
+def _scalar(target: Target, value: Any) -> Any:
+    try:
+        converted = target.kind(value)
+    except (ValueError, OverflowError):  # an infinity or NaN as an integer
+        converted = None
+    unchanged = converted == value or (target.kind is float and value != value)  # NaN is a float as good as any
+    if not unchanged:
+        raise TensorMismatchError(f"{target.name!r}: {value!r} cannot be restored as {target.kind.__name__}")
+    return converted

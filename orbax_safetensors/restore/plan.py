@@ -1,0 +1,246 @@
+"""`plan_restore`: a restore up to the point where bytes would move, counted for every process in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_safetensors.checkpoint.family import AskedFamily, mapped
+from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.cost.advice import Advisor, Instead, deal
+from orbax_safetensors.cost.report import Cooperation, Leaf, RestorePlan, WayCost, restore_plan
+from orbax_safetensors.devices.sharding import device_boxes, device_owners, is_abstract, plain
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore import replicas, request
+from orbax_safetensors.restore.exchanges import Chooser, Way, exchangeable
+from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.store import Pace
+
+
+def plan_restore(
+    path: PathLike,
+    target: Any,
+    *,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
+) -> RestorePlan:
+    """What restoring `target` will cost each process, from the headers alone.
+
+    The figures are those of the restore, exactly, with two exceptions: to accelerators it goes in batches of half of
+    `in_flight_bytes`, and so does what devices exchange, between which requests are not joined; and with `alias` it
+    reads nothing of what it maps.
+    Shardings that do not divide a dimension are planned as XLA would cut it, although JAX refuses to restore them. As
+    in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
+
+    Args:
+      path: a checkpoint, as for `open_checkpoint`.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`; every tensor of the
+        checkpoint that it does not name is left out. An abstract mesh will do.
+      family, variant: as for `SafetensorsRestore`.
+      process_count: how many processes the devices of each mesh are dealt to, evenly and in order. Without it, the
+        devices say whose they are, and those of an abstract mesh are all of one process.
+      options: those that the restore will have.
+
+    Raises:
+      TensorMismatchError: the target does not fit the checkpoint, or devices cannot be dealt evenly.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
+    """
+    options = options or SafetensorsOptions()
+    if process_count is not None and process_count < 1:
+        raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
+    with no_collection():
+        checkpoint = mapped(
+            read_checkpoint(path, options.storage_options),
+            family,
+            variant,
+            complete=False,
+            dequantize=options.dequantize,
+        )
+        return planned(checkpoint, target, process_count, options).plan()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A target of a checkpoint, dealt to `process_count` processes.
+
+    `shardings` are those of the leaves, None where a leaf has none; `owners` are the processes of their devices where
+    these can exchange what is read of a leaf, otherwise None. `dealt` says that devices are given to processes
+    evenly and in order, rather than by what they say themselves.
+    """
+
+    checkpoint: Checkpoint
+    leaves: tuple[Leaf, ...]
+    shardings: tuple[jax.sharding.Sharding | None, ...]
+    owners: tuple[tuple[int, ...] | None, ...]
+    process_count: int
+    dealt: bool
+    options: SafetensorsOptions
+
+    @property
+    def files(self) -> list[str]:
+        """Paths of the checkpoint's files."""
+        return [file.path for file in self.checkpoint.files]
+
+    @property
+    def pace(self) -> Pace:
+        """How the checkpoint's store is asked."""
+        options = self.options
+        return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+
+    @cached_property
+    def possible(self) -> list[Way | None]:
+        """For each leaf how devices would exchange it, None where that saves no bytes."""
+        if self.process_count == 1:
+            return [None] * len(self.leaves)
+        chooser = Chooser(self.checkpoint.location, self.files, process_count=self.process_count, pace=self.pace)
+        return chooser.choose(self.leaves, self.shardings, self.owners)
+
+    @property
+    def chosen(self) -> list[Way | None]:
+        """Those of the possible exchanges that the restore makes: all or none."""
+        return self.possible if exchanges(self.options) else [None] * len(self.leaves)
+
+    def plan(self, *, compared: bool = False) -> RestorePlan:
+        """What it costs every process.
+
+        With `compared` also what cooperation would save where the options rule it out.
+        """
+        direct = self._plan([None] * len(self.leaves))
+        if self.process_count == 1 or not (compared or exchanges(self.options)):
+            return direct
+        count = sum(way is not None for way in self.possible)
+        cooperative = self._plan(self.possible) if count else direct
+        return replace(
+            cooperative if exchanges(self.options) else direct,
+            cooperation=Cooperation(
+                num_arrays=count,
+                direct=_ways(direct, [0] * self.process_count),
+                cooperative=_ways(cooperative, self._received_bytes()),
+            ),
+        )
+
+    def _received_bytes(self) -> list[int]:
+        """What the devices of every process receive from others where all that is possible is exchanged."""
+        by_way: dict[Way, int] = {}  # bytes of one device
+        for leaf, way in zip(self.leaves, self.possible, strict=True):
+            if way is not None:
+                by_way[way] = by_way.get(way, 0) + way.received * leaf.dtype.itemsize
+        out = np.zeros(self.process_count, np.int64)
+        for way, nbytes in by_way.items():
+            out += nbytes * np.bincount(way.owners, minlength=self.process_count)
+        received: list[int] = out.tolist()
+        return received
+
+    def _plan(self, ways: Sequence[Way | None]) -> RestorePlan:
+        """`plan`, where these leaves are exchanged."""
+        return restore_plan(
+            [
+                leaf if way is None else replace(leaf, parts=way.boxes)
+                for way, leaf in zip(ways, self.leaves, strict=True)
+            ],
+            self.checkpoint.location,
+            self.files,
+            process_count=self.process_count,
+            max_gap_bytes=self.pace.max_gap_bytes,
+            threads=self.pace.requests,
+            max_request_bytes=self.pace.max_request_bytes,
+        )
+
+    def instead(self, plan: RestorePlan) -> dict[str, tuple[Instead, ...]]:
+        """For each of the `over_reads` of its plan what other shardings would read; see `Advisor.instead`."""
+        advisor = Advisor(
+            self.checkpoint.location,
+            self.files,
+            process_count=self.process_count,
+            max_gap_bytes=self.pace.max_gap_bytes,
+        )
+        given = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
+        count = self.process_count if self.dealt else None
+        out = {}
+        for worst in plan.over_reads:
+            leaf, sharding = given[worst.name]
+            if sharding is not None:
+                out[worst.name] = advisor.instead(leaf, sharding, device_owners(sharding, leaf.shape, count))
+        return out
+
+
+def exchanges(options: SafetensorsOptions) -> bool:
+    """Whether devices exchange what processes read. Memory that is shared with a file is not read."""
+    return options.cooperative and not options.alias
+
+
+def _ways(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
+    return tuple(
+        WayCost(cost.read_bytes, cost.num_requests, nbytes)
+        for cost, nbytes in zip(plan.processes, received, strict=True)
+    )
+
+
+def planned(checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions) -> Planned:
+    """Checks a target and deals its shards; see `plan_restore` for the arguments and errors."""
+    item, restore_args = (None, target) if request.are_restore_args(target) else (target, None)
+    return dealt(
+        checkpoint, request.resolve(checkpoint, item, restore_args, partial=True).targets, process_count, options
+    )
+
+
+def dealt(
+    checkpoint: Checkpoint, wanted_leaves: Sequence[Target], process_count: int | None, options: SafetensorsOptions
+) -> Planned:
+    """Deals the shards of targets to processes; `process_count` is as in `plan_restore`."""
+    shardings = [None if wanted.sharding is None else plain(wanted.sharding) for wanted in wanted_leaves]
+    with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)
+    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
+    started = with_devices or jax.distributed.is_initialized()
+    count = process_count or (jax.process_count() if started else 1)
+    boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
+    owners: dict[jax.sharding.Sharding, tuple[int, ...]] = {}
+    leaves, owners_of_leaves = [], []
+    for wanted, sharding in zip(wanted_leaves, shardings, strict=True):
+        key = (wanted.kind, sharding, wanted.shape)
+        if key not in boxes:
+            boxes[key] = _boxes(wanted, sharding, process_count, count)
+        readers = replicas.readers(wanted, process_count)
+        leaves.append(Leaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
+        own = None
+        if sharding is not None and exchangeable(wanted):
+            if sharding not in owners:
+                owners[sharding] = tuple(device_owners(sharding, wanted.shape, process_count))
+            own = owners[sharding]
+        owners_of_leaves.append(own)
+    return Planned(
+        checkpoint,
+        tuple(leaves),
+        tuple(shardings),
+        tuple(owners_of_leaves),
+        count,
+        process_count is not None,
+        options,
+    )
+
+
+def _boxes(
+    wanted: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
+) -> list[tuple[Box, ...]]:
+    """For each of `count` processes the boxes of its devices."""
+    whole: Box = tuple((0, size) for size in wanted.shape)
+    if sharding is None:  # every process has a NumPy array, the first the default device
+        return [(whole,) if wanted.kind is not jax.Array or process == 0 else () for process in range(count)]
+    try:
+        boxes = device_boxes(sharding, wanted.shape)
+        owners = device_owners(sharding, wanted.shape, process_count)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
+    return deal(boxes, owners, count)

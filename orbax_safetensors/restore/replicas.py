@@ -1,0 +1,135 @@
+"""Restoring with one reader: a replica of the mesh reads, the others receive over the network between devices.
+
+Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` take this way, one of two places where processes
+talk to each other: `cooperative` is the other. It pays where storage is slower than the network and there are many
+replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from orbax_safetensors.devices import collectives
+from orbax_safetensors.devices.sharding import device_owners
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.restore.fill import Filling
+from orbax_safetensors.restore.target import Target
+
+# Replicas are told apart along the first axis of the mesh, and the first of them reads: Orbax's defaults.
+_REPLICA_AXIS = 0
+_SOURCE = 0
+
+
+def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
+    """`Filling.fill`, in which leaves that ask for it are read by one replica and broadcast.
+
+    Every process passes the same targets. Raises `TensorMismatchError` where such a leaf is not sharded over a mesh.
+    """
+    process = jax.process_index()
+    reading = [readers(target, None) for target in targets]
+    own = [
+        (target if among is None else replace(target, sharding=_of_own_replica(target)))
+        for target, among in zip(targets, reading, strict=True)
+        if among is None or process in among
+    ]
+    filled = iter(filling.fill(own))
+    values = [next(filled) if among is None or process in among else None for among in reading]
+    spread = [at for at, among in enumerate(reading) if among is not None]
+    if not spread:
+        return values
+    with collectives.ended_by_sigterm():
+        sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
+        jax.block_until_ready(sent)
+    for at, value in zip(spread, sent, strict=True):
+        values[at] = value
+    return values
+
+
+def readers(target: Target, process_count: int | None) -> frozenset[int] | None:
+    """The processes that read a target which is to be broadcast; None where all read what they hold.
+
+    That is so as well where a process holds several replicas, which it reads once, and where the target has none.
+    `process_count` is that of `arrays.device_owners`.
+    """
+    if not target.broadcast:
+        return None
+    sharding = target.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise TensorMismatchError(f"{target.name!r}: SingleReplicaArrayRestoreArgs needs a sharding over a mesh")
+    replicas = _by_replica(sharding.mesh, np.array(device_owners(sharding, target.shape, process_count)))
+    spanning = sum(len(set(replica)) for replica in replicas) > len(set(replicas.flat))
+    sharded = _axis(sharding.mesh) in jax.tree.leaves(tuple(sharding.spec))
+    return None if len(replicas) == 1 or spanning or sharded else frozenset(replicas[_SOURCE].tolist())
+
+
+def _axis(mesh: Mesh | AbstractMesh) -> Any:
+    return mesh.axis_names[_REPLICA_AXIS]
+
+
+def _by_replica(mesh: Mesh | AbstractMesh, of_devices: np.ndarray) -> np.ndarray:
+    """What belongs to the devices of a mesh, in their order, as one row for each replica."""
+    shape = tuple(mesh.shape.values())
+    return np.moveaxis(of_devices.reshape(shape), _REPLICA_AXIS, 0).reshape(shape[_REPLICA_AXIS], -1)
+
+
+def _of_own_replica(target: Target) -> NamedSharding:
+    """The target's sharding over the replica that this process belongs to."""
+    assert isinstance(target.sharding, NamedSharding)
+    mesh = target.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    for number in range(mesh.devices.shape[_REPLICA_AXIS]):
+        devices = np.take(mesh.devices, [number], axis=_REPLICA_AXIS)
+        if jax.process_index() in {device.process_index for device in devices.flat}:
+            return NamedSharding(Mesh(devices, mesh.axis_names), target.sharding.spec)
+    raise TensorMismatchError(f"{target.name!r}: process {jax.process_index()} has no device in the mesh {mesh}")
+
+
+def _broadcast(target: Target, value: jax.Array | None) -> jax.Array:
+    """The target on all replicas, from its value on this process's replica; None where this process did not read it."""
+    sharding = target.sharding
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    own = _of_own_replica(target)
+    shards = {} if value is None else {shard.device: np.asarray(shard.data) for shard in value.addressable_shards}
+    # One more dimension in front, sharded over the replicas: what was read in one of them and zeros in the others.
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(_axis(sharding.mesh), *sharding.spec))
+    shape = (sharding.mesh.devices.shape[_REPLICA_AXIS], *target.shape)
+    blank = np.zeros((1, *own.shard_shape(target.shape)), target.dtype)
+    parts = [
+        jax.device_put(shards[device][None] if device in shards else blank, device)
+        for device in stacked.addressable_devices
+    ]
+    made: jax.Array = _sum(
+        jax.make_array_from_single_device_arrays(shape, stacked, parts), dtype=target.dtype, sharding=sharding
+    )
+    return made
+
+
+@partial(jax.jit, static_argnames=("dtype", "sharding"))
+def _sum(stacked: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    """The only summand that is not zero, bit for bit: floating-point zeros have a sign, and NaNs a payload."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        summed = jnp.sum(stacked, axis=0, dtype=dtype)
+    elif dtype == jnp.bool_:
+        summed = jnp.any(stacked, axis=0)
+    elif jnp.issubdtype(dtype, jnp.complexfloating):
+        summed = jax.lax.complex(_bits_sum(jnp.real(stacked)), _bits_sum(jnp.imag(stacked)))
+    else:
+        summed = _bits_sum(stacked)
+    made: jax.Array = jax.lax.with_sharding_constraint(summed, sharding)
+    return made
+
+
+def _bits_sum(stacked: jax.Array) -> jax.Array:
+    bits = jnp.dtype(f"u{stacked.dtype.itemsize}")
+    summed: jax.Array = jnp.sum(jax.lax.bitcast_convert_type(stacked, bits), axis=0, dtype=bits)
+    restored: jax.Array = jax.lax.bitcast_convert_type(summed, stacked.dtype)
+    return restored

@@ -1,0 +1,146 @@
+"""`restore`: what a caller asks for, resolved against the checkpoint at a path, and filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.checkpoint.family import AskedFamily, fitted, mapped
+from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.devices.agreement import first, new_key
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore import request as requests
+from orbax_safetensors.restore import together
+from orbax_safetensors.restore.exchanges import exchangeable
+from orbax_safetensors.restore.plan import exchanges
+from orbax_safetensors.restore.saved_tree import saved_tree
+from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.paths import PathLike, as_text
+from orbax_safetensors.storage.schemes import moves
+
+
+def restore(
+    path: PathLike,
+    item: Any = None,
+    restore_args: Any = None,
+    *,
+    partial_restore: bool = False,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    options: SafetensorsOptions,
+) -> Any:
+    """Restores a checkpoint; see `SafetensorsRestore` for the arguments.
+
+    Raises:
+      TensorMismatchError: the request does not fit the checkpoint.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
+    """
+    path = as_text(path)
+
+    def resolve(stored: Checkpoint) -> tuple[Checkpoint, requests.Request]:
+        everything = item is None and restore_args is None
+        saved = saved_tree(path, stored, family, variant) if everything else None
+        checkpoint = mapped(
+            stored,
+            family if saved is None else saved.family,
+            variant if saved is None else saved.variant,
+            complete=not partial_restore,
+            dequantize=options.dequantize,
+        )
+        if saved is not None:
+            request = requests.resolve(checkpoint, None, saved.restore_args(checkpoint), partial=False)
+        elif everything:
+            if jax.process_count() > 1:
+                raise TensorMismatchError(
+                    f"{checkpoint.path}: {jax.process_count()} processes restore with item or restore_args only, which "
+                    "say where each array goes"
+                )
+            request = requests.everything(checkpoint)
+        else:
+            request = requests.resolve(checkpoint, item, restore_args, partial=partial_restore)
+        return checkpoint, request
+
+    return _restored(path, item, restore_args, options, resolve)
+
+
+def restore_leaves(
+    path: PathLike, leaves: Mapping[str, ocp.RestoreArgs], *, options: SafetensorsOptions
+) -> dict[str, Any]:
+    """Restores leaves by name: stored tensors, or all of the tree of a family that is registered for the architecture.
+
+    The variant is that whose tree has these leaves. Raises what `restore` raises, and `MappingError` if no registered
+    family has such a tree or several have.
+    """
+    path = as_text(path)
+    paths: dict[str, str] = {}
+
+    def resolve(stored: Checkpoint) -> tuple[Checkpoint, requests.Request]:
+        shapes = {name: requests.exact_shape(args) for name, args in leaves.items()}
+        checkpoint, found = fitted(stored, shapes, dequantize=options.dequantize)
+        paths.update(found)
+        restore_args = {paths[name]: args for name, args in leaves.items()}
+        return checkpoint, requests.resolve(checkpoint, None, restore_args, partial=checkpoint.mapped is None)
+
+    restored = _restored(path, None, dict(leaves), options, resolve)
+    return {name: restored[paths[name]] for name in leaves}
+
+
+def _restored(
+    path: str,
+    item: Any,
+    restore_args: Any,
+    options: SafetensorsOptions,
+    resolve: Callable[[Checkpoint], tuple[Checkpoint, requests.Request]],
+) -> Any:
+    """Restore what `resolve` makes of a request, given the checkpoint at `path`."""
+    key = None
+    if _all_together(path, item, restore_args, options):
+        # Before anything can fail, and of nothing else: these are counted alike in all processes.
+        key = new_key("restore", path)
+
+    def placed() -> tuple[Checkpoint, requests.Request]:
+        stored = _read_for(path, options.storage_options, key)
+        with no_collection():
+            checkpoint, request = resolve(stored)
+            return checkpoint, requests.placed(request, checkpoint)
+
+    decided = together.decide(placed, options, key)
+    return decided.request.tree(together.restore(decided, options))
+
+
+def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsOptions) -> bool:
+    """Whether all processes make this restore, and wait for one another; any other is a matter of each of them.
+
+    It has arrays over devices of all of them, which they may exchange or which have to be of one commit. Raises
+    `TensorMismatchError` where arrays over devices of some would have to be.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return False
+    spread = [one for one in requests.all_asked(item, restore_args) if len(one.processes) > 1]
+    everywhere = [one for one in spread if len(one.processes) == count]
+    if spread and moves(path):
+        if not everywhere:
+            raise TensorMismatchError(
+                f"{path}: arrays over devices of some of {count} processes could be of different commits; name its "
+                "commit, which is in the path of open_checkpoint"
+            )
+        return True
+    return exchanges(options) and any(map(exchangeable, everywhere))
+
+
+def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:
+    """`read_checkpoint`; with the `key` of a restore that all processes make, they read one commit of a repository.
+
+    It is that which the first of them has found that has come here, and no process waits for another.
+    """
+    checkpoint = read_checkpoint(path, storage_options)
+    if key is None or not moves(path):
+        return checkpoint
+    pinned = first(f"{key}/commit", checkpoint.path)
+    return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)

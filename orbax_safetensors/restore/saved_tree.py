@@ -1,0 +1,102 @@
+"""The tree of a save, as its index has it: what a restore returns that says nothing of what it wants."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.checkpoint.family import AskedFamily, read_config
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.orbax_store.discovery import SHARDING_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
+from orbax_safetensors.orbax_store.reader import RecordedTree, recorded_tree
+from orbax_safetensors.orbax_store.trust import read_note
+from orbax_safetensors.storage.store import read_small
+
+logger = logging.getLogger(__name__)
+
+# More than Orbax notes of a tree, in bytes.
+_MAX_BYTES = 2**30
+
+_SCALARS = {"b": bool, "i": int, "u": int, "f": float}
+
+
+@dataclass(frozen=True)
+class SavedTree:
+    """What was saved.
+
+    Attributes:
+      family, variant: with which it was taken apart, by name; `identity` if with none.
+    """
+
+    family: str
+    variant: Mapping[str, Any]
+    _recorded: RecordedTree
+
+    def restore_args(self, checkpoint: Checkpoint) -> Any:
+        """The tree with the `ocp.RestoreArgs` with which each leaf comes back as it was saved."""
+        return self._recorded.tree(lambda name: self._of_leaf(checkpoint, name))
+
+    def _of_leaf(self, checkpoint: Checkpoint, name: str) -> ocp.RestoreArgs:
+        kind = self._recorded.kinds[name]
+        if kind == JAX_ARRAY:
+            return _array(self._recorded.shardings.get(name), f"{checkpoint.path}: {name!r}")
+        view = checkpoint.leaves.get(name)
+        if kind == SCALAR and view is not None and view.dtype.kind in _SCALARS:
+            return ocp.RestoreArgs(restore_type=_SCALARS[view.dtype.kind])
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+
+
+def saved_tree(
+    path: str, checkpoint: Checkpoint, asked: AskedFamily, variant: Mapping[str, Any] | None
+) -> SavedTree | None:
+    """The tree that the checkpoint at `path` was saved as; None if that is not noted, or another family is asked for.
+
+    Raises `StorageError` if the files are no longer those that were saved.
+    """
+    if checkpoint.files[0].path == checkpoint.path or not checkpoint.store.writes:
+        return None
+    note = read_note(checkpoint.store, checkpoint.path)
+    if note is None or note.saved is None or (tree := _beside(checkpoint, TREE_FILE)) is None:
+        return None
+    own = note.saved.get("family") or registry.IDENTITY.name, note.saved.get("variant") or {}
+    config = read_config(checkpoint)
+    try:
+        found = registry.find(own[0], config)
+    except MappingError as error:
+        logger.warning("%s: was saved with a family that is not known here: %s", path, error)
+        return None
+    if (asked is not None and registry.find(asked, config) != found) or (variant is not None and variant != own[1]):
+        return None
+    for fault in note.changed(checkpoint.store, checkpoint.path):
+        raise fault
+    return SavedTree(*own, recorded_tree(tree, _beside(checkpoint, SHARDING_FILE), checkpoint.path))
+
+
+def _beside(checkpoint: Checkpoint, name: str) -> bytes | None:
+    file = checkpoint.store.find(posixpath.join(checkpoint.path, name))
+    return None if file is None else read_small(file, _MAX_BYTES)
+
+
+def _array(sharding: ocp.metadata.ShardingMetadata | None, where: str) -> ocp.RestoreArgs:
+    """A leaf as the array that it was, or as NumPy's if its devices are not here and there is one process."""
+    if sharding is None:
+        return ocp.ArrayRestoreArgs()
+    try:
+        return ocp.ArrayRestoreArgs(sharding=sharding.to_jax_sharding())
+    except (ValueError, KeyError, RuntimeError) as error:
+        if jax.process_count() > 1:
+            raise TensorMismatchError(
+                f"{where}: was saved over devices that are not here; say with item or restore_args where it goes"
+            ) from error
+        logger.warning("%s: was saved over devices that are not here, and is restored as a NumPy array", where)
+        return ocp.RestoreArgs(restore_type=np.ndarray)

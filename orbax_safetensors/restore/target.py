@@ -1,0 +1,286 @@
+"""One leaf of a restore: what the caller asks for and what is stored, made into a `Target` or refused.
+
+Everything that can be wrong with a leaf is found here, before memory is allocated or a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental.layout import Format, Layout
+
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
+from orbax_safetensors.geometry.view import Box, View, whole_box
+
+# The types of NumPy's scalars that tensors can have: not `np.number` and the like, which are none of one dtype.
+_SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
+
+# The most dimensions that NumPy has, and the longest one.
+_MAX_RANK = 64
+_MAX_SIZE = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One leaf to fill.
+
+    Attributes:
+      name: the leaf's key path, joined by dots.
+      view: what is stored for it.
+      shape: global shape of the leaf; where it differs from the view's, the view is cut or padded with zeros at the
+        end of each dimension.
+      dtype: of the leaf.
+      kind: `jax.Array`, `np.ndarray`, or the scalar type of NumPy or Python that is returned.
+      sharding: of a `jax.Array`; None until `targets.placed` where the caller gave none.
+      lossless: the caller did not ask for this dtype, so values must survive the cast.
+      broadcast: one replica of the mesh reads, the others receive from it.
+      unplaced: the caller described an array and did not say where it goes, so it is a NumPy array.
+    """
+
+    name: str
+    view: View
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: type
+    sharding: jax.sharding.Sharding | Format | None
+    lossless: bool
+    broadcast: bool = False
+    unplaced: bool = False
+
+    def local_boxes(self) -> tuple[Box, ...]:
+        """The distinct boxes that this process fills."""
+        if self.sharding is None:
+            return (whole_box(self.shape),)
+        try:
+            return local_boxes(plain(self.sharding), self.shape)
+        except TensorMismatchError as error:
+            raise TensorMismatchError(f"{self.name!r}: {error}") from error
+
+
+def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
+    """Return the target for a leaf of the checkpoint that is restored as it is, as a NumPy array.
+
+    Raises `TensorMismatchError` if NumPy cannot hold it.
+    """
+    _check_holdable(view, checkpoint.path, name)
+    return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
+
+
+def _check_holdable(view: View, path: str, name: str) -> None:
+    if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
+        raise TensorMismatchError(f"{path}: {name!r}: an array of shape {view.shape} cannot be held")
+
+
+def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
+    """The target for what the checkpoint has under `name`.
+
+    `leaf` is an array or what describes one, a Python scalar, or None; what `args` says comes first. Raises
+    `TensorMismatchError` where they ask for what the tensor is not.
+    """
+    view = checkpoint.leaves[name]
+    tensors = view.tensors
+    of_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
+    path = checkpoint.files[checkpoint.begin(tensors[0])[0]].path if of_one_file else checkpoint.path
+    where = f"{path}: {name!r}"
+    _check_holdable(view, path, name)
+    kind = _kind(leaf, args, where)
+    stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
+    sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
+    if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
+        kind = np.ndarray
+    dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)
+    shape = _shape(view, kind, leaf, args, where)
+    return Target(
+        name=name,
+        view=view,
+        shape=shape,
+        dtype=dtype,
+        kind=kind,
+        sharding=sharding,
+        lossless=lossless,
+        broadcast=_is_broadcast(args),
+        unplaced=unplaced,
+    )
+
+
+class Asked(NamedTuple):
+    """What a leaf is asked for as, of whatever checkpoint; as the fields of `Target`."""
+
+    kind: type
+    sharding: jax.sharding.Sharding | Format | None
+    broadcast: bool
+
+    @property
+    def processes(self) -> frozenset[int]:
+        """Those that the devices of an array are of."""
+        if self.sharding is None:
+            return frozenset()
+        sharding = plain(self.sharding)
+        devices: Iterable[Any] = ()
+        if not is_abstract(sharding):
+            devices = sharding.device_set
+        elif not (mesh := jax.sharding.get_mesh()).empty:
+            devices = mesh.devices.flat
+        return frozenset(device.process_index for device in devices)
+
+
+def asked(leaf: Any, args: Any) -> Asked | None:
+    """What can be told of a `target` before there is a checkpoint; None where what is asked for is wrong."""
+    args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
+    try:
+        kind = _kind(leaf, args, "")
+        return Asked(kind, _sharding(None, leaf, args, "") if kind is jax.Array else None, _is_broadcast(args))
+    except TensorMismatchError:
+        return None
+
+
+def _is_broadcast(args: ocp.RestoreArgs) -> bool:
+    return isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs)
+
+
+def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
+    """What the leaf is returned as."""
+    asked: Any = args.restore_type
+    if asked is not None:
+        if isinstance(asked, type):
+            if asked in _SCALARS:
+                return asked
+            for kind in (jax.Array, np.ndarray, bool, int, float):
+                if issubclass(asked, kind):
+                    return kind
+        raise TensorMismatchError(
+            f"{where}: restore_type is {asked!r}, can be jax.Array, np.ndarray, a scalar type of NumPy, int, float or "
+            "bool"
+        )
+    # NumPy's float64 is a float, and a bool is an int.
+    if leaf is None or isinstance(leaf, np.ndarray | np.generic):
+        return np.ndarray
+    for kind in (bool, int, float):
+        if isinstance(leaf, kind):
+            return kind
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.Array
+    raise TensorMismatchError(f"{where}: a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}")
+
+
+def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str) -> tuple[int, ...]:
+    """The leaf's global shape, checked against what is stored."""
+    asked = getattr(args, "global_shape", None)
+    if asked is None:
+        asked = getattr(leaf, "shape", None)
+    if kind not in (jax.Array, np.ndarray):
+        asked = ()
+    if asked is None:
+        return view.shape
+    if not isinstance(asked, tuple | list) or not all(
+        isinstance(size, int | np.integer) and size >= 0 for size in asked
+    ):
+        raise TensorMismatchError(f"{where}: expected a shape, found {asked!r}")
+    shape = tuple(int(size) for size in asked)
+    if len(shape) != len(view.shape) or (shape != view.shape and getattr(args, "strict", True)):
+        raise TensorMismatchError(f"{where}: expected shape {shape}, found {view.shape}")
+    return shape
+
+
+def _dtype(
+    stored: Set[DType], held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
+) -> tuple[np.dtype, bool]:
+    """The leaf's dtype, and whether values have to survive the way to it."""
+    asked = args.dtype
+    if kind in _SCALARS:
+        asked = kind
+    elif asked is None and kind in (jax.Array, np.ndarray):
+        asked = getattr(leaf, "dtype", None)
+    dtype = held if asked is None else _checked_dtype(asked, where)
+    if dtype != held and (packed := [one.name for one in stored if one.numpy is None]):
+        raise TensorMismatchError(f"{where}: {packed[0]} is held packed as {held} and cannot be cast to {dtype}")
+    if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
+        wanted = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
+        raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {wanted}")
+    try:
+        if dtype != held:
+            np.zeros(1, held).astype(dtype)
+    except TypeError as error:
+        raise TensorMismatchError(f"{where}: {held} cannot be cast to {dtype}") from error
+    if kind is not jax.Array:
+        return dtype, False
+    # Without x64, JAX holds 64-bit types in 32 bits.
+    canonical = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    return canonical, canonical != dtype
+
+
+def _checked_dtype(asked: Any, where: str) -> np.dtype:
+    """A dtype that somebody asked for, if it is one of numbers that a file could have."""
+    extended = getattr(asked, "type", asked)
+    if isinstance(extended, type) and issubclass(extended, jax.dtypes.extended):
+        raise TensorMismatchError(
+            f"{where}: {asked} is not a dtype of stored tensors; restore the key data as uint32 and pass it to "
+            "jax.random.wrap_key_data"
+        )
+    try:
+        dtype: np.dtype = np.dtype(asked).newbyteorder("=")
+        if dtype != np.dtype(np.complex128):
+            from_numpy(dtype)
+    except (TypeError, TensorMismatchError) as error:
+        raise TensorMismatchError(f"{where}: expected a dtype that tensors can have, found {asked!r}") from error
+    return dtype
+
+
+def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
+    """The sharding that the caller gave the leaf, if any, with its layout where it has one.
+
+    That has to be of `rank` dimensions, where these are known.
+    """
+    for give in (
+        lambda: getattr(args, "sharding", None),
+        lambda: _sharding_of_mesh(args, where),
+        lambda: _sharding_of_leaf(leaf),
+    ):
+        sharding = _tried(give, where)
+        if isinstance(sharding, ocp.metadata.ShardingMetadata):
+            sharding = _tried(sharding.to_jax_sharding, where)
+        if isinstance(sharding, Format):
+            layout = sharding.layout
+            order = layout.major_to_minor if isinstance(layout, Layout) else None
+            if sharding.sharding is None or (layout is not None and (order is None or rank not in (None, len(order)))):
+                raise TensorMismatchError(
+                    f"{where}: expected a sharding and a layout of {rank} dimensions, found {sharding}"
+                )
+            return sharding
+        if isinstance(sharding, jax.sharding.Sharding):
+            return sharding
+        if sharding is not None:
+            raise TensorMismatchError(f"{where}: expected a sharding, found {sharding!r}")
+    return None
+
+
+def _sharding_of_leaf(leaf: Any) -> Any:
+    # A layout is asked for where somebody described an array with one; an array merely has one.
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.format.layout is not None:
+        return leaf.format
+    return getattr(leaf, "sharding", None)
+
+
+def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | None:
+    mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
+    if (mesh is None) != (axes is None):
+        raise TensorMismatchError(f"{where}: mesh and mesh_axes are given together or not at all")
+    return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
+
+
+def _tried(give: Callable[[], Any], where: str) -> Any:
+    """What `give` gives; what JAX and Orbax say against it is about the sharding."""
+    try:
+        return give()
+    except TensorMismatchError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise TensorMismatchError(f"{where}: the sharding cannot be made: {error}") from error

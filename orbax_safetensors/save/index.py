@@ -1,0 +1,150 @@
+"""What makes saved files an Orbax checkpoint as well: an index of them, as `link` writes it.
+
+Stock Orbax then restores the tree that was saved, with its structure and its shardings, from the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.devices.trees import flatten
+from orbax_safetensors.format.header import PREFIX_BYTES
+from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.format.names import some
+from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
+from orbax_safetensors.orbax_store.link import Linked, item_files, linked, linked_entries, misread, record_shardings
+from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
+from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprint, noted
+from orbax_safetensors.transfer.plan import Location
+
+# What Orbax restores in one piece even if it needs a part.
+_CHUNK_BYTES = 16 * 2**20
+
+
+class IndexAs(NamedTuple):
+    """Which index a save is asked for.
+
+    Attributes:
+      wanted: True for one or an error, None for one if there can be one, False for none.
+      zarr3: whether arrays are described in version 3 of Zarr.
+      whole_tree: whether the index holds the tree, too; otherwise Orbax itself writes that.
+    """
+
+    wanted: bool | None = None
+    zarr3: bool = True
+    whole_tree: bool = True
+
+
+NO_INDEX = IndexAs(False)
+
+
+@dataclass(frozen=True)
+class SavedIndex:
+    """The index of a save.
+
+    Attributes:
+      arrays: of the tree, by name.
+      tree: of an `OrbaxLeaf` each; None if Orbax itself notes the tree.
+      zarr3: whether arrays are described in version 3 of Zarr.
+    """
+
+    arrays: Mapping[str, Linked]
+    tree: Any
+    layout: Layout
+    places: Mapping[str, Location]
+    zarr3: bool
+    names_tensors: bool  # whether the names of arrays are those of the stored tensors
+    saved: Mapping[str, Any] | None  # see `orbax_store.trust.noted`
+
+    def write(self, directory: str, write: Callable[[str, bytes], None]) -> None:
+        """Calls `write` with name and content of every file; that which makes it a checkpoint is the last.
+
+        If Orbax notes the tree, it has a file of shardings in `directory`, too, to which those of `arrays` are added.
+        """
+        headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
+        sizes = {name: header.file_bytes for name, header in self.layout.files}
+        write(
+            TRUST_FILE,
+            noted({name: fingerprint(sizes[name], headers[name]) for name in headers}, self.names_tensors, self.saved),
+        )
+        write_references(self._entries(), write)
+        if self.tree is None:
+            record_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
+            return
+        whole = all(array.is_whole for array in self.arrays.values())
+        for name, content in item_files(self.tree, whole=whole).items():
+            write(name, content)
+
+    def _entries(self) -> Iterator[Entry]:
+        for name, array in self.arrays.items():
+            yield from linked_entries(name, array, self._locate, zarr3=self.zarr3)
+
+    def _locate(self, tensor: str) -> tuple[str, int]:
+        location = self.places[tensor]
+        return self.layout.files[location.file][0], location.begin
+
+
+def saved_index(
+    item: Any,
+    sources: Sequence[Source],
+    layout: Layout,
+    places: Mapping[str, Location],
+    *,
+    saved: Mapping[str, Any],
+    zarr3: bool = True,
+    whole_tree: bool = True,
+) -> SavedIndex | str:
+    """The index of the tree `item`, whose leaves are `sources`; a sentence that says why there can be none, if so."""
+    try:
+        json.dumps(saved)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"its variant {saved.get('variant')!r:.200} cannot be noted: {error}"
+    structure, leaves = flatten(item)
+    arrays: dict[str, Linked] = {}
+    reasons = {}
+    for source in sources:
+        view = source.view if source.view.dtype == source.dtype else replace(source.view, dtype=source.dtype)
+        found = misread(source.name) or linked(
+            view, _leaf(source, _kind(leaves[source.name])), _CHUNK_BYTES, zarr3=zarr3
+        )
+        if isinstance(found, str):
+            reasons[source.name] = found
+        else:
+            arrays[source.name] = found
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
+    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in leaves]) if whole_tree else None
+    return SavedIndex(arrays, tree, layout, places, zarr3, saved["family"] is None, saved if whole_tree else None)
+
+
+def _kind(leaf: Any) -> str:
+    """What Orbax restores a leaf as."""
+    if isinstance(leaf, jax.Array):
+        return JAX_ARRAY
+    return NUMPY_ARRAY if isinstance(leaf, np.ndarray) else SCALAR
+
+
+def _leaf(source: Source, kind: str) -> OrbaxLeaf:
+    """A leaf with its shards as chunks."""
+    if not isinstance(source.value, jax.Array):
+        return OrbaxLeaf(source.shape, source.dtype, source.shape, kind)
+    sharding = source.value.sharding
+    return OrbaxLeaf(source.shape, source.dtype, sharding.shard_shape(source.shape), kind, sharding=_recorded(sharding))
+
+
+def _recorded(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
+    """A sharding as Orbax records it, which does not know others than these."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return None

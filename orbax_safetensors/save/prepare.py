@@ -1,0 +1,383 @@
+"""Saving: the same copies as in a restore, with the arrows reversed.
+
+Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
+follow from the tree's shapes alone, and headers are written last: until then no file is valid, and nothing restores.
+What makes the files a checkpoint of Orbax, too, is written before, and gets its name after them.
+Where files appear whole, as on object stores, each is written in order by one process, and the index comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, as_config, taken_apart
+from orbax_safetensors.checkpoint.source import Source, resolve
+from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.devices.sharding import local_holders, local_shards, on_host, placement
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.layout import Layout, lay_out
+from orbax_safetensors.geometry.groups import by_tensors
+from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.save.destination import Existing, make_room
+from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
+from orbax_safetensors.save.pieces import Views, numbered, own_files, places_in, unnamed
+from orbax_safetensors.save.whole import Move, file_bytes, moves, own_part, received
+from orbax_safetensors.save.whole import deal as deal_files
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import Store
+from orbax_safetensors.transfer.engine import batches
+from orbax_safetensors.transfer.plan import Block, Location, locations
+
+logger = logging.getLogger(__name__)
+
+# Hugging Face's loaders refuse a file that does not say which framework it is from.
+METADATA = {"format": "pt"}
+_NO_INDEX_OF_PIECES = (
+    "several processes save pieces of tensors to an object store, of which Orbax finds none by itself; save with "
+    "SafetensorsOptions(whole_tensors=True), or without index=True"
+)
+
+
+Owned = tuple[Source, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that has been planned: what goes where, and what of it this process writes.
+
+    Every process makes one from the same tree, in the same order as its other saves.
+    """
+
+    layout: Layout
+    config: str | None
+    groups: tuple[tuple[Owned, ...], ...]
+    key: str
+    options: SafetensorsOptions
+    places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
+    views: Views | None  # of pieces, where the files are those of this process alone
+    index: SavedIndex | None = None  # written by process 0
+    moves: tuple[Move, ...] | None = None  # of all processes, where whole tensors are sent to those that write them
+
+
+def prepare_save(
+    item: Any,
+    save_args: Any = None,
+    *,
+    directory: PathLike,
+    metadata: Mapping[str, str] | None,
+    max_file_bytes: int,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    options: SafetensorsOptions,
+    existing: Existing = "kept",
+    index: IndexAs = NO_INDEX,
+) -> Save:
+    """Checks a tree, lays out its files and deals its shards to processes, together with all other processes.
+
+    `directory` is where they will be, the same in every process; it need not be there yet. `existing` says what becomes
+    of what is in one on an object store. See `SafetensorsSave` for the other arguments.
+
+    Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, where the tree or the metadata
+    cannot be stored or the processes do not have the same, and `StorageError` where there is no room for the files.
+    """
+    directory = os.fspath(directory)
+    metadata = {} if metadata is None else metadata
+    key = new_key("save", directory)
+
+    def planned() -> _Planned:
+        if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+            raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
+        if not isinstance(metadata, Mapping):
+            raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
+        content = as_config(config)
+        sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
+        found = registry.find(family, content or {})
+        switches = {**(found.variant if found else {}), **(variant or {})}
+        saved = {"family": found and found.name, "variant": switches}
+        layout = laid_out(tensors, metadata, max_file_bytes, options)
+        text = None if content is None else json.dumps(content, indent=2) + "\n"
+        groups = tuple(_owned(grouped(sources)))
+        save = Save(layout, text, groups, key, options, locations(layout), None)
+        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options), saved)
+        if plan.store.whole and jax.process_count() > 1:
+            return plan  # to files of another layout
+        plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
+        if not plan.store.whole and jax.process_index() == 0:
+            make_room(plan.store, plan.path, existing)
+        return plan
+
+    def indexed(plan: _Planned, layout: Layout) -> SavedIndex | None:
+        return _indexed(item, plan, layout, index)
+
+    plan = together(f"{key}/plan", planned, _digest)
+    if not plan.store.whole:
+        return plan.save
+    in_pieces = jax.process_count() > 1 and not options.whole_tensors
+
+    def prepared() -> Save:
+        if in_pieces:
+            if index.wanted:
+                raise TensorMismatchError(f"{directory}: {_NO_INDEX_OF_PIECES}")
+            save = _own_pieces(plan, metadata, max_file_bytes)
+        elif jax.process_count() > 1:
+            save = _whole_tensors(plan, metadata, max_file_bytes, partial(indexed, plan))
+        else:
+            save = plan.save
+        if jax.process_index() == 0:
+            make_room(plan.store, plan.path, existing)
+        return replace(save, groups=tuple(in_file_order(save.groups, save.views, save.places)))
+
+    save = together(f"{key}/pieces", prepared)
+    return replace(save, layout=numbered(key, save.layout)) if in_pieces else save
+
+
+class _Planned(NamedTuple):
+    """A save to files that all processes write into, and what else files of their own are planned of."""
+
+    sources: Sequence[Source]
+    tensors: Tensors
+    save: Save
+    store: Store
+    path: str  # of the directory, as the store has it
+    saved: Mapping[str, Any]  # what the index notes of it
+
+
+def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+    """The same save to files of this process, which hold what it owns; they have no names yet."""
+    headers, contents, views = own_files(
+        [one for group in plan.save.groups for one in group],
+        plan.tensors,
+        METADATA | dict(metadata),
+        max_file_bytes=max_file_bytes,
+        alignment=plan.save.options.alignment,
+        process=jax.process_index(),
+    )
+    return replace(plan.save, layout=unnamed(headers), places=places_in(headers, contents), views=views)
+
+
+def _whole_tensors(
+    plan: _Planned,
+    metadata: Mapping[str, str],
+    max_file_bytes: int,
+    indexed: Callable[[Layout], SavedIndex | None],
+) -> Save:
+    """The same save to files that each one process writes, to which the others send what they hold."""
+    total = sum(header.data_bytes for _, header in plan.save.layout.files)
+    most = file_bytes(total, max_file_bytes, jax.process_count())
+    files = laid_out(plan.tensors, metadata, most, plan.save.options)
+    owners = deal_files(files, jax.process_count())
+    layout, places = own_part(files, owners, jax.process_index())
+    sent = tuple(moves(plan.sources, files, owners))
+    return replace(plan.save, layout=layout, groups=(), places=places, moves=sent, index=indexed(files))
+
+
+def _indexed(item: Any, plan: _Planned, layout: Layout, index: IndexAs) -> SavedIndex | None:
+    """The index of whole tensors in the files of `layout`; raises `TensorMismatchError` if there has to be one."""
+    if index.wanted is False:
+        return None
+    found = saved_index(
+        item,
+        plan.sources,
+        layout,
+        locations(layout),
+        saved=plan.saved,
+        zarr3=index.zarr3,
+        whole_tree=index.whole_tree,
+    )
+    if isinstance(found, SavedIndex):
+        return found
+    if index.wanted:
+        raise TensorMismatchError(f"{plan.path}: Orbax cannot read what is saved, for which index=True asks: {found}")
+    logger.info("%s: is saved without an index for Orbax: %s", plan.path, found)
+    return None
+
+
+def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
+    """The files of tensors, which come in order with dtype and shape."""
+    return lay_out(
+        [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
+        METADATA | dict(metadata),
+        max_file_bytes=max_file_bytes,
+        alignment=options.alignment,
+    )
+
+
+def grouped(sources: Sequence[Source]) -> list[list[Source]]:
+    """Leaves that belong together: written together, their runs are longer than what each has of them."""
+    return [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
+
+
+def in_file_order(
+    groups: Iterable[tuple[Owned, ...]], views: Views | None, places: Mapping[str, Location]
+) -> list[tuple[Owned, ...]]:
+    """Groups in the order of the bytes that they become in the files.
+
+    Those of which one has bytes between another's are one group, so that each group is one stretch of the files.
+    """
+    spans = []
+    for group in groups:
+        own = [source.view if views is None else views[source.name, box] for source, boxes in group for box in boxes]
+        at = [(places[name].file, places[name].begin) for view in own for name in view.tensors]
+        spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
+    spans.sort(key=lambda span: span[:2])
+    out: list[tuple[Owned, ...]] = []
+    last = (-1, 0)
+    for low, high, group in spans:
+        if low < last:
+            out[-1] += group
+        else:
+            out.append(group)
+        last = max(last, high)
+    return out
+
+
+def _digest(plan: _Planned) -> str:
+    """Equal in processes that save the same: the same files, made alike of arrays sharded and ordered alike."""
+    digest = hashlib.sha256(f"{plan.save.config}\0".encode())
+    for _, header in plan.save.layout.files:
+        digest.update(header.encode())
+    for source in plan.sources:
+        if isinstance(source.value, jax.Array):
+            digest.update(placement(source.value.sharding, source.shape).encode())
+        # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
+        digest.update(f"{source.name}\0{source.view!r}\0".encode())
+    return digest.hexdigest()
+
+
+def _owned(groups: Iterable[Sequence[Source]]) -> Iterator[tuple[Owned, ...]]:
+    """The boxes of each leaf that this process writes."""
+    process = jax.process_index()
+    everyone = tuple(range(jax.process_count()))
+
+    def holders(source: Source) -> Mapping[Box, tuple[int, ...]]:
+        if isinstance(source.value, jax.Array):
+            return local_holders(source.value.sharding, source.shape)
+        return {tuple((0, size) for size in source.shape): everyone}
+
+    for group in deal(groups, holders):
+        yield tuple(
+            (source, tuple(box for box, writer in writers.items() if writer == process)) for source, writers in group
+        )
+
+
+def deal(
+    groups: Iterable[Sequence[Source]], holders: Callable[[Source], Mapping[Box, tuple[int, ...]]]
+) -> Iterator[list[tuple[Source, dict[Box, int]]]]:
+    """Which process writes which box of each leaf, given the processes that hold each box, in the order of the boxes.
+
+    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
+    just these processes; in a group, it is the same one for the same box of all leaves. All processes see the boxes
+    that they hold in the same order, so that they agree without a word.
+    """
+    dealt: dict[tuple[int, ...], list[int]] = {}
+    for group in groups:
+        writers: dict[tuple[Box, tuple[int, ...]], int] = {}
+        out = []
+        for source in group:
+            own = {}
+            for box, held_by in holders(source).items():
+                loads = dealt.setdefault(held_by, [0] * len(held_by))
+                at = writers.setdefault((box, held_by), loads.index(min(loads)))
+                loads[at] += _volume(box) * source.dtype.itemsize
+                own[box] = held_by[at]
+            out.append((source, own))
+        yield out
+
+
+class Shards:
+    """The shards that this process writes, and their memory."""
+
+    def __init__(self, save: Save) -> None:
+        """The memory is that of the leaves, which must not change before it is written."""
+        self._groups = save.groups
+        self._views = save.views
+        self._copies: list[tuple[Block, np.ndarray]] | None = None
+
+    @staticmethod
+    def of(save: Save) -> Shards:
+        """Shards in the memory of the leaves, or copies where they have to be sent first."""
+        return Shards(save) if save.moves is None else Shards.copied(save)
+
+    @staticmethod
+    def copied(save: Save) -> Shards:
+        """Shards that have been copied to host memory: the leaves may be changed or deleted.
+
+        Raises `StorageError` in every process where one has no memory for its own.
+        """
+        shards = Shards(save)
+        shards._copies = together(f"{save.key}/copies", lambda: _copies(save))
+        return shards
+
+    def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
+        """All of them, and at most `batch_bytes` of device memory, or one group, on the host at a time."""
+        if self._copies is not None:
+            yield self._copies
+            return
+        sized = ((group, sum(_leaving(source, boxes) for source, boxes in group)) for group in self._groups)
+        for batch in batches(sized, batch_bytes):
+            yield list(_memory([owned for group in batch for owned in group], self._views))
+
+
+def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
+    if save.moves is not None:
+        return received(save.moves)
+    # What comes from an accelerator is a copy already.
+    owned = [one for group in save.groups for one in group]
+    from_host = [one for one in owned if _on_host(one[0])]
+    shards = list(_memory(from_host, save.views))
+    copies = allocate([memory.nbytes for _, memory in shards])
+    for (_, memory), copy in zip(shards, copies, strict=True):
+        np.copyto(copy, memory)
+    return [
+        *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
+        *_memory([one for one in owned if not _on_host(one[0])], save.views),
+    ]
+
+
+def _on_host(source: Source) -> bool:
+    return not isinstance(source.value, jax.Array) or on_host(source.value.sharding)
+
+
+def _leaving(source: Source, boxes: Sequence[Box]) -> int:
+    """Bytes that have to come to the host."""
+    return 0 if _on_host(source) else sum(_volume(box) for box in boxes) * source.value.dtype.itemsize
+
+
+def _volume(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
+    """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
+    for source, boxes in owned:
+        if not boxes:
+            continue
+        if isinstance(source.value, jax.Array):
+            shards = local_shards(source.value, boxes)
+        else:
+            shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
+        for box in boxes:
+            shard = shards[box]
+            if views is None:
+                block = Block(source.view, box, shard.shape, shard.dtype)
+            else:
+                whole = tuple((0, size) for size in shard.shape)
+                block = Block(views[source.name, box], whole, shard.shape, shard.dtype)
+            yield block, shard.reshape(-1).view(np.uint8)

@@ -1,0 +1,183 @@
+"""Saving whole tensors from several processes to a store whose files each have one writer.
+
+The files are those that one process would write, more of them, so that each process has as much to write as the others.
+What a tensor is made of is sent over the links between devices to the process that writes it. The programs that do so
+run before anything is written, in the same order in all processes, whatever becomes of the writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
+from orbax_safetensors.devices.sharding import local_shards
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.geometry.strided import extent
+from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.transfer.plan import Block, Location, locations
+
+# Device memory for what has been received and not yet been copied to the host.
+_BATCH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one tensor takes of one leaf: `boxes` of it, all in `hull`, go to the process `owner`."""
+
+    source: Source
+    hull: Box
+    boxes: tuple[Box, ...]
+    owner: int
+
+
+def file_bytes(total: int, max_file_bytes: int, process_count: int) -> int:
+    """How long files are of which each process writes one at least, where there are tensors enough."""
+    return max(1, min(max_file_bytes, -(-total // process_count)))
+
+
+def deal(layout: Layout, process_count: int) -> list[int]:
+    """The process that writes each file: the longest files first, each to the one that has least to write."""
+    loads = [0] * process_count
+    owners = [0] * len(layout.files)
+    for number in sorted(range(len(owners)), key=lambda at: (-layout.files[at][1].file_bytes, at)):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += layout.files[number][1].file_bytes
+    return owners
+
+
+def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layout, Mapping[str, Location]]:
+    """The files that a process writes, with the index of all, and where tensors lie in them."""
+    numbers = [number for number, owner in enumerate(owners) if owner == process]
+    new = {number: at for at, number in enumerate(numbers)}
+    places = {
+        name: place._replace(file=new[place.file]) for name, place in locations(layout).items() if place.file in new
+    }
+    return Layout(tuple(layout.files[number] for number in numbers), layout.index), places
+
+
+def moves(sources: Sequence[Source], layout: Layout, owners: Sequence[int]) -> list[Move]:
+    """All moves, in an order in which each process has its turn.
+
+    Raises `TensorMismatchError` where a leaf is sharded so that the processes cannot exchange it.
+    """
+    places = locations(layout)
+    queues: dict[int, list[tuple[int, int, Move]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
+    for source in sources:
+        _check(source)
+        for tensor, boxes in _boxes(source.view).items():
+            hull = tuple(
+                (min(start for start, _ in sides), max(stop for _, stop in sides)) for sides in zip(*boxes, strict=True)
+            )
+            place = places[tensor]
+            owner = owners[place.file]
+            queues[owner].append((place.file, place.begin, Move(source, hull, tuple(boxes), owner)))
+    for queue in queues.values():
+        queue.sort(key=lambda entry: entry[:2])
+    longest = max(map(len, queues.values()), default=0)
+    return [queue[turn][2] for turn in range(longest) for queue in queues.values() if turn < len(queue)]
+
+
+def _boxes(view: View) -> dict[str, list[Box]]:
+    """The boxes of a view that are of each tensor, those that have elements."""
+    out: dict[str, list[Box]] = {}
+    for piece in view.pieces:
+        sizes = [extent(modes) for modes in piece.dims]
+        if piece.tensor is not None and all(sizes):
+            box = tuple((start, start + size) for start, size in zip(piece.start, sizes, strict=True))
+            out.setdefault(piece.tensor, []).append(box)
+    return out
+
+
+def _check(source: Source) -> None:
+    value = source.value
+    if not isinstance(value, jax.Array) or not _is_spread(value):
+        return
+    sharding = value.sharding
+    devices: set[Any] = sharding.device_set
+    processes = {device.process_index for device in devices}
+    if not isinstance(sharding, NamedSharding) or len(processes) < jax.process_count():
+        raise TensorMismatchError(
+            f"{source.name!r}: cannot be saved whole: expected a NamedSharding over devices of all "
+            f"{jax.process_count()} processes, found {sharding}"
+        )
+
+
+def _is_spread(value: jax.Array) -> bool:
+    """Whether no process has all of a leaf, or not all processes have."""
+    return not value.is_fully_addressable and not value.is_fully_replicated
+
+
+def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
+    """What this process has to write, copied to host memory; called by all processes, with the same moves."""
+    process = jax.process_index()
+    out: list[tuple[Block, np.ndarray]] = []
+    waiting: list[tuple[Move, jax.Array]] = []
+
+    def take() -> None:
+        for move, whole in waiting:
+            if move.owner == process:
+                data = np.asarray(whole.addressable_data(0)).view(move.source.value.dtype)
+                out.extend(_blocks(move, data))
+            whole.block_until_ready()
+            whole.delete()
+        waiting.clear()
+
+    held = 0
+    for move in all_moves:
+        value = move.source.value
+        if isinstance(value, jax.Array) and _is_spread(value):
+            waiting.append((move, _gathered(value, move.hull)))
+            held += waiting[-1][1].nbytes
+            if held >= _BATCH_BYTES or len(waiting) == MAX_IN_FLIGHT:
+                take()
+                held = 0
+        elif move.owner == process:
+            whole = tuple((0, size) for size in value.shape)
+            host = local_shards(value, [whole])[whole] if isinstance(value, jax.Array) else value
+            out.extend(_blocks(move, np.asarray(host)[tuple(slice(*sides) for sides in move.hull)]))
+    take()
+    return out
+
+
+def _blocks(move: Move, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
+    """The boxes of a move as blocks of their own memory; `data` is the hull."""
+    for box in move.boxes:
+        at = tuple(slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, move.hull, strict=True))
+        part = np.array(data[at], order="C", copy=True)
+        yield Block(move.source.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
+
+
+def _gathered(value: jax.Array, box: Box) -> jax.Array:
+    """A box of an array on all of its devices, its bits as integers."""
+    assert isinstance(value.sharding, NamedSharding)
+    mesh = value.sharding.mesh
+    assert isinstance(mesh, Mesh)
+    # A mesh whose axes are explicit would have its say in how the program is sharded.
+    plain = Mesh(mesh.devices, mesh.axis_names)
+    shards = [shard.data for shard in value.addressable_shards]
+    same = jax.make_array_from_single_device_arrays(value.shape, NamedSharding(plain, value.sharding.spec), shards)
+    start = np.array([begin for begin, _ in box], np.int32)
+    return _program(tuple(stop - begin for begin, stop in box), NamedSharding(plain, PartitionSpec()))(same, start)
+
+
+@lru_cache(maxsize=4096)
+def _program(sizes: tuple[int, ...], everywhere: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+    def box_of(x: jax.Array, start: jax.Array) -> jax.Array:
+        if jax.numpy.issubdtype(x.dtype, np.floating):  # NaNs are no numbers, and have bits that are to be kept
+            x = jax.lax.bitcast_convert_type(x, _BITS[x.itemsize])
+        return jax.lax.dynamic_slice(x, [start[axis] for axis in range(len(sizes))], sizes)
+
+    program: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(box_of, out_shardings=everywhere)
+    return program
+
+
+_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -1,0 +1,173 @@
+"""Writing a save that has been planned: data, then what makes it a checkpoint, headers last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import time
+from collections.abc import Mapping
+
+import jax
+
+from orbax_safetensors.checkpoint.family import CONFIG_NAME
+from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.devices.agreement import forget, new_key, together
+from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.discovery import TREE_FILE
+from orbax_safetensors.orbax_store.link import ARRAYS_FILE
+from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
+from orbax_safetensors.save.prepare import Save, Shards
+from orbax_safetensors.storage.local import rename
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
+from orbax_safetensors.storage.upload import files_at_once
+from orbax_safetensors.transfer.engine import WholeFileWriter, Writer
+from orbax_safetensors.transfer.plan import transfer_plan
+
+logger = logging.getLogger(__name__)
+
+# More than anybody notes beside a checkpoint, in bytes.
+_MAX_BESIDE_BYTES = 64 * 2**20
+
+# jax.monitoring scalars, one of each for a save and process.
+EVENT_BYTES_WRITTEN = "/jax/orbax/write/safetensors/bytes_written"
+EVENT_NUM_WRITES = "/jax/orbax/write/safetensors/num_writes"
+EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
+# The name of `TREE_FILE` until the files are whole, of which it makes a checkpoint of Orbax.
+_UNFINISHED = f"{TREE_FILE}.unfinished"
+
+
+def write(save: Save, shards: Shards, directory: PathLike) -> None:
+    """Writes the files of a save into `directory`, which is there and empty, together with the other processes.
+
+    Raises `StorageError` in every process where one fails; no file is then valid.
+    """
+    started = time.perf_counter()
+    directory = os.fspath(directory)
+
+    def data() -> tuple[Store, str, int]:
+        store, path = store_of(directory, save.options.storage_options)
+        if store.whole and jax.process_index() == 0:
+            _write_config(save, path, store)
+        return store, path, _write_data(save, shards, path, store)
+
+    def facts() -> None:
+        if jax.process_index() == 0:
+            _write_facts(save, path, store)
+
+    store, path, nbytes = together(f"{save.key}/data", data)
+    together(f"{save.key}/facts", facts)
+    for part in ("plan", "pieces", "files", "copies", "data"):  # all have left these behind to come here
+        forget(f"{save.key}/{part}")
+    seconds = time.perf_counter() - started
+    logger.info(
+        "Saved %d tensors to %s: %d bytes written here in %.2f s",
+        sum(len(header.tensors) for _, header in save.layout.files),
+        directory,
+        nbytes,
+        seconds,
+    )
+
+
+def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int:
+    options = save.options
+    requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
+    _, of_each = files_at_once(requests)
+
+    def create(number: int) -> NewFile:
+        name, header = save.layout.files[number]
+        file = store.create(posixpath.join(directory, name), header.file_bytes, of_each)
+        if store.whole:
+            file.write(0, [memoryview(header.encode())])
+        return file
+
+    num_writes = 0
+    with (WholeFileWriter if store.whole else Writer)(create, requests) as writer:
+        for batch in shards.batches(save.options.in_flight_bytes):
+            blocks = [block for block, _ in batch]
+            plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
+            writer.run(plan, blocks, [memory for _, memory in batch])
+            num_writes += plan.num_requests
+            del batch, blocks  # before the next batch comes to the host
+        if isinstance(writer, WholeFileWriter):
+            writer.finish(range(len(save.layout.files)))
+        elif save.options.fsync:
+            writer.sync()
+        counters = writer.counters
+    jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(counters.nbytes))
+    jax.monitoring.record_scalar(EVENT_NUM_WRITES, float(num_writes))
+    jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(counters.num_requests))
+    return counters.nbytes
+
+
+def _write_facts(save: Save, directory: str, store: Store) -> None:
+    """Writes what makes the files a checkpoint, which it is with the last of it.
+
+    That are config, indexes and headers; of files that are there and whole already, only the indexes.
+    """
+    if store.whole:
+        _write_index(save, directory, store)
+        if save.index is not None:
+            save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))
+        return
+    _write_config(save, directory, store)
+    if save.index is not None:
+        below = [posixpath.join(directory, name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
+        for path in below:
+            store.make(path)
+        renamed = {TREE_FILE: _UNFINISHED}
+        save.index.write(
+            directory, lambda name, content: _write_small(save, directory, renamed.get(name, name), content, store)
+        )
+        for path in below if save.options.fsync else ():
+            store.sync(path)
+    _write_index(save, directory, store)
+    for name, header in save.layout.files:
+        _write_small(save, directory, name, header.encode(), store)
+    if save.index is not None and save.index.tree is not None:
+        rename(posixpath.join(directory, _UNFINISHED), posixpath.join(directory, TREE_FILE))
+    if save.options.fsync:
+        store.sync(directory)
+
+
+def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
+    """Writes small files, in order, beside what was saved into `directory`, together with all other processes.
+
+    One process writes; raises `StorageError` in every process if it fails.
+    """
+    directory = os.fspath(directory)
+
+    def written() -> None:
+        if jax.process_index() == 0:
+            store, path = store_of(directory, options.storage_options)
+            for name, text in files.items():
+                write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
+
+    together(f"{new_key('beside', directory)}/written", written)
+
+
+def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
+    """What a small file in `directory` holds; None where it is not there, or where `directory` is itself a file.
+
+    Raises `StorageError` where it cannot be read.
+    """
+    store, path = store_of(os.fspath(directory), options.storage_options)
+    file = None if path.endswith(SUFFIX) else store.find(posixpath.join(path, name))
+    return None if file is None else read_small(file, _MAX_BESIDE_BYTES)
+
+
+def _write_index(save: Save, directory: str, store: Store) -> None:
+    if save.layout.index is not None:
+        _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
+
+
+def _write_config(save: Save, directory: str, store: Store) -> None:
+    if save.config is not None:
+        _write_small(save, directory, CONFIG_NAME, save.config.encode(), store)
+
+
+def _write_small(save: Save, directory: str, name: str, content: bytes, store: Store) -> None:
+    write_small(store, posixpath.join(directory, name), content, sync=save.options.fsync)

@@ -1,0 +1,150 @@
+"""Models on the Hugging Face Hub, read by range requests.
+
+A revision is pinned to a commit once, and all files are of that commit. The Hub says where a large file is: behind a
+signed link to another host, which is good for some time. It is used for all ranges until it is refused, so that the
+Hub has one request for each file and not one for each range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, NoReturn
+
+import obstore
+from obstore import Bytes
+from obstore.store import HTTPStore
+
+from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.storage import hub_path
+from orbax_safetensors.storage.event_loop import Requests
+from orbax_safetensors.storage.hub_api import Contents, HubApi
+from orbax_safetensors.storage.redirects import Link, Links, link_to
+from orbax_safetensors.storage.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
+from orbax_safetensors.storage.retries import Retries, WrongAnswerError
+from orbax_safetensors.storage.store import Stamp
+
+
+def hub_store(url: str, api: HubApi, client: Mapping[str, Any], retries: Retries) -> tuple[HubStore, str]:
+    """The repository of an `hf://` URL at the commit that it stands for now, and the URL with that commit.
+
+    `client` are the options of obstore's HTTP client. Raises `StorageError` where the Hub does not tell.
+    """
+    named = hub_path.parse(url)
+    asked = retries.run(url, "asking the Hub", lambda: api.contents(named.repository, named.revision))
+    try:
+        contents = Requests().run(asked)
+    except CancelledError:
+        raise StorageError(f"{url}: asking the Hub was cancelled") from None
+    store = HubStore(api, contents, client, retries)
+    return store, f"{store.root}/{named.path}".rstrip("/")
+
+
+class HubStore:
+    """The files of one commit; see `store.Store`. A path is an `hf://` URL with the commit as its revision."""
+
+    maps = False
+    lists = True
+    whole = True
+    writes = False
+
+    def __init__(self, api: HubApi, contents: Contents, client: Mapping[str, Any], retries: Retries) -> None:
+        """`client` are the options of obstore's HTTP client, with which links are followed."""
+        self.root = f"{hub_path.SCHEME}://{contents.repository}@{contents.commit}"
+        self.cost = COST
+        self._api = api
+        self._contents = contents
+        self._client = client
+        self._retries = retries
+        self._requests = Requests()
+        self._links = Links()
+
+    def _key(self, path: str) -> str:
+        if path != self.root and not path.startswith(self.root + "/"):
+            raise StorageError(f"{path}: is not below {self.root}")
+        return path[len(self.root) + 1 :].strip("/")
+
+    def list(self, path: str) -> list[str] | None:
+        """Names in a directory of the repository, sorted; None where there is no such directory."""
+        key = self._key(path)
+        prefix = f"{key}/" if key else ""
+        names = {file[len(prefix) :].partition("/")[0] for file in self._contents.files if file.startswith(prefix)}
+        return sorted(names) if names or not key else None
+
+    def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
+        """Opens a file with two requests, for the place and the first bytes; with none where its state is known."""
+        key = self._key(path)
+        if key not in self._contents.files:
+            raise MissingError(f"{path}: cannot be opened: there is no such file in the repository")
+        head: Bytes | None = None
+        if stamp is None:
+            try:
+                stamp, head = self._requests.run(self._opened(path, key))
+            except CancelledError:
+                raise StorageError(f"{path}: opening was cancelled") from None
+        return RemoteFile(path, stamp, head, partial(self._fetch, path, stamp), self.cost)
+
+    def find(self, path: str) -> RemoteFile | None:
+        """`open`, or None where there is no such file."""
+        return self.open(path) if self._key(path) in self._contents.files else None
+
+    def cancel(self) -> None:
+        """Ends requests that open files."""
+        self._requests.cancel()
+
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NoReturn:
+        """Refused: the Hub takes commits, not files."""
+        raise StorageError(f"{path}: {READ_ONLY}")
+
+    def make(self, path: str) -> None:
+        """Nothing to do, see `Store.make`."""
+
+    def delete(self, path: str) -> NoReturn:
+        """Refused, as `create` is."""
+        raise StorageError(f"{path}: {READ_ONLY}")
+
+    def sync(self, path: str) -> None:
+        """Nothing to wait for."""
+
+    async def _opened(self, path: str, key: str) -> tuple[Stamp, Bytes]:
+        """A file's state and first bytes."""
+        stamp, link = await self._place(path, key)
+        self._links.keep(key, link)
+        if not stamp.nbytes:  # no range of it could be had
+            return stamp, Bytes()
+        return stamp, await self._fetch(path, stamp, 0, min(HEAD_BYTES, stamp.nbytes))
+
+    async def _fetch(self, path: str, stamp: Stamp, offset: int, nbytes: int) -> Bytes:
+        key = self._key(path)
+
+        async def find() -> Link:
+            found, link = await self._place(path, key)
+            if found != stamp:
+                raise changed(path, stamp, f"{found.nbytes} bytes of version {found.version}")
+            return link
+
+        async def ranged(objects: HTTPStore) -> Bytes:
+            try:
+                answer = await obstore.get_async(objects, "", options={"range": (offset, offset + nbytes)})
+            except FileNotFoundError:
+                raise WrongAnswerError("the file is not where the Hub said that it is") from None
+            if answer.meta["size"] != stamp.nbytes:
+                raise WrongAnswerError(f"the server sent of a file of {answer.meta['size']} bytes instead")
+            return await body(answer, offset, nbytes)
+
+        return await self._retries.run(
+            path, f"reading {nbytes} bytes at offset {offset}", lambda: self._links.use(key, find, ranged)
+        )
+
+    async def _place(self, path: str, key: str) -> tuple[Stamp, Link]:
+        """Asks the Hub for a file: for its state, and a link to it."""
+        own = self._contents
+
+        async def attempt() -> tuple[Stamp, Link]:
+            place = await self._api.place(own.repository, own.commit, key)
+            # Headers are for the Hub: neither they nor the token go to where it sends us.
+            link = link_to("the Hub", place.url, place.headers, self._client, expires=True)
+            return Stamp(place.nbytes, place.etag), link
+
+        return await self._retries.run(path, "asking the Hub", attempt)

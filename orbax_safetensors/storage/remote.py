@@ -1,0 +1,342 @@
+"""Objects of a store behind a network, read by range requests of which many are in flight.
+
+An object is pinned when it is opened: every answer has to be of the version that was found then, and to have exactly
+the bytes that were asked for. Answers are collected in memory and then copied to where they belong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import obstore
+from obstore import Bytes
+from obstore.exceptions import PreconditionError
+
+from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.storage.event_loop import Requests
+from orbax_safetensors.storage.retries import ChangedError, Retries, WrongAnswerError, status_of
+from orbax_safetensors.storage.store import UNKNOWN, Cost, Stamp
+from orbax_safetensors.storage.upload import NewRemoteFile
+
+if TYPE_CHECKING:  # obstore has these for type checkers only
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ObjectStore
+
+# Bytes that are read when an object is opened, in the hope that nothing else is needed: an index, a config and most
+# headers are shorter. They take no longer than the request itself.
+HEAD_BYTES = 512 * 2**10
+# Requests of one `read` that are in flight at once, where they are short: together no more than one long one.
+_SHORT_REQUESTS = 16
+# Such requests of all reads of this process, besides one of each read. Each has a connection, of which a process may
+# open about a thousand; and as each takes half a millisecond of processor time, more would not be faster.
+_more = asyncio.Semaphore(64)
+
+# A request takes about 30 ms until its first byte comes, and then about 33 MB/s come: gaps of 1 MiB are read along. A
+# request of 8 MiB spends most of its time on bytes; as many as 64 of them fill a link of 20 Gbit/s.
+COST = Cost(
+    request_seconds=2**-5,
+    bytes_per_second=2**25,
+    requests=64,
+    max_request_bytes=8 * 2**20,
+    held_in_flight=True,
+)
+
+# Deletions that are in flight at once.
+_DELETIONS = 16
+# What is wrong with writing to a server that has no such thing.
+READ_ONLY = "is on a server that files can only be read from"
+
+_NO_DATE = datetime.fromtimestamp(0, UTC)  # what obstore has for an object without one
+
+
+# Requests bytes of an object by offset and length, perhaps several times: exactly those, or `StorageError`.
+Fetch = Callable[[int, int], Coroutine[Any, Any, Bytes]]
+
+
+class RemoteFile:
+    """An object that is open for reading; see `store.File`."""
+
+    def __init__(self, path: str, stamp: Stamp, head: Bytes | None, fetch: Fetch, cost: Cost) -> None:
+        """`head` are its first bytes, where they have been read."""
+        self.path = path
+        self.stamp = stamp
+        self._head = head
+        self._fetch = fetch
+        self._cost = cost
+        self._requests = Requests()
+
+    def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fills buffers, with as many requests at once as together hold no more bytes than one long request."""
+        waiting: deque[tuple[Future[Bytes], Sequence[memoryview], int]] = deque()
+        held = 0
+        try:
+            for offset, buffers in ranges:
+                nbytes = sum(buffer.nbytes for buffer in buffers)
+                if not nbytes:
+                    continue
+                if offset + nbytes > self.stamp.nbytes:
+                    raise StorageError(
+                        f"{self.path}: expected {nbytes} bytes at offset {offset}, found its end at {self.stamp.nbytes}"
+                    )
+                if self._head is not None and offset + nbytes <= len(self._head):
+                    _scatter(_bytes(self._head)[offset : offset + nbytes], buffers)
+                    continue
+                while waiting and (held + nbytes > self._cost.max_request_bytes or len(waiting) >= _SHORT_REQUESTS):
+                    held -= self._take(*waiting.popleft())
+                fetch = self._fetch_in_turn if waiting else self._fetch
+                waiting.append((self._requests.start(fetch(offset, nbytes)), buffers, nbytes))
+                held += nbytes
+            while waiting:
+                self._take(*waiting.popleft())
+        except CancelledError:
+            raise StorageError(f"{self.path}: reading was cancelled") from None
+        finally:
+            for future, _, _ in waiting:
+                future.cancel()
+
+    async def _fetch_in_turn(self, offset: int, nbytes: int) -> Bytes:
+        async with _more:
+            return await self._fetch(offset, nbytes)
+
+    def _take(self, future: Future[Bytes], buffers: Sequence[memoryview], nbytes: int) -> int:
+        try:
+            _scatter(_bytes(future.result()), buffers)
+        finally:
+            future.cancel()
+        return nbytes
+
+    def map(self) -> memoryview:
+        """Refused: see `RemoteStore.maps`."""
+        raise StorageError(f"{self.path}: is not on a local file system, and cannot be mapped into memory")
+
+    def check(self, stamp: Stamp) -> None:
+        """Raises `StorageError` where this is another state than that of `stamp`. Each answer has been checked."""
+        if stamp != self.stamp:
+            raise changed(self.path, stamp, f"{self.stamp.nbytes} bytes of version {self.stamp.version}")
+
+    def cancel(self) -> None:
+        """Ends the requests that are under way."""
+        self._requests.cancel()
+
+    def close(self) -> None:
+        """Ends the requests that are under way; connections belong to the store."""
+        self._requests.cancel()
+        self._head = None
+
+
+def _bytes(content: Bytes) -> np.ndarray:
+    return np.frombuffer(memoryview(content), np.uint8)
+
+
+def _scatter(source: np.ndarray, buffers: Sequence[memoryview]) -> None:
+    """Copies bytes into buffers, one after the other. NumPy lets other threads run meanwhile, a memoryview does not."""
+    done = 0
+    for buffer in buffers:
+        np.copyto(np.frombuffer(buffer, np.uint8), source[done : done + buffer.nbytes])
+        done += buffer.nbytes
+
+
+def _stamp(meta: ObjectMeta) -> Stamp:
+    """The state of an object. A server that names no version tells when the object was last modified, if anything."""
+    tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
+    if tag:
+        return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
+    return Stamp(meta["size"], UNKNOWN if modified == _NO_DATE else f"modified {modified.isoformat()}")
+
+
+def changed(path: str, stamp: Stamp, found: str) -> StorageError:
+    """The error for a file that is not what it was in the state of `stamp`."""
+    return StorageError(
+        f"{path}: changed while it was in use: expected {stamp.nbytes} bytes of version {stamp.version}, found {found}"
+    )
+
+
+async def body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
+    """The body of an answer; `WrongAnswerError` where it is not what was asked for."""
+    if tuple(answer.range) != (offset, offset + nbytes):
+        raise WrongAnswerError(f"the server sent bytes {answer.range[0]} to {answer.range[1]} instead")
+    content = await answer.bytes_async()
+    if len(content) != nbytes:
+        raise WrongAnswerError(f"the server sent {len(content)} bytes instead")
+    return content
+
+
+class RemoteStore:
+    """The objects below one URL; see `store.Store`.
+
+    A path is the URL of a file, as it is shown to users: without a query, user or password, which belong to `objects`.
+    """
+
+    maps = False
+    whole = True
+
+    def __init__(
+        self,
+        root: str,
+        objects: ObjectStore,
+        *,
+        lists: bool,
+        retries: Retries,
+        writing: Callable[[], ObjectStore] | None = None,
+    ) -> None:
+        """`root` is the URL of the place that the keys of `objects` count from, without a slash at its end.
+
+        `lists` says whether the server tells what is there. `objects` makes each request once. What `writing` returns,
+        where objects can be written, makes requests again that fail in passing.
+        """
+        self.root = root
+        self.objects = objects
+        self.lists = lists
+        self.retries = retries
+        self.cost = COST
+        self.writes = writing is not None
+        self._writing = writing
+        self._objects_for_writing: ObjectStore | None = None
+        self._requests = Requests()
+
+    def _key(self, path: str) -> str:
+        if path != self.root and not path.startswith(self.root + "/"):
+            raise StorageError(f"{path}: is not below {self.root}")
+        return path[len(self.root) + 1 :].strip("/")
+
+    def list(self, path: str) -> list[str] | None:
+        """Names of the objects below `path` up to the next slash, sorted; None where there are none."""
+        prefix = self._key(path)
+
+        async def listed() -> list[str]:
+            async def attempt() -> list[str]:
+                found = await obstore.list_with_delimiter_async(self.objects, prefix or None)
+                keys = [meta["path"] for meta in found["objects"]] + [*found["common_prefixes"]]
+                return sorted({key.rpartition("/")[2] for key in keys if key != prefix} - {""})
+
+            return await self.retries.run(path, "listing", attempt)
+
+        try:
+            return self._requests.run(listed()) or None
+        except FileNotFoundError:
+            raise MissingError(f"{path}: there is no such bucket") from None
+        except CancelledError:
+            raise StorageError(f"{path}: listing was cancelled") from None
+
+    def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
+        """Opens an object with a request for its first bytes; with none where its state is known."""
+        found = self._open(path, stamp)
+        if found is None:
+            raise MissingError(f"{path}: cannot be opened: there is no such object")
+        return found
+
+    def find(self, path: str) -> RemoteFile | None:
+        """`open`, or None where there is no such object."""
+        return self._open(path, None)
+
+    def _open(self, path: str, stamp: Stamp | None) -> RemoteFile | None:
+        key = self._key(path)
+        if stamp is not None:
+            return self._file(path, stamp, None)
+        try:
+            found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
+        except FileNotFoundError:
+            return None
+        except CancelledError:
+            raise StorageError(f"{path}: opening was cancelled") from None
+        return self._file(path, found, head)
+
+    def _file(self, path: str, stamp: Stamp, head: Bytes | None) -> RemoteFile:
+        return RemoteFile(path, stamp, head, partial(self._fetch, path, stamp), self.cost)
+
+    async def _fetch(self, path: str, stamp: Stamp, offset: int, nbytes: int) -> Bytes:
+        key = self._key(path)
+
+        async def attempt() -> Bytes:
+            options: GetOptions = {"range": (offset, offset + nbytes)}
+            tag, end, _ = stamp.version.rpartition('"')
+            if tag.startswith('"'):  # a strong one: servers never match others
+                options["if_match"] = tag + end
+            try:
+                answer = await self._get(key, options)
+            except PreconditionError:
+                raise ChangedError("another") from None
+            found = _stamp(answer.meta)
+            if found != stamp:
+                raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
+            return await body(answer, offset, nbytes)
+
+        try:
+            return await self.retries.run(path, f"reading {nbytes} bytes at offset {offset}", attempt)
+        except ChangedError as error:
+            raise changed(path, stamp, str(error)) from None
+        except FileNotFoundError:
+            raise changed(path, stamp, "that it is gone") from None
+
+    async def _head(self, key: str) -> tuple[Stamp, Bytes]:
+        """An object's state and first bytes."""
+        try:
+            answer = await self._get(key, {"range": (0, HEAD_BYTES)})
+        except Exception as error:
+            if status_of(error) != 416:
+                raise
+            # No range of an empty object can be satisfied.
+            return _stamp((await self._get(key, {})).meta), Bytes()
+        found = _stamp(answer.meta)
+        return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
+
+    async def _get(self, key: str, options: GetOptions) -> GetResult:
+        return await obstore.get_async(self.objects, key, options=options)
+
+    def cancel(self) -> None:
+        """Ends requests that list and open."""
+        self._requests.cancel()
+
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewRemoteFile:
+        """Begins an object of `nbytes` bytes, of which nothing is seen before it is whole."""
+        if self._writing is None:
+            raise StorageError(f"{path}: {READ_ONLY}")
+        if nbytes is None:
+            raise StorageError(f"{path}: an object of unknown size cannot be written")
+        if self._objects_for_writing is None:
+            self._objects_for_writing = self._writing()
+        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
+
+    def make(self, path: str) -> None:
+        """Nothing to do: objects have no directories."""
+
+    def delete(self, path: str) -> None:
+        """Deletes the objects below `path`, each with a request of its own, of which many are in flight."""
+        if not self.writes:
+            raise StorageError(f"{path}: {READ_ONLY}")
+        prefix = self._key(path)
+        if not prefix:
+            raise StorageError(f"{path}: is a whole bucket, whose objects are not deleted")
+
+        async def listed() -> Sequence[ObjectMeta]:
+            return await obstore.list(self.objects, prefix).collect_async()
+
+        async def gone(key: str) -> None:
+            async with deleting:
+                with contextlib.suppress(FileNotFoundError):  # an attempt whose answer was lost
+                    await self.retries.run(
+                        f"{self.root}/{key}", "deleting", lambda: obstore.delete_async(self.objects, key)
+                    )
+
+        async def deleted() -> None:
+            found = await self.retries.run(path, "listing", listed)
+            await asyncio.gather(*(gone(meta["path"]) for meta in found))
+
+        deleting = asyncio.Semaphore(_DELETIONS)
+        try:
+            self._requests.run(deleted())
+        except FileNotFoundError:
+            raise MissingError(f"{path}: there is no such bucket") from None
+        except CancelledError:
+            raise StorageError(f"{path}: deleting was cancelled") from None
+
+    def sync(self, path: str) -> None:
+        """Nothing to wait for: a store that has answered keeps what it was given."""

@@ -1,0 +1,190 @@
+"""Which requests are made again, for how long, and how their failures are worded. Nothing that is secret is said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from obstore import exceptions
+
+from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.storage import credentials
+
+if TYPE_CHECKING:  # obstore has it for type checkers only
+    from obstore.store import RetryConfig
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# The waits between attempts, in seconds: they double from the first to the longest, and a random part of up to a half
+# is taken off each, so that a thousand hosts that failed together do not come back together.
+FIRST_WAIT = 0.2
+LONGEST_WAIT = 10.0
+# A server that sends something else than what was asked for does so again; a proxy on the way may not.
+_WRONG_ANSWERS = 3
+# The metadata service of a machine with a role answers in milliseconds: after these seconds there is none.
+_METADATA_SECONDS = 3.0
+
+_PASSING = frozenset({408, 425, 429})  # and all of 500 and more, except those that will be the same next time
+_LASTING = frozenset({501, 505, 506, 508, 510, 511})
+_FINAL = (
+    FileNotFoundError,
+    exceptions.AlreadyExistsError,
+    exceptions.InvalidPathError,
+    exceptions.NotModifiedError,
+    exceptions.PermissionDeniedError,
+    exceptions.PreconditionError,
+    exceptions.UnauthenticatedError,
+)
+
+
+class WrongAnswerError(Exception):
+    """An answer that is not what was asked for; the message says how."""
+
+
+class RefusedError(Exception):
+    """An answer that says no, or that there is none; the message says which and why.
+
+    `status` is that of HTTP, and None where no answer came. `wait` are the seconds after which the server wants to be
+    asked again, where it says so.
+    """
+
+    def __init__(self, message: str, status: int | None = None, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.wait = wait
+
+
+class ChangedError(Exception):
+    """An answer from another state of the object than the one that was opened; the message says which."""
+
+
+class _Failure:
+    """What is to be known of a failed attempt, without the error itself, which may hold the query of a URL."""
+
+    def __init__(self, path: str, error: Exception) -> None:
+        self.fault = explain(path, error)
+        self.wrong = _is_wrong(error)
+        self.lasting = not _may_pass(error)
+        self.kind = MissingError if isinstance(error, RefusedError) and error.status == 404 else StorageError
+        self.wait = error.wait if isinstance(error, RefusedError) else 0.0
+        self.of_metadata = status_of(error) is None and credentials.asks_metadata(str(error))
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often a request is made again, and for how many seconds after the first attempt an attempt may begin."""
+
+    attempts: int
+    seconds: float
+
+    def of_obstore(self) -> RetryConfig:
+        """The same for requests that obstore makes again: parts of what is being written, which only it has."""
+        return {
+            "max_retries": self.attempts - 1,
+            "retry_timeout": timedelta(seconds=self.seconds),
+            "backoff": {
+                "init_backoff": timedelta(seconds=FIRST_WAIT),
+                "max_backoff": timedelta(seconds=LONGEST_WAIT),
+                "base": 2,
+            },
+        }
+
+    async def run(self, path: str, verb: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """The result of the first attempt that succeeds.
+
+        Raises `StorageError`, `FileNotFoundError` or `ChangedError`, and none of them with an error of obstore as its
+        context. `path` and `verb` are for messages.
+        """
+        began, wait, number, wrong = time.monotonic(), FIRST_WAIT, 1, 0
+        while True:
+            ended: Exception | None = None
+            try:
+                return await attempt()
+            except StorageError:  # a `MissingError` is a `FileNotFoundError`, too
+                raise
+            except ChangedError as error:
+                ended = ChangedError(str(error))
+            except FileNotFoundError:
+                ended = FileNotFoundError(path)
+            except (exceptions.BaseError, WrongAnswerError, RefusedError) as error:
+                failure = _Failure(path, error)
+            if ended is not None:
+                raise ended
+            wrong += failure.wrong
+            pause = wait * random.uniform(0.5, 1.0) + failure.wait
+            seconds = min(self.seconds, _METADATA_SECONDS) if failure.of_metadata else self.seconds
+            lasting = failure.lasting or wrong >= _WRONG_ANSWERS
+            if lasting or number >= self.attempts or time.monotonic() - began + pause > seconds:
+                tries = f" ({number} attempts)" if number > 1 else ""
+                raise failure.kind(f"{path}: {verb} failed: {failure.fault}{tries}")
+            logger.warning("%s: %s failed, trying again: %s", path, verb, failure.fault)
+            await asyncio.sleep(pause)
+            wait, number = min(2 * wait, LONGEST_WAIT), number + 1
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of the answer that an error is about, where it tells."""
+    if isinstance(error, RefusedError):
+        return error.status
+    found = re.search(r"status code: (\d{3})", str(error))
+    return int(found[1]) if found else None
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, _FINAL):
+        return False
+    status = status_of(error)
+    return status is None or status in _PASSING or (status >= 500 and status not in _LASTING)
+
+
+def _is_wrong(error: BaseException) -> bool:
+    return isinstance(error, WrongAnswerError) or any(
+        kind in str(error) for kind in ("NotPartial", "RangeNotSupported", "UnexpectedRange", "ContentRange")
+    )
+
+
+def explain(path: str, error: BaseException) -> str:
+    """Say why a request for `path` failed, and what one can do about it."""
+    scheme, said, status = path.partition("://")[0], reason(error), status_of(error)
+    if credentials.asks_metadata(str(error)) and (status is None or not _may_pass(error)):
+        return f"{credentials.not_found(scheme)} ({said})"
+    hint = credentials.hint(scheme) if status in (401, 403) else None
+    return f"{said}: {hint}" if hint else said
+
+
+def code_of(body: str) -> str:
+    """What the body of an answer that says no calls it, in parentheses; nothing if it does not."""
+    code = re.search(r"<Code>(\w{1,60})</Code>", body)
+    return f" ({code[1]})" if code else ""
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one line, without the bodies of answers, queries of URLs, or paths.
+
+    A server that refuses a signature answers with what was signed and by whom; the signature of an URL is its query.
+    """
+    if isinstance(error, WrongAnswerError | RefusedError):
+        return str(error)
+    text, _, debug = str(error).partition("\n\nDebug source:\n")
+    status = re.search(r"status code: (\d{3}(?: [A-Z][\w-]*)*)", text)
+    if status:
+        return f"the server answered {status[1]}{code_of(text + debug)}"
+    if "NotPartial" in debug or "RangeNotSupported" in debug:
+        return "the server ignores which range was asked for"
+    if "HttpError" in debug:
+        kind = re.search(r"HttpError \{\s*kind: (\w+)", debug)
+        words = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection broke"}
+        detail = re.search(r"kind: (ConnectionRefused|ConnectionReset|UnexpectedEof)|error: \"([^\"]{1,80})\"", debug)
+        said = words.get(kind[1] if kind else "", "the request failed")
+        return f"{said} ({detail[1] or detail[2]})" if detail else said
+    line = re.sub(r"^Generic \w+ error: ", "", text.splitlines()[0] if text else type(error).__name__)
+    return re.sub(r"\?\S+", "?...", re.sub(r"//[^/@\s]*@", "//", line))[:300]

@@ -1,0 +1,61 @@
+"""The files of an HTTP server that is told secrets: headers, or the query of a URL. They go to this server only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import obstore
+
+from orbax_safetensors.storage.event_loop import in_thread
+from orbax_safetensors.storage.redirects import Client, Link, Links, link_to
+from orbax_safetensors.storage.remote import RemoteStore
+from orbax_safetensors.storage.retries import RefusedError, Retries, code_of
+
+if TYPE_CHECKING:  # obstore has these for type checkers only
+    from obstore import GetOptions, GetResult
+    from obstore.store import HTTPStore
+
+_SERVER = "the server"
+# What a path has besides letters and digits that need not be escaped.
+_PLAIN = "/!$&'()*+,;=:@~"
+
+
+class WebStore(RemoteStore):
+    """See `store.Store`. Before a file is read, the server is asked where it is, which may be elsewhere."""
+
+    def __init__(self, root: str, objects: HTTPStore, query: str, client: Mapping[str, Any], retries: Retries) -> None:
+        """`query` goes with every request, and so do the headers of `client`, options of obstore's HTTP client.
+
+        `objects` are those of the server for who is told nothing.
+        """
+        super().__init__(root, objects, lists=False, retries=retries)
+        self._query = f"?{query}" if query else ""
+        self._headers = client.get("default_headers", {})
+        self._options = client
+        self._client = Client(_SERVER, self._headers, client)
+        self._links = Links()
+
+    async def _get(self, key: str, options: GetOptions) -> GetResult:
+        return await self._links.use(
+            key, lambda: self._find(key), lambda objects: obstore.get_async(objects, "", options=options)
+        )
+
+    async def _find(self, key: str) -> Link:
+        """Ask where a file is.
+
+        By GET, for which the URL may be signed, and for no range, as the server may sign a link for the one that it is
+        asked for. The body is not read.
+        """
+        url = f"{self.root}/{quote(key, safe=_PLAIN)}{self._query}"
+        answer = await in_thread(lambda: self._client.ask("GET", url, reads=False))
+        if answer.link is not None:
+            return link_to(_SERVER, answer.link, {}, self._options, expires=True)
+        if answer.status == HTTPStatus.NOT_FOUND:
+            raise FileNotFoundError
+        if answer.status != HTTPStatus.OK:  # which may be another time, and lead elsewhere then
+            said = code_of(answer.body.decode(errors="replace"))
+            raise RefusedError(f"{_SERVER} answered {answer.status}{said}", answer.status)
+        return link_to(_SERVER, answer.url, self._headers, self._options, expires=False)

@@ -1,0 +1,61 @@
+"""Into which tiles the leaves are cut that pass from a source to a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.geometry.groups import by_tensors
+from orbax_safetensors.geometry.tiling import common, tile_shape, tiles
+from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource, tile_bytes
+
+# Each takes some hundred bytes of memory.
+_MAX_BUNDLES = 1_000_000
+
+
+def bundles(
+    source: TileSource,
+    grains: Mapping[str, tuple[int, ...]],
+    orders: Mapping[str, tuple[int, ...]],
+    together: Iterable[tuple[str, ...]],
+    memory_bytes: int,
+) -> list[Bundle]:
+    """All tiles of a source's leaves: boxes of whole `grains` of the sink, and of the source's where they fit.
+
+    Tiles are longest along the axes that come first in `orders`, or in the source's order. Those of leaves that are
+    `together` make one bundle, box by box, if the leaves are cut alike. Tiles have at most `tile_bytes`, if one grain
+    has not more. Raises `SafetensorsError` where that makes more tiles than a process can keep.
+    """
+    out: list[Bundle] = []
+    for names in together:
+        limit = tile_bytes(source, names, memory_bytes)
+        own = [
+            [Tile(name, box) for box in _boxes(source, name, grains[name], orders.get(name), limit)] for name in names
+        ]
+        if len({tuple(tile.box for tile in of_leaf) for of_leaf in own}) == 1:
+            out += list(zip(*own, strict=True))
+        else:
+            out += [(tile,) for of_leaf in own for tile in of_leaf]
+        if len(out) > _MAX_BUNDLES:
+            raise SafetensorsError(
+                f"memory_bytes is {memory_bytes}, too little: in tiles that fit, there are more than {_MAX_BUNDLES}"
+            )
+    return out
+
+
+def _boxes(
+    source: TileSource, name: str, grain: tuple[int, ...], order: tuple[int, ...] | None, limit: int
+) -> Iterator[Box]:
+    shape, dtype = source.leaves[name]
+    order = order or source.order(name)
+    elements = max(limit // dtype.itemsize, 1)
+    both = common(grain, source.grain(name), shape)
+    return tiles(shape, tile_shape(shape, both if prod(both) <= elements else grain, order, elements), order)
+
+
+def interleaved(views: Mapping[str, View]) -> list[tuple[str, ...]]:
+    """The names of views in their order, together with those that are made of the same tensors."""
+    names = list(views)
+    return [tuple(names[at] for at in group) for group in by_tensors(list(views.values()))]

@@ -1,0 +1,75 @@
+"""How tensors are laid out in files: whole as Hugging Face does, or in pieces as PyTorch does, one file a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from orbax_safetensors.cost.report import PlannedFile
+from orbax_safetensors.format.dtypes import DType, held
+from orbax_safetensors.format.header import Header
+from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.format.sharding_info import file_name, sharding_info
+from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.transfer.plan import Location, locations
+
+Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files to write: their layout, where tensors lie in them, and for each leaf the view of those tensors."""
+
+    layout: Layout
+    locations: Mapping[str, Location]
+    views: Mapping[str, View]
+
+    @property
+    def planned(self) -> tuple[PlannedFile, ...]:
+        """Their names and sizes."""
+        return tuple(PlannedFile(name, header.file_bytes) for name, header in self.layout.files)
+
+
+def whole(layout: Layout, views: Mapping[str, View]) -> Files:
+    """Files of whole tensors, of which `views` are."""
+    return Files(layout, locations(layout), views)
+
+
+def in_pieces(
+    tensors: Tensors, boxes: Mapping[str, Sequence[Box]], metadata: Mapping[str, str], alignment: int
+) -> Files:
+    """Files of a device each. `boxes` has for every tensor the box of every device.
+
+    What several devices have is written for that of them which has the fewest bytes so far. Leaves are the tensors as
+    they are held in memory.
+    """
+    count = max((len(own) for own in boxes.values()), default=1)
+    filled = [0] * count
+    pieces: list[dict[str, Box]] = [{} for _ in range(count)]
+    for name, of_devices in boxes.items():
+        holders: dict[Box, list[int]] = {}
+        for device, box in enumerate(of_devices):
+            holders.setdefault(box, []).append(device)
+        for box, devices in holders.items():
+            writer = min(devices, key=lambda device: (filled[device], device))
+            filled[writer] += prod(stop - start for start, stop in box) * tensors[name][0].bits
+            pieces[writer][name] = box
+    written = [own for own in pieces if own]
+    files, places = [], {}
+    parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
+    for number, own in enumerate(written):
+        offsets = {name: tuple(start for start, _ in box) for name, box in own.items()}
+        header = Header.layout(
+            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in own.items()],
+            {**metadata, **sharding_info(offsets)},
+            alignment=alignment,
+        )
+        files.append((file_name(number), header))
+        for name, entry in header.tensors.items():
+            shape, dtype = held(entry.dtype, entry.shape)
+            key = f"{number}/{name}"
+            places[key] = Location(number, header.data_start + entry.begin, dtype)
+            parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
+    views = {name: View.tile(held(*tensors[name])[0], own) for name, own in parts.items()}
+    return Files(Layout(tuple(files), None), places, views)

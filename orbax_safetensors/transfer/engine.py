@@ -1,0 +1,408 @@
+"""The one loop that moves bytes: executes a plan on open files and memory with a pool of threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Generic, NamedTuple, Self, TypeVar
+
+import ml_dtypes
+import numpy as np
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.geometry.coalesce import Direct, Encoded, Staged
+from orbax_safetensors.geometry.elementwise import apply
+from orbax_safetensors.storage.memory import allocate, no_collection
+from orbax_safetensors.storage.store import File, NewFile, Stamp
+from orbax_safetensors.storage.upload import files_at_once
+from orbax_safetensors.transfer.decode import decode
+from orbax_safetensors.transfer.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
+from orbax_safetensors.transfer.strided_copy import assign, convert, elements, revert, words
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound=File | NewFile)
+
+
+@dataclass
+class Counters:
+    """What was really asked of storage: requests and the bytes that they moved."""
+
+    num_requests: int = 0
+    nbytes: int = 0
+
+
+class _Window(NamedTuple):
+    """Packed bytes `[low, high)` of a part, and the blocks and memory of the plan that it is of."""
+
+    part: Part
+    low: int
+    high: int
+    blocks: Sequence[Block]
+    memory: Sequence[np.ndarray]
+
+
+class _Task(NamedTuple):
+    """What one thread does in one go: requests to a file, of which the first begins at an offset."""
+
+    file: int
+    offset: int
+    run: Callable[[], None]
+
+
+class _Copy(NamedTuple):
+    """Both ends of a strided copy, as arrays of one shape; the end that it belongs to; whether it moves bits."""
+
+    end: End
+    same_bits: bool
+    packed: np.ndarray
+    dense: np.ndarray
+
+
+class _Transfer(ABC, Generic[_F]):
+    """Open files and threads for the plans of one restore or save; `counters` are right once `run` has returned."""
+
+    def __init__(self, open_file: Callable[[int], _F], threads: int) -> None:
+        """Files are opened when they are first needed, by their number, and closed by `close`."""
+        self.counters = Counters()
+        self._open_file = open_file
+        self._threads = threads
+        self._files: dict[int, _F] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files, also after one has said that it failed."""
+        with contextlib.ExitStack() as closing:
+            while self._files:
+                closing.callback(self._files.popitem()[1].close)
+
+    def run(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
+        """Executes `plan`; all of it has happened when this returns, and none of it goes on when it raises.
+
+        `memory` are one-dimensional uint8 arrays, one for each of `blocks`.
+        """
+        tasks = self._ordered(self._tasks(plan, blocks, memory))
+        files = {extent.file for extent in plan.extents} | {part.file for part in plan.parts}
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                while not failures:
+                    with self._lock:
+                        task = next(tasks, None)
+                    if task is None:
+                        return
+                    task()
+            except BaseException as error:
+                failures.append(error)
+                self._cancel()
+
+        with ThreadPoolExecutor(self._threads, "safetensors") as pool:
+            try:
+                wait([pool.submit(work) for _ in range(self.useful_threads(len(files)))])
+            except BaseException as error:  # an interrupt; the workers stop at their next task
+                failures.append(error)
+                self._cancel()
+                raise
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # its traceback holds the memory of the transfer, and this frame, which holds it
+
+    def _tasks(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[_Task]:
+        """The requests of a plan, in the order of the files."""
+        for extent in plan.extents:
+            with no_collection():
+                buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
+            yield _Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
+        for part in plan.parts:
+            for low, high in part.windows():
+                begin, _ = next(iter(part.access.runs.pieces(low, high)))
+                window = _Window(part, low, high, blocks, memory)
+                yield _Task(part.file, part.location.begin + begin, partial(self._window, window))
+
+    def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
+        """The order in which requests are made."""
+        return (task.run for task in tasks)
+
+    def useful_threads(self, files: int) -> int:
+        """How many threads have something to do at once."""
+        return self._threads
+
+    def _window(self, window: _Window) -> None:
+        access = window.part.access
+        if isinstance(access, Direct):
+            own = window.memory[window.part.ends[access.buffer].block]
+            self._runs(window, own[access.offset + window.low : access.offset + window.high])
+        else:
+            self._staged(window, access)
+
+    @abstractmethod
+    def _staged(self, window: _Window, access: Staged) -> None:
+        """Moves the bytes of a window through a buffer."""
+
+    @abstractmethod
+    def _move(self, file: _F, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        """Makes a request for each range of a file, which begins at an offset and is as long as its buffers."""
+
+    def _cancel(self) -> None:
+        """Lets nobody wait for requests of a plan that has failed."""
+        with self._lock:
+            files = list(self._files.values())
+        for file in files:
+            file.cancel()
+
+    def _copies(
+        self, window: _Window, access: Staged, packed: np.ndarray, stored: np.dtype, low: int, high: int
+    ) -> Iterator[_Copy]:
+        """The copies of a window, between `packed` and the memory of its blocks.
+
+        `packed` has the packed elements `[low, high)` of `access`, of the dtype `stored`.
+        """
+        for use in access.uses:
+            end = window.part.ends[use.buffer]
+            held, memory = window.blocks[end.block].dtype, window.memory[end.block]
+            for copy in use.copy.within(low, high):
+                own = copy.shifted(-low)
+                if same_bits(end.ops, stored, held):
+                    yield _Copy(end, True, *words(own, packed, memory, stored.itemsize))
+                else:
+                    yield _Copy(end, False, *elements(own, packed, stored, memory, held))
+
+    def _runs(self, window: _Window, packed: np.ndarray) -> None:
+        """Moves the bytes of a window, which `packed` holds, with one request for each run."""
+        begin = window.part.location.begin
+        self._pieces(
+            self._file(window.part.file),
+            ((begin + at, length) for at, length in window.part.access.runs.pieces(window.low, window.high)),
+            packed,
+        )
+
+    def _pieces(self, file: _F, pieces: Iterable[tuple[int, int]], packed: np.ndarray) -> None:
+        """Moves what lies in a file at `(offset, nbytes)`, and in `packed` one after the other."""
+        memory = packed.data
+        done = requests = 0
+
+        def ranges() -> Iterator[tuple[int, Sequence[memoryview]]]:
+            nonlocal done, requests
+            for offset, nbytes in pieces:
+                yield offset, [memory[done : done + nbytes]]
+                done, requests = done + nbytes, requests + 1
+
+        self._move(file, ranges())
+        self._count(requests, done)
+
+    def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
+        self._move(self._file(extent.file), [(extent.begin, buffers)])
+        self._count(1, extent.end - extent.begin)
+
+    def _count(self, requests: int, nbytes: int) -> None:
+        with self._lock:
+            self.counters.num_requests += requests
+            self.counters.nbytes += nbytes
+
+    def _staging(self, nbytes: int) -> np.ndarray:
+        """Memory of this thread, used again for every window so that it stays in the core's cache."""
+        buffer: np.ndarray | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.nbytes < nbytes:
+            (buffer,) = allocate([nbytes])
+            self._local.buffer = buffer
+        return buffer[:nbytes]
+
+    def _file(self, number: int) -> _F:
+        file = self._files.get(number)
+        if file is None:
+            with self._lock:
+                file = self._files.get(number)
+                if file is None:
+                    file = self._files[number] = self._open_file(number)
+        return file
+
+
+class Reader(_Transfer[File]):
+    """Fills memory from files."""
+
+    def __init__(self, open_file: Callable[[int], File], threads: int) -> None:
+        """See `_Transfer`."""
+        super().__init__(open_file, threads)
+        self._lossless: Sequence[bool] = ()
+        self._mappings: dict[int, memoryview] = {}
+
+    def read(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray], lossless: Sequence[bool]
+    ) -> None:
+        """`run`, in which a cast that changes a value raises `TensorMismatchError` where `lossless` is set."""
+        self._lossless = lossless
+        for constant in plan.constants:
+            _fill(constant, blocks[constant.end.block], memory[constant.end.block])
+        self.run(plan, blocks, memory)
+
+    def map(self, number: int) -> memoryview:
+        """A whole file as memory, the same for every caller."""
+        mapping = self._mappings.get(number)
+        if mapping is None:
+            mapping = self._mappings[number] = self._file(number).map()
+        return mapping
+
+    def check(self, stamps: Mapping[int, Stamp]) -> None:
+        """Raises `StorageError` where a file that was opened is no longer in the state that its stamp was taken in."""
+        for number, file in self._files.items():
+            file.check(stamps[number])
+
+    def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        file.read(ranges)
+
+    def _staged(self, window: _Window, access: Staged) -> None:
+        if isinstance(access, Encoded):
+            decoded, stored = self._decoded(window, access)
+            per_byte = access.encoding.elements_per_byte
+            copies = self._copies(window, access, decoded, stored, window.low * per_byte, window.high * per_byte)
+        else:
+            stored = window.part.location.dtype
+            packed = self._staging(window.high - window.low)
+            self._runs(window, packed)
+            low, high = window.low // stored.itemsize, window.high // stored.itemsize
+            copies = self._copies(window, access, packed, stored, low, high)
+        for copy in copies:
+            if copy.same_bits:
+                assign(copy.dense, copy.packed)
+                continue
+            try:
+                convert(copy.packed, copy.dense, copy.end.ops, lossless=self._lossless[copy.end.block])
+            except TensorMismatchError as error:
+                path = self._file(window.part.file).path
+                raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
+
+    def _decoded(self, window: _Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
+        """The elements of a window, as bytes, and their dtype: bfloat16 where all of its blocks want that."""
+        ends = [window.part.ends[use.buffer] for use in access.uses]
+        wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
+        dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
+        scales = access.scales(window.low, window.high)
+        code_bytes = window.high - window.low
+        scale_bytes = sum(length for _, length in scales.ranges)
+        buffer = self._staging(
+            code_bytes * access.encoding.elements_per_byte * dtype.itemsize + scale_bytes + code_bytes
+        )
+        decoded, factors, codes = np.split(buffer, [buffer.size - scale_bytes - code_bytes, buffer.size - code_bytes])
+        self._runs(window, codes)
+        number, begin = window.part.location.scales
+        self._pieces(self._file(number), ((begin + offset, length) for offset, length in scales.ranges), factors)
+        decode(access.encoding, scales.segments, codes, factors, decoded.view(dtype))
+        return decoded, dtype
+
+
+def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
+    """Writes elements that are stored nowhere. Memory is zeros before."""
+    zero = np.zeros(1, np.float64)
+    if np.any(value := apply(constant.end.ops, zero)):
+        _, dense = elements(constant.copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
+        np.copyto(dense, value, casting="unsafe")
+
+
+class Writer(_Transfer[NewFile]):
+    """Writes memory into files. Its plans have no gaps: every byte that is written is one of a block."""
+
+    def __init__(self, open_file: Callable[[int], NewFile], threads: int) -> None:
+        """See `_Transfer`."""
+        super().__init__(open_file, threads)
+        self._unsynced: set[int] = set()
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk, of every file that was written to since the last time."""
+        numbers = sorted(self._unsynced)
+        with ThreadPoolExecutor(self.useful_threads(len(numbers)), "safetensors") as pool:
+            list(pool.map(lambda number: self._files[number].sync(), numbers))
+        self._unsynced.clear()
+
+    def _file(self, number: int) -> NewFile:
+        self._unsynced.add(number)
+        return super()._file(number)
+
+    # File systems let one thread at a time write into a file, and the others wait at a price. So each has its own.
+
+    def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
+        in_turn = zip_longest(*_by_file(tasks).values())
+        return (task.run for tasks_in_turn in in_turn for task in tasks_in_turn if task is not None)
+
+    def useful_threads(self, files: int) -> int:
+        """See `_Transfer`."""
+        return max(1, min(self._threads, files))
+
+    def _move(self, file: NewFile, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        for offset, buffers in ranges:
+            file.write(offset, buffers)
+
+    def _staged(self, window: _Window, access: Staged) -> None:
+        stored = window.part.location.dtype
+        packed = self._staging(window.high - window.low)
+        low, high = window.low // stored.itemsize, window.high // stored.itemsize
+        for copy in self._copies(window, access, packed, stored, low, high):
+            if copy.same_bits:
+                assign(copy.packed, copy.dense)
+            else:
+                revert(copy.dense, copy.packed, copy.end.ops)
+        self._runs(window, packed)
+
+
+class WholeFileWriter(Writer):
+    """Writes every file from its first byte to its last, a few at a time: for stores that are `whole`."""
+
+    def __init__(self, open_file: Callable[[int], NewFile], requests: int) -> None:
+        """See `_Transfer`; `files_at_once` says how many of all `requests` each file is opened with."""
+        super().__init__(open_file, requests)
+        self._at_once, _ = files_at_once(requests)
+
+    def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
+        return (partial(_in_turn, own) for _, own in sorted(_by_file(tasks).items()))
+
+    def useful_threads(self, files: int) -> int:
+        """See `_Transfer`."""
+        return max(1, min(self._at_once, files))
+
+    def finish(self, files: Iterable[int]) -> None:
+        """Waits until all of `files` are there, those among them to which nothing was written."""
+        for number in files:
+            self._file(number)
+        self.sync()
+
+
+def _by_file(tasks: Iterable[_Task]) -> dict[int, list[_Task]]:
+    by_file: dict[int, list[_Task]] = {}
+    for task in tasks:
+        by_file.setdefault(task.file, []).append(task)
+    return by_file
+
+
+def _in_turn(tasks: list[_Task]) -> None:
+    for task in sorted(tasks, key=lambda task: task.offset):
+        task.run()
+
+
+def batches(sized: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:
+    """The first of each pair, in order, in lists whose second sum up to at most `limit`, or that are one item."""
+    batch: list[_T] = []
+    total = 0
+    for item, size in sized:
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch

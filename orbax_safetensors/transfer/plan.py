@@ -1,0 +1,258 @@
+"""What one process moves between files and memory: plain data, computed before the first byte moves.
+
+A plan has no direction. To restore, its requests are reads that fill memory; to save, they are writes that empty it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors.format.dtypes import held
+from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.geometry.coalesce import (
+    MAX_REQUEST_BYTES,
+    Direct,
+    Gather,
+    Staged,
+    gather,
+    gather_encoded,
+    touching,
+)
+from orbax_safetensors.geometry.elementwise import Ops
+from orbax_safetensors.geometry.encoding import Encoding
+from orbax_safetensors.geometry.strided import Copy
+from orbax_safetensors.geometry.view import Box, View
+
+
+class Location(NamedTuple):
+    """Where the elements of a stored tensor are.
+
+    Attributes:
+      file: the number of its file.
+      begin: the file offset of its first byte.
+      dtype: of an element; float32 where it is encoded.
+      encoding: how the elements are stored where not as they are; `file` and `begin` are then those of the codes.
+      scales: file and offset of the encoding's scales.
+    """
+
+    file: int
+    begin: int
+    dtype: np.dtype
+    encoding: Encoding | None = None
+    scales: tuple[int, int] = (0, 0)
+
+
+def locations(layout: Layout) -> dict[str, Location]:
+    """Where each tensor of a layout lies."""
+    return {
+        name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
+        for number, (_, header) in enumerate(layout.files)
+        for name, entry in header.tensors.items()
+    }
+
+
+class Block(NamedTuple):
+    """Memory at one end of a transfer: a dense row-major array whose leading corner is `box` of `view`.
+
+    Its `shape` is the box's own, or larger; what lies outside the box does not take part. Where its `dtype` is not the
+    stored one, elements are cast on the way.
+    """
+
+    view: View
+    box: Box
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One request for file bytes `[begin, end)`, which are those at `(block, offset, nbytes)` one after the other."""
+
+    file: int
+    begin: int
+    end: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class End(NamedTuple):
+    """The number of the block at one end of a copy, and what happens to the elements on the way there."""
+
+    block: int
+    ops: Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a tensor that are moved in windows. `ends` has the end for each buffer of `access`."""
+
+    tensor: str
+    location: Location
+    access: Direct | Staged
+    ends: tuple[End, ...]
+
+    @property
+    def file(self) -> int:
+        """The number of the tensor's file."""
+        return self.location.file
+
+    def windows(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the packed bytes of `access.runs` that are moved at a time."""
+        nbytes, pitch = self.access.runs.nbytes, self.access.pitch
+        for low in range(0, nbytes, pitch):
+            yield low, min(low + pitch, nbytes)
+
+
+class Constant(NamedTuple):
+    """Elements of a block that are stored nowhere: where `copy` ends, what `end.ops` make of zero."""
+
+    end: End
+    copy: Copy
+
+
+class FileTraffic(NamedTuple):
+    """What is moved of one file, by number.
+
+    `needed_bytes` are those that some block holds, each counted once; `moved_bytes` are those that storage is asked
+    for, in `num_requests` requests. What decodes a tensor counts for the file that the tensor is in.
+    """
+
+    file: int
+    needed_bytes: int
+    moved_bytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Everything that one process moves between files and its blocks, which hold `constants` besides.
+
+    `files` has what that is of each file that takes part, in their order; `window_bytes` is the longest range that is
+    staged at a time.
+    """
+
+    extents: tuple[Extent, ...]
+    parts: tuple[Part, ...]
+    constants: tuple[Constant, ...]
+    files: tuple[FileTraffic, ...]
+    window_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.needed_bytes for file in self.files)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.moved_bytes for file in self.files)
+
+    @property
+    def num_requests(self) -> int:
+        """Of all files."""
+        return sum(file.num_requests for file in self.files)
+
+
+def transfer_plan(
+    blocks: Sequence[Block],
+    locate: Callable[[str], Location],
+    max_gap_bytes: int,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
+) -> TransferPlan:
+    """Plans the transfer of `blocks`.
+
+    `locate` knows the stored tensors of their views. With `max_gap_bytes` above 0, some bytes that no block holds are
+    moved too, which only reads may do. Bytes that are not staged are moved in requests of at most `max_request_bytes`.
+    """
+    uses: dict[str, list[tuple[int, Ops, Copy]]] = {}  # of every tensor: the block, and what happens on the way there
+    constants = []
+    for number, block in enumerate(blocks):
+        for name, copy, ops in block.view.copies(block.box, block.shape):
+            if name is None:
+                constants.append(Constant(End(number, ops), copy))
+            else:
+                use = number, ops, copy
+                if name in uses:
+                    uses[name].append(use)
+                else:
+                    uses[name] = [use]
+    located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
+    ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block
+    parts: list[Part] = []
+    gathers: list[Gather] = []
+    for location, name in located:
+        own = uses[name]
+        # Lists first: a generator costs as much as all else that is done for a small tensor.
+        copies = tuple([(copy, same_bits(ops, location.dtype, blocks[number].dtype)) for number, ops, copy in own])
+        gathered = gather_at(location, copies, max_gap_bytes)
+        gathers.append(gathered)
+        for reads in gathered.ranges:
+            ranges.append((location.file, location.begin + reads.runs.begin, reads, own[reads.buffer][0]))
+        if gathered.windowed:
+            ends = tuple([End(number, ops) for number, ops, _ in own])
+            parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
+    extents = tuple(_extents(ranges, max_request_bytes))
+    joined = Counter(extent.file for extent in extents)
+    files = []
+    for number, of_file in groupby(zip(located, gathers, strict=True), key=lambda pair: pair[0][0].file):
+        of_tensors = [gathered for _, gathered in of_file]
+        files.append(
+            FileTraffic(
+                number,
+                sum(gathered.needed_bytes for gathered in of_tensors),
+                sum(gathered.read_bytes for gathered in of_tensors),
+                joined[number] + sum(gathered.num_requests for gathered in of_tensors),
+            )
+        )
+    return TransferPlan(
+        extents,
+        tuple(parts),
+        tuple(constants),
+        tuple(files),
+        window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
+    )
+
+
+def gather_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> Gather:
+    """`coalesce.gather` of a tensor that may be encoded."""
+    if location.encoding is None:
+        return gather(copies, location.dtype.itemsize, max_gap_bytes)
+    return gather_encoded(copies, location.encoding, max_gap_bytes)
+
+
+def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:
+    """Whether elements are moved as they are stored."""
+    return not ops and stored == held
+
+
+def _extents(ranges: Sequence[tuple[int, int, Direct, int]], max_request_bytes: int) -> Iterator[Extent]:
+    """Ranges in file order as requests: those that touch are joined, and cut at `max_request_bytes`."""
+    begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
+    end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
+    files = np.array([file for file, _, _, _ in ranges], np.int64)
+    for start, stop in pairwise([*touching(files, begin, end), len(ranges)]):
+        at, group_end = int(begin[start]), int(end[stop - 1])
+        number, done = int(start), 0  # the range that is being handed out, and how much of it has been
+        while at < group_end:
+            cut = min(at + max_request_bytes, group_end)
+            parts, here = [], at
+            while here < cut:
+                _, _, reads, block = ranges[number]
+                nbytes = min(reads.runs.length - done, cut - here)
+                parts.append((block, reads.offset + done, nbytes))
+                here, done = here + nbytes, done + nbytes
+                if done == reads.runs.length:
+                    number, done = number + 1, 0
+            yield Extent(int(files[start]), at, cut, tuple(parts))
+            at = cut

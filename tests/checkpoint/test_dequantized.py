@@ -1,0 +1,234 @@
+"""Quantised checkpoints restored through a family: as if they were stored plainly, shard by shard."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, stack, tensor
+from tests.support.files import random_bits, write, write_indexed
+
+BF16, F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+LAYERS, EXPERTS, WIDTH, HIDDEN = 2, 3, 200, 72
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+
+
+def tree(config):
+    layers = range(LAYERS)
+    up = [stack([tensor(f"{n}.experts.{e}.weight", (HIDDEN, WIDTH)).T for e in range(EXPERTS)]) for n in layers]
+    return {
+        "layers.up": stack(up, axis=1),
+        "layers.norm": stack([tensor(f"{n}.norm.weight", (WIDTH,)) for n in layers], axis=1),
+    }
+
+
+FAMILY = Family("toy.moe", (), tree)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(11)
+
+
+def checkpointer(**options):
+    return ocp.Checkpointer(ost.SafetensorsHandler(family=FAMILY, options=ost.SafetensorsOptions(**options)))
+
+
+def in_tree(tensors):
+    """What `tree` means, in NumPy."""
+    up = [[tensors[f"{n}.experts.{e}.weight"].T for n in range(LAYERS)] for e in range(EXPERTS)]
+    return {"layers": {"up": np.array(up), "norm": np.stack([tensors[f"{n}.norm.weight"] for n in range(LAYERS)], 1)}}
+
+
+def quantized(rng, scale_shape, expand):
+    """Codes, scales, and the product of both in float32, as any number of weights."""
+    stored, plain = {}, {}
+    for n in range(LAYERS):
+        for e in range(EXPERTS):
+            name = f"{n}.experts.{e}.weight"
+            codes = random_bits(rng, (HIDDEN, WIDTH), F8)
+            scales = rng.standard_normal(scale_shape).astype(np.float32)
+            stored |= {name: codes, f"{name}_scale_inv": scales}
+            plain[name] = codes.astype(np.float32) * expand(scales)
+        plain[f"{n}.norm.weight"] = stored[f"{n}.norm.weight"] = random_bits(rng, (WIDTH,), BF16)
+    return stored, plain
+
+
+def of_blocks(scales):
+    height, width = FP8["weight_block_size"]
+    return np.repeat(np.repeat(scales, height, 0), width, 1)[:HIDDEN, :WIDTH]
+
+
+GRIDS = {
+    "blocks": ((3, 5), of_blocks),
+    "rows": ((HIDDEN, 1), lambda scales: scales),
+    "tensor": ((1,), lambda scales: scales),
+}
+
+
+def same(found, wanted):
+    """Equal bits; any NaN is as good as another, since decoders do not agree on its sign."""
+    found = np.asarray(found)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    with np.errstate(invalid="ignore"):
+        where = np.isnan(wanted)
+        np.testing.assert_array_equal(np.isnan(found), where)
+    assert np.where(where, 0, found).tobytes() == np.where(where, 0, wanted).tobytes()
+
+
+@pytest.fixture(params=GRIDS)
+def model(request, tmp_path, rng):
+    shape, expand = GRIDS[request.param]
+    stored, plain = quantized(rng, shape, expand)
+    # Scales in other files than their codes.
+    write_indexed(tmp_path, [{n: a for n, a in stored.items() if n.endswith(end)} for end in ("weight", "inv")])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    return tmp_path, in_tree({name: array.astype(BF16) for name, array in plain.items()}), in_tree(plain)
+
+
+class TestFp8:
+    def test_whole(self, model):
+        directory, wanted, _ = model
+        restored = checkpointer().restore(directory)
+        jax.tree.map(same, restored, wanted)
+
+    @pytest.mark.parametrize("axis", range(4))
+    @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+    def test_shards(self, model, axis, dtype):
+        directory, bf16, exact = model
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        wanted = {"layers": {"up": bf16["layers"]["up"] if dtype == BF16 else exact["layers"]["up"]}}
+        up = wanted["layers"]["up"]
+        names = [None] * 4
+        names[axis] = next((name for name, size in (("x", 4), ("y", 2)) if up.shape[axis] % size == 0), None)
+        item = {
+            "layers": {"up": jax.ShapeDtypeStruct(up.shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*names)))}
+        }
+        args = ost.SafetensorsRestore(item=item, partial_restore=True)
+        jax.tree.map(same, checkpointer(max_gap_bytes=64).restore(directory, args=args), wanted)
+
+    def test_the_plan_is_what_is_read(self, model, monkeypatch):
+        directory, wanted, _ = model
+        read = {}
+        monkeypatch.setattr(jax.monitoring, "record_scalar", lambda name, value: read.update({name: value}))
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        up = wanted["layers"]["up"]
+        sharding = NamedSharding(mesh, PartitionSpec(None, None, "x"))
+        item = {"layers": {"up": jax.ShapeDtypeStruct(up.shape, BF16, sharding=sharding)}}
+        plan = ost.plan_restore(directory, item, family=FAMILY).processes[0]
+        checkpointer().restore(directory, args=ost.SafetensorsRestore(item=item, partial_restore=True))
+        assert read["/jax/orbax/read/safetensors/bytes_read"] == plan.read_bytes
+        assert read["/jax/orbax/read/safetensors/storage_reads"] == plan.num_requests
+        stored = EXPERTS * LAYERS * HIDDEN * WIDTH
+        assert stored < plan.needed_bytes <= plan.read_bytes < 1.05 * stored + EXPERTS * LAYERS * HIDDEN * 4
+
+    def test_codes_are_not_shared_as_if_they_were_elements(self, model):
+        directory, _, wanted = model
+        item = {"layers": {"up": jax.ShapeDtypeStruct(wanted["layers"]["up"].shape, np.float32)}}
+        args = ost.SafetensorsRestore(item=item, partial_restore=True)
+        same(checkpointer(alias=True).restore(directory, args=args)["layers"]["up"], wanted["layers"]["up"])
+
+    @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+    def test_a_config_for_the_text_says_it_too(self, model, key):
+        directory, wanted, _ = model
+        (directory / "config.json").write_text(json.dumps({"text_config": {key: FP8}}))
+        same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
+
+    def test_codes_are_not_taken_for_weights(self, model):
+        """A part of a checkpoint whose config does not say that it is quantised, of which nothing is left over."""
+        directory, wanted, _ = model
+        (directory / "config.json").unlink()
+        item = {"layers": {"up": jax.ShapeDtypeStruct(wanted["layers"]["up"].shape, BF16)}}
+        args = ost.SafetensorsRestore(item=item, partial_restore=True)
+        with pytest.raises(
+            ost.MappingError, match=r"'0\.experts\.0\.weight' has scales, '0\.experts\.0\.weight_scale_inv'"
+        ):
+            checkpointer().restore(directory, args=args)
+
+    def test_metadata_is_of_what_is_decoded(self, model):
+        directory, wanted, _ = model
+        metadata = checkpointer().metadata(directory).item_metadata.tree
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), metadata) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), wanted
+        )
+
+    def test_the_configs_dtype_is_the_default(self, model):
+        directory, _, wanted = model
+        text = json.dumps({"quantization_config": FP8, "dtype": "float32"})
+        (directory / "config.json").write_text(text)
+        same(checkpointer().restore(directory)["layers"]["up"], wanted["layers"]["up"])
+
+    def test_passed_through(self, model):
+        directory, _, _ = model
+        with pytest.raises(ost.MappingError, match=r"no leaf .* uses these stored tensors: .*weight_scale_inv"):
+            checkpointer(dequantize=False).restore(directory)
+        raw = ocp.Checkpointer(ost.SafetensorsHandler()).restore(directory)
+        assert raw["0.experts.0.weight"].dtype == F8
+
+    def test_a_missing_scale(self, model):
+        directory, _, _ = model
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        del index["weight_map"]["1.experts.1.weight_scale_inv"]
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ost.MappingError, match=r"'1\.experts\.1\.weight' is F8_E4M3: expected its scales"):
+            checkpointer().restore(directory)
+
+    def test_a_method_that_is_not_known(self, model):
+        directory, _, _ = model
+        (directory / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+        with pytest.raises(ost.MappingError, match=r"found 'gptq'"):
+            checkpointer().restore(directory)
+
+
+def test_an_aligned_tensor_is_decoded_too(tmp_path, rng):
+    """Its codes lie where elements could be shared with the file."""
+    codes, scales = random_bits(rng, (32, 48), F8), np.ones((32, 1), np.float32)
+    ocp.Checkpointer(ost.SafetensorsHandler()).save(tmp_path / "saved", {"w": codes, "w_scale": scales})
+    config = {"quantization_config": {"quant_method": "fp8"}, "dtype": "float32"}
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    assert ost.open_checkpoint(tmp_path / "saved").location("w").begin % 64 == 0
+    family = Family("one", (), lambda config: {"w": tensor("w", (32, 48))})
+    ckptr = ocp.Checkpointer(ost.SafetensorsHandler(family=family, options=ost.SafetensorsOptions(alias=True)))
+    item = {"w": jax.ShapeDtypeStruct((32, 48), np.float32)}
+    restored = ckptr.restore(tmp_path / "saved", args=ost.SafetensorsRestore(item=item))
+    same(restored["w"], codes.astype(np.float32))
+
+
+class TestMxfp4:
+    EXPERTS, HIDDEN, WIDTH = 4, 96, 64
+
+    @pytest.fixture
+    def model(self, tmp_path, rng):
+        blocks = rng.integers(0, 256, (self.EXPERTS, 2 * self.HIDDEN, self.WIDTH // 32, 16), np.uint8)
+        scales = rng.integers(100, 150, blocks.shape[:-1], np.uint8)
+        write(tmp_path / "model.safetensors", {"gate_up_blocks": blocks, "gate_up_scales": scales})
+        (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        table = np.concatenate([table, -table])
+        values = np.stack([table[blocks & 15], table[blocks >> 4]], -1).reshape(*blocks.shape[:-1], 32)
+        values = np.ldexp(values, scales.astype(int)[..., None] - 127).reshape(self.EXPERTS, -1, self.WIDTH)
+        both = values.swapaxes(1, 2)
+
+        def tree(config):
+            stored = tensor("gate_up", (self.EXPERTS, self.WIDTH, 2 * self.HIDDEN))
+            every = slice(None)
+            return {name: stored.slice(every, every, slice(at, None, 2)) for at, name in enumerate(("gate", "up"))}
+
+        return tmp_path, Family("toy.mx", (), tree), {"gate": both[..., ::2], "up": both[..., 1::2]}
+
+    @pytest.mark.parametrize("spec", [("x",), (None, "x"), (None, None, "x"), ("y", None, "x")], ids=str)
+    @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+    def test_shards(self, model, spec, dtype):
+        directory, family, wanted = model
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        item = {name: jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding) for name, array in wanted.items()}
+        ckptr = ocp.Checkpointer(ost.SafetensorsHandler(family=family))
+        restored = ckptr.restore(directory, args=ost.SafetensorsRestore(item=item))
+        for name, array in wanted.items():
+            same(restored[name], np.ascontiguousarray(array.astype(dtype)))

@@ -1,0 +1,231 @@
+"""Opening checkpoints: what belongs to one, and everything that can be wrong with it."""
+
+import errno
+import json
+import os
+
+import numpy as np
+import pytest
+import safetensors
+
+import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.files import find_faults
+from orbax_safetensors.storage import local
+from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
+
+RNG = np.random.default_rng(0)
+A, B, C = (random_bits(RNG, shape, np.dtype("f4")) for shape in ((4, 3), (5,), ()))
+
+
+def change_index(directory, change):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_a_file(tmp_path):
+    write(tmp_path / "x.safetensors", {"a": A, "b": B}, {"format": "np"})
+    checkpoint = ost.open_checkpoint(tmp_path / "x.safetensors")
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()} == {
+        "a": ((4, 3), np.dtype("f4")),
+        "b": ((5,), np.dtype("f4")),
+    }
+    assert checkpoint.metadata == {"format": "np"}
+    assert checkpoint.nbytes == A.nbytes + B.nbytes
+
+
+def test_locations_are_those_of_the_bytes(tmp_path):
+    tensors = {name: random_bits(RNG, (3, 2), dtype) for name, dtype in DTYPES.items()}
+    write(tmp_path / "x.safetensors", tensors)
+    checkpoint = ost.open_checkpoint(tmp_path)
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    for name, array in tensors.items():
+        location = checkpoint.location(name)
+        file, begin = location.file, location.begin
+        assert (file, raw[begin : begin + array.nbytes]) == (0, array.tobytes())
+        assert checkpoint[name].stored_dtype.name == name
+
+
+def test_sub_byte_tensors_are_held_packed(tmp_path):
+    packed = np.arange(16, dtype=np.uint8)
+    spec = safetensors.TensorSpec(
+        dtype="float4_e2m1fn_x2", shape=[2, 8], data_ptr=packed.ctypes.data, data_len=packed.nbytes
+    )
+    (tmp_path / "x.safetensors").write_bytes(safetensors.serialize({"w": spec}))
+    tensor = ost.open_checkpoint(tmp_path)["w"]
+    assert (tensor.stored_dtype.name, tensor.stored_shape) == ("F4", (2, 16))
+    assert (tensor.shape, tensor.dtype) == ((2, 8), np.dtype("u1"))
+
+
+def test_a_directory_without_an_index(tmp_path):
+    write(tmp_path / "one.safetensors", {"a": A})
+    write(tmp_path / "two.safetensors", {"b": B})
+    write(tmp_path / ".hidden.safetensors", {"c": C})
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    checkpoint = ost.open_checkpoint(tmp_path)
+    assert list(checkpoint.tensors) == ["a", "b"]
+    assert [os.path.basename(file.path) for file in checkpoint.files] == ["one.safetensors", "two.safetensors"]
+
+
+def test_a_directory_with_an_index(tmp_path, caplog):
+    write_indexed(tmp_path, [{"a": A}, {"b": B, "c": C}])
+    write(tmp_path / "consolidated.safetensors", {"a": A, "b": B, "c": C})
+    change_index(tmp_path, lambda names: names.pop("c"))
+    with caplog.at_level("INFO"):
+        checkpoint = ost.open_checkpoint(tmp_path)
+    assert sorted(checkpoint.tensors) == ["a", "b"]
+    assert "they are ignored: consolidated.safetensors" in caplog.text
+
+
+def test_files_may_be_links_into_a_cache(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    write_indexed(tmp_path / "blobs", [{"a": A}, {"b": B}])
+    for name in os.listdir(tmp_path / "blobs"):
+        os.rename(tmp_path / "blobs" / name, tmp_path / "blobs" / f"blob-{name}")
+        (tmp_path / "snapshot" / name).symlink_to(f"../blobs/blob-{name}")
+    assert sorted(ost.open_checkpoint(tmp_path / "snapshot").tensors) == ["a", "b"]
+
+
+def test_one_of_several_indexes(tmp_path):
+    write_indexed(tmp_path, [{"a": A}])
+    index = tmp_path / "model.safetensors.index.json"
+    (tmp_path / "model.fp16.safetensors.index.json").write_text("not json")
+    assert list(ost.open_checkpoint(tmp_path).tensors) == ["a"]
+    index.rename(tmp_path / "other.safetensors.index.json")
+    with pytest.raises(ost.IndexFileError, match=r"expected one index, found model\.fp16"):
+        ost.open_checkpoint(tmp_path)
+
+
+def corrupt(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+FAULTS = {
+    "truncated": (
+        lambda d: (write(d / "x.safetensors", {"a": A}), corrupt(d / "x.safetensors")),
+        ost.HeaderError,
+        "x.safetensors",
+    ),
+    "empty file": (lambda d: (d / "x.safetensors").touch(), ost.HeaderError, "x.safetensors"),
+    "name in two files": (
+        lambda d: (write(d / "x.safetensors", {"a": A}), write(d / "y.safetensors", {"a": A})),
+        ost.IndexFileError,
+        "y.safetensors: tensor 'a' is also in .*x.safetensors",
+    ),
+    "a directory with the name of a file": (
+        lambda d: (d / "x.safetensors").mkdir(),
+        ost.StorageError,
+        "is not a regular file",
+    ),
+    "a link to nowhere": (
+        lambda d: (d / "x.safetensors").symlink_to("nowhere"),
+        ost.MissingError,
+        "cannot be opened: No such file",
+    ),
+    "index names a missing file": (
+        lambda d: (write_indexed(d, [{"a": A}, {"b": B}]), (d / "model-00002-of-00002.safetensors").unlink()),
+        ost.MissingError,
+        "model-00002-of-00002.safetensors: is named by the index and missing",
+    ),
+    "file lacks what the index says": (
+        lambda d: (write_indexed(d, [{"a": A}]), write(d / "model-00001-of-00001.safetensors", {"b": B})),
+        ost.IndexFileError,
+        "00001.safetensors: the index says it has 'a', it does not",
+    ),
+    "index puts a tensor into the wrong file": (
+        lambda d: (
+            write_indexed(d, [{"a": A}, {"b": B}]),
+            change_index(d, lambda names: names.update(a=names["b"])),
+        ),
+        ost.IndexFileError,
+        "model-00002-of-00002.safetensors: the index says it has 'a'",
+    ),
+    "index that names nothing": (
+        lambda d: (write_indexed(d, [{"a": A}]), change_index(d, lambda names: names.clear())),
+        ost.IndexFileError,
+        "model.safetensors.index.json: names no tensor",
+    ),
+    "index of 4 TiB": (
+        lambda d: (
+            (d / "model.safetensors.index.json").touch(),
+            os.truncate(d / "model.safetensors.index.json", 2**42),
+        ),
+        ost.IndexFileError,
+        "expected at most 100000000 bytes, found 4398046511104",
+    ),
+    "index that is not json": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{"),
+        ost.IndexFileError,
+        "model.safetensors.index.json",
+    ),
+    **{
+        f"index points to {name!r}": (
+            lambda d, name=name: (write_indexed(d, [{"a": A}]), change_index(d, lambda names: names.update(a=name))),
+            ost.IndexFileError,
+            "model.safetensors.index.json",
+        )
+        for name in ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "gs://b/x.safetensors", "x.bin")
+    },
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_one_typed_error(tmp_path, make, error, message):
+    make(tmp_path)
+    with pytest.raises(error, match=message):
+        ost.open_checkpoint(tmp_path)
+    assert {type(fault) for fault in find_faults(tmp_path)} == {error}
+
+
+def test_an_empty_directory_has_no_faults_but_is_an_error(tmp_path):
+    for call in (ost.open_checkpoint, find_faults):
+        with pytest.raises(ost.StorageError, match="holds no .safetensors file"):
+            call(tmp_path)
+
+
+def test_an_unreadable_file(tmp_path, monkeypatch):
+    """Refused by the system call, because root, as whom tests may run, reads every file."""
+    write(tmp_path / "x.safetensors", {"a": A})
+
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(local.os, "open", refuse)
+    with pytest.raises(ost.StorageError, match=r"x\.safetensors: cannot be opened: Permission denied"):
+        ost.open_checkpoint(tmp_path)
+
+
+def test_faults_are_found_together(tmp_path):
+    write_indexed(tmp_path, [{"a": A}, {"b": B}, {"c": C}])
+    corrupt(tmp_path / "model-00001-of-00003.safetensors")
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    write(tmp_path / "model-00003-of-00003.safetensors", {"d": C})
+    faults = find_faults(tmp_path)
+    assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, ost.IndexFileError]
+
+
+def test_no_such_path_and_remote_paths(tmp_path):
+    with pytest.raises(ost.StorageError, match="cannot be listed: No such file"):
+        ost.open_checkpoint(tmp_path / "missing")
+    with pytest.raises(ost.StorageError, match="ftp://host/x: expected a path or one of s3://"):
+        ost.open_checkpoint("ftp://host/x")
+    with pytest.raises(ost.StorageError, match="cannot be listed: .*null"):
+        ost.open_checkpoint("/tmp/a\0b")
+    with pytest.raises(ost.StorageError, match="cannot be listed: No such file"):
+        ost.open_checkpoint(bytes(tmp_path / "missing"))
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    write(tmp_path / "x.safetensors", {"a": A})
+    corrupt(tmp_path / "x.safetensors")
+    with nothing_left(tmp_path), pytest.raises(ost.HeaderError):
+        ost.open_checkpoint(tmp_path)
+
+
+def test_an_unknown_tensor(tmp_path):
+    write(tmp_path / "x.safetensors", {"a": A})
+    with pytest.raises(ost.TensorMismatchError, match="there is no tensor 'b'"):
+        ost.open_checkpoint(tmp_path)["b"]

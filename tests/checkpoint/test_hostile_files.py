@@ -1,0 +1,276 @@
+"""Files made to take all memory, to keep a process busy, or to fill a log: each is one short error, soon."""
+
+import json
+import time
+import tracemalloc
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, View, stack, tensor
+from orbax_safetensors.mapping.families import FAMILIES
+from tests.support.strategies import file_of
+
+MANY = 10**9
+SIZE = 1_000_000  # characters of what is monstrous in a file here
+LONGEST = 5000  # characters of a message
+MULTIPLE = 12  # of a file's bytes that reading it may take in memory
+SECONDS = 20  # of processor time, on a busy machine
+
+
+def entry(shape="[1]", extra="", dtype='"U8"', offsets="[0,1]"):
+    return f'{{{extra}"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}}}'
+
+
+def times(item, before="[", after="]"):
+    return before + ",".join([item] * (SIZE // (len(item) + 1))) + after
+
+
+def one(fields, name="a"):
+    return {"model.safetensors": file_of(f'{{"{name}":{fields}}}', b"\0")}
+
+
+def with_index(index):
+    return {"model.safetensors": file_of(f'{{"a":{entry()}}}', b"\0"), "model.safetensors.index.json": index.encode()}
+
+
+def with_config(config):
+    return {"model.safetensors": file_of(f'{{"a":{entry()}}}', b"\0"), "config.json": config.encode()}
+
+
+LONG = "n" * SIZE
+PIECES = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": f'{{"a":{{"saved_offsets":[],"x":{times("[]")}}}}}'}
+REFUSED = {
+    "shape of many dimensions": one(entry(times("2"))),
+    "shape of many long dimensions after a 0": one(entry(times("4000", "[0,"))),
+    "shape of lists": one(entry(times("[]"))),
+    "shape of text": one(entry(times('"ab"'))),
+    "offsets of lists": one(entry(offsets=times("[]"))),
+    "many offsets": one(entry(offsets=times("1000"))),
+    "dtype of lists": one(entry(dtype=times("[]"))),
+    "long dtype": one(entry(dtype=f'"{LONG}"')),
+    "long name": one(entry("[2]"), LONG),
+    "long name twice": {"model.safetensors": file_of(f'{{"{LONG}":{entry()},"{LONG}":{entry()}}}', b"\0")},
+    "tensor that is a list": one(times("[]")),
+    "header that is a list": {"model.safetensors": file_of(times("[]"), b"\0")},
+    "long field twice": one(entry(extra=f'"{LONG}":1,"{LONG}":1,')),
+    "long number": one(entry(extra=f'"x":{"9" * SIZE},')),
+    "deep field": one(entry(extra=f'"x":{"[" * SIZE}')),
+    "deep objects": one(entry(extra='"x":' + '{"":' * (SIZE // 4))),
+    "metadata of lists": {
+        "model.safetensors": file_of(f'{{"__metadata__":{{"x":{times("[]")}}},"a":{entry()}}}', b"\0"),
+    },
+    "pieces of lists": {
+        "model.safetensors": file_of(f'{{"__metadata__":{json.dumps(PIECES)},"a":{entry()}}}', b"\0"),
+    },
+    "two files with a long name": {
+        "x.safetensors": file_of(f'{{"{LONG}":{entry()}}}', b"\0"),
+        "y.safetensors": file_of(f'{{"{LONG}":{entry()}}}', b"\0"),
+    },
+    "index with a long tensor": with_index(f'{{"weight_map":{{"{LONG}":"model.safetensors"}}}}'),
+    "index with a long file": with_index(f'{{"weight_map":{{"a":"{LONG}.safetensors"}}}}'),
+    "index with many files": with_index(
+        json.dumps({"weight_map": {f"{n}": f"{n}.safetensors" for n in range(SIZE // 40)}})
+    ),
+    "index of lists": with_index(f'{{"weight_map":{times("[]")}}}'),
+    "index with a file of lists": with_index(f'{{"weight_map":{{"a":{times("[]")}}}}}'),
+    "index with a size of lists": with_index(f'{{"weight_map":{{}},"metadata":{{"total_size":{times("[]")}}}}}'),
+    "deep index": with_index('{"x":' + "[" * SIZE),
+    "deep config": with_config('{"x":' + "[" * SIZE),
+    "config that is a list": with_config(times("0")),
+    "config with a long architecture": with_config(f'{{"architectures":["{LONG}"]}}'),
+    "config with many architectures": with_config(f'{{"architectures":{times("0")}}}'),
+    "config with a long dtype": with_config(f'{{"architectures":["QwQ"],"torch_dtype":"{LONG}"}}'),
+    "config with a long quantisation": with_config(f'{{"quantization_config":{{"quant_method":"{LONG}"}}}}'),
+}
+ACCEPTED = {
+    "field of lists": one(entry(extra=f'"x":{times("[]")},')),
+    "field of objects": one(entry(extra=f'"x":{times("{}")},')),
+    "field of floats": one(entry(extra=f'"x":{times("1.5")},')),
+    "field of text": one(entry(extra=f'"x":{times(json.dumps("ab"))},')),
+    "field of deep lists": one(entry(extra=f'"x":{times("[[[[[[]]]]]]")},')),
+    "shape of ones": one(entry(times("1"))),
+    "index with metadata of lists": with_index(
+        f'{{"weight_map":{{"a":"model.safetensors"}},"metadata":{{"x":{times("[]")}}},"y":{times("[]")}}}'
+    ),
+}
+
+
+def write(directory, files):
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return sum(map(len, files.values()))
+
+
+@pytest.fixture
+def within():
+    """Calls a function, and checks what memory and time it takes."""
+
+    def call(nbytes, function):
+        tracemalloc.start()
+        began = time.process_time()
+        try:
+            return function()
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < MULTIPLE * nbytes + 4 * 2**20
+            assert time.process_time() - began < SECONDS
+
+    return call
+
+
+@pytest.mark.parametrize("files", REFUSED.values(), ids=REFUSED)
+def test_one_short_error(files, tmp_path, within):
+    nbytes = write(tmp_path, files)
+    with pytest.raises(ost.SafetensorsError) as caught:
+        within(nbytes, lambda: ost.open_checkpoint(tmp_path, family="maxtext"))
+    assert 20 < len(str(caught.value)) < LONGEST
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("files", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_the_reference_ignores_is_not_built(files, tmp_path, within):
+    nbytes = write(tmp_path, files)
+    checkpoint = within(nbytes, lambda: ost.open_checkpoint(tmp_path))
+    assert list(checkpoint.tensors) == ["a"]
+
+
+def test_a_shape_of_many_dimensions_is_one_short_error_of_a_restore(tmp_path, within):
+    nbytes = write(tmp_path, ACCEPTED["shape of ones"])
+    with pytest.raises(ost.TensorMismatchError, match="cannot be held") as caught:
+        within(8 * nbytes, lambda: restore(tmp_path))
+    assert len(str(caught.value)) < LONGEST
+
+
+def restore(directory, **arguments):
+    return ocp.Checkpointer(ost.SafetensorsHandler()).restore(directory, args=ost.SafetensorsRestore(**arguments))
+
+
+def test_a_request_for_long_names_is_one_short_error(tmp_path):
+    write(tmp_path, one(entry()))
+    with pytest.raises(ost.TensorMismatchError) as caught:
+        restore(tmp_path, restore_args={LONG: ocp.RestoreArgs()})
+    assert len(str(caught.value)) < LONGEST
+
+
+def test_a_message_that_is_too_long_loses_its_middle():
+    message = str(ost.StorageError(f"file: {LONG}: expected 1, found 2"))
+    assert message.startswith("file: nnn")
+    assert message.endswith("nnn: expected 1, found 2")
+    assert f"({SIZE + len('file: : expected 1, found 2') - 4000} characters)" in message
+
+
+# Descriptions of families.
+
+
+def sizes(**changes):
+    return {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "num_nextn_predict_layers": 1,
+        **changes,
+    }
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with a tensor that any model has."""
+    directory = tmp_path / "model"
+    stored = {"model.norm.weight": np.zeros(64, np.float32)}
+    ocp.Checkpointer(ost.SafetensorsHandler()).save(directory, args=ost.SafetensorsSave(stored))
+    return directory
+
+
+QUANTITIES = ["num_hidden_layers", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers"]
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize(
+    "key", [*QUANTITIES, "num_attention_heads", "vocab_size", "hidden_size", "first_k_dense_replace"]
+)
+def test_a_config_of_a_huge_model_is_refused_soon(model, family, key, monkeypatch):
+    monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 5000)
+    (model / "config.json").write_text(json.dumps(sizes(**{key: MANY})))
+    began = time.process_time()
+    with pytest.raises(ost.MappingError) as caught:
+        ost.open_checkpoint(model, family=family)
+    assert time.process_time() - began < SECONDS
+    message = str(caught.value)
+    assert len(message) < LONGEST
+    if "more than" in message:
+        assert f"{key} = {MANY}" in message
+        assert family in message
+
+
+def many(config):
+    return {"all": stack([tensor(f"t.{number}", (1,)) for number in range(config["num_things"])])}
+
+
+MANY_THINGS = Family("toy.many", ("ToyForCausalLM",), many)
+EXPECTED = r"toy.many: the tree of this config.json \(num_things = 1000000000\) is made of more than 250000 tensors"
+
+
+def test_a_family_of_a_user_is_bounded_too(model, tmp_path):
+    config = {"num_things": MANY}
+    (model / "config.json").write_text(json.dumps(config))
+    target = {"all": ocp.ArrayRestoreArgs()}
+    for call in (
+        lambda: ost.open_checkpoint(model, family=MANY_THINGS),
+        lambda: ost.plan_restore(model, target, family=MANY_THINGS),
+        lambda: ost.convert(model, tmp_path / "converted", to="orbax", family=MANY_THINGS),
+    ):
+        with pytest.raises(ost.MappingError, match=f"{EXPECTED}.* and the checkpoint has 1$"):
+            call()
+    with pytest.raises(ost.MappingError, match=EXPECTED):
+        ocp.Checkpointer(ost.SafetensorsHandler(family=MANY_THINGS)).save(
+            tmp_path / "saved", args=ost.SafetensorsSave({"all": np.zeros((3, 1))}, config=config)
+        )
+
+
+def test_a_tree_may_be_made_of_a_multiple_of_many_stored_tensors(monkeypatch):
+    monkeypatch.setattr("orbax_safetensors.mapping.family._MOST_TENSORS", 10)
+
+    def bind(name, shape):
+        return View.tensor(name, shape, np.dtype("f4"))
+
+    MANY_THINGS.describe({"num_things": 400}, {}, bind, stored=100)
+    with pytest.raises(ost.MappingError, match="more than 400 tensors, 't.400' among them, and the checkpoint has 100"):
+        MANY_THINGS.describe({"num_things": 401}, {}, bind, stored=100)
+
+
+# Orbax's own files.
+
+
+@pytest.mark.parametrize(
+    "content",
+    [f'{{"tree_metadata":{times("[]")}}}', '{"tree_metadata":' + "[" * SIZE, times("{}"), f'"{LONG}"'],
+    ids=["lists", "deep", "objects", "text"],
+)
+@pytest.mark.parametrize("file", ["_METADATA", "_sharding", "_CHECKPOINT_METADATA"])
+def test_metadata_of_orbax(file, content, tmp_path, within):
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "step", {"a": np.ones(3)})
+    (tmp_path / "step" / file).write_text(content)
+    with pytest.raises(ost.SafetensorsError) as caught:
+        within(len(content), lambda: ost.convert(tmp_path / "step", tmp_path / "out", to="safetensors"))
+    assert len(str(caught.value)) < LONGEST

@@ -1,0 +1,658 @@
+"""Conversions and reshards of whole checkpoints, with MaxText's own files, stock Orbax and NumPy as oracles."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.format.header import Header
+from orbax_safetensors.orbax_store import open_orbax
+from orbax_safetensors.orbax_store.leaf import ARRAYS
+from orbax_safetensors.streaming import bundles
+from tests.support.files import random_bits, write, write_indexed
+from tests.support.roots import TESTDATA
+
+MODELS = sorted(path.name for path in (TESTDATA / "maxtext").iterdir() if path.is_dir())
+# Whose values are scaled or offset on the way, so that rounding keeps the way back from being exact.
+ROUNDED = ("gemma2", "gemma3", "llama3.1")
+ORBAX = {"deepseek3_scanned": "deepseek3", "qwen3_unscanned": "qwen3"}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SMALL = 40_000  # bytes of memory with which everything takes many tiles
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+def variant_of(model, scanned=True):
+    return {"scan_layers": scanned} | ({"mtp": True} if model.endswith("mtp") else {})
+
+
+def restored(path):
+    """What stock Orbax has of a checkpoint: the tree, and its arrays by name."""
+    tree = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path)
+    arrays = {
+        jax.tree_util.keystr(at, simple=True, separator="."): leaf
+        for at, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    return tree, arrays
+
+
+def tensors(path):
+    return ost.SafetensorsHandler().restore(epath.Path(path))
+
+
+def same_bits(found, expected):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.tobytes() == expected.tobytes()
+
+
+def all_same(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name in expected:
+        same_bits(found[name], expected[name])
+
+
+def of_maxtext(model, scanned):
+    """MaxText's own arrays, by the names that they have in its checkpoints."""
+    with np.load(TESTDATA / "maxtext" / model / f"mt_{'scanned' if scanned else 'unscanned'}.npz") as arrays:
+        return {f"params.{key.replace('-', '.')}": arrays[key] for key in arrays}
+
+
+@pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_maxtext_there_and_back(model, scanned, memory_bytes, tmp_path):
+    hf = TESTDATA / "maxtext" / model / "hf"
+    result = ost.convert(
+        hf,
+        tmp_path / "orbax",
+        to="orbax",
+        family="maxtext",
+        variant=variant_of(model, scanned),
+        memory_bytes=memory_bytes,
+    )
+    assert result.path == str(tmp_path / "orbax" / "0")
+    tree, arrays = restored(tmp_path / "orbax" / "0" / "items")
+    assert arrays.pop("step") == 0
+    assert sorted(tree) == ["opt_state", "params", "step"]
+    all_same(arrays, of_maxtext(model, scanned))
+    assert result.nbytes == sum(array.nbytes for array in arrays.values())
+    assert open_orbax(tmp_path / "orbax").custom_metadata == {"scan_layers": scanned}
+
+    variant = {key: value for key, value in variant_of(model).items() if key != "scan_layers"}
+    back = ost.convert(
+        tmp_path / "orbax",
+        tmp_path / "back",
+        to="safetensors",
+        family="maxtext",
+        variant=variant,
+        config=hf,
+        memory_bytes=memory_bytes,
+    )
+    assert back.path == str(tmp_path / "back")
+    assert ost.verify(tmp_path / "back") == []
+    found, expected = tensors(tmp_path / "back"), tensors(hf)
+    left_out = {name for name in expected if ".4.embed_tokens" in name or "shared_head" in name}
+    assert expected.keys() - found.keys() == left_out
+    if model not in ROUNDED:
+        all_same(found, {name: array for name, array in expected.items() if name not in left_out})
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize("name", list(ORBAX))
+def test_what_maxtext_wrote_becomes_the_tensors_it_was_made_of(name, tmp_path):
+    hf = TESTDATA / "maxtext" / ORBAX[name] / "hf"
+    ost.convert(TESTDATA / "orbax" / name, tmp_path / "hf", to="safetensors", family="maxtext", config=hf)
+    all_same(tensors(tmp_path / "hf"), tensors(hf))
+
+
+@pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        ({"fsdp": 2}, {"kernel|embedding": ("fsdp",)}),
+        ({"fsdp": 2, "tensor": 4}, {"embedding": ("fsdp", "tensor"), "mlp": (None, None, ("fsdp", "tensor"))}),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("name", list(ORBAX))
+def test_reshard_of_what_maxtext_wrote(name, mesh, spec, memory_bytes, tmp_path):
+    if name == "qwen3_unscanned" and spec:
+        spec = {"embedding": ("fsdp",), "wi_0": (None, "fsdp")}
+    source = open_orbax(TESTDATA / "orbax" / name)
+    ost.reshard(TESTDATA / "orbax" / name, tmp_path, mesh=mesh, spec=spec, memory_bytes=memory_bytes)
+    found = open_orbax(tmp_path)
+    assert (found.step, found.custom_metadata) == (source.step, source.custom_metadata)
+    arrays = restored(tmp_path / "0" / "items")[1]
+    assert arrays.pop("step") == 0
+    all_same(arrays, of_maxtext(ORBAX[name], name.endswith("_scanned")))
+    for leaf_name in arrays:
+        leaf = found.leaves[leaf_name]
+        if mesh is None:
+            assert leaf.sharding == source.leaves[leaf_name].sharding
+        else:
+            assert dict(zip(leaf.sharding.axis_names, leaf.sharding.shape, strict=True)) == mesh
+
+
+def test_resharded_chunks_are_shards(tmp_path, mesh):
+    arrays = {"a": random_bits(np.random.default_rng(0), (16, 8, 12), BF16), "b": np.arange(6, dtype=np.float32)}
+    there = {"a": jax.device_put(arrays["a"], NamedSharding(mesh, P("x"))), "b": jax.numpy.asarray(arrays["b"])}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "from" / "7" / "default", there)
+    ost.reshard(
+        tmp_path / "from" / "7" / "default", tmp_path / "to", mesh={"fsdp": 4}, spec={"^a$": (None, None, "fsdp")}
+    )
+    found = open_orbax(tmp_path / "to")
+    assert found.step == 7
+    assert found.path == str(tmp_path / "to" / "7" / "default")
+    assert found.leaves["a"].chunk_shape == (16, 8, 3)
+    target = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("fsdp",)), P(None, None, "fsdp"))
+    item = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
+        found.path,
+        args=ocp.args.PyTreeRestore(
+            restore_args={"a": ocp.ArrayRestoreArgs(sharding=target), "b": ocp.RestoreArgs(restore_type=np.ndarray)}
+        ),
+    )
+    all_same(item, arrays)
+
+
+def checkpoint(path, **more):
+    rng = np.random.default_rng(0)
+    path.mkdir(parents=True)
+    parts = [
+        {"layers.0.w": random_bits(rng, (24, 16), BF16), "layers.0.b": random_bits(rng, (16,), np.dtype("f4"))},
+        {"layers.1.w": random_bits(rng, (24, 16), BF16), "scalar": random_bits(rng, (), np.dtype("f4")), **more},
+    ]
+    write_indexed(path, parts)
+    (path / "config.json").write_text('{"quantization_config": 1}')
+    (path / "tokenizer.json").write_text("{}")
+    (path / "README.md").write_text("-")
+    return {name: array for part in parts for name, array in part.items()}
+
+
+@pytest.mark.parametrize("memory_bytes", [400, 1 << 30])
+def test_safetensors_are_laid_out_anew(tmp_path, memory_bytes):
+    arrays = checkpoint(tmp_path / "from", empty=np.zeros((0, 3), np.float32))
+    ost.reshard(tmp_path / "from", tmp_path / "one", memory_bytes=memory_bytes)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    all_same(tensors(tmp_path / "one"), arrays)
+    ost.reshard(tmp_path / "from", tmp_path / "many", max_file_bytes=800, memory_bytes=memory_bytes)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) == 3
+    assert (tmp_path / "many" / "config.json").read_text() == '{"quantization_config": 1}'
+    all_same(tensors(tmp_path / "many"), arrays)
+
+
+@pytest.mark.parametrize("memory_bytes", [400, 1 << 30])
+def test_safetensors_in_a_file_for_each_device(tmp_path, memory_bytes):
+    arrays = checkpoint(tmp_path / "from", empty=np.zeros((0, 3), np.float32))
+    ost.reshard(
+        tmp_path / "from",
+        tmp_path / "to",
+        mesh={"x": 2, "y": 4},
+        spec={"w": ("x", "y"), "b": ("y",)},
+        memory_bytes=memory_bytes,
+    )
+    assert len(list((tmp_path / "to").glob("shard-0000?-model-00001-of-00001.safetensors"))) == 8
+    all_same(tensors(tmp_path / "to"), arrays)
+    assert ost.verify(tmp_path / "to") == []
+    # Each device's shard is one range.
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    target = {"layers.0.w": jax.ShapeDtypeStruct((24, 16), BF16, sharding=NamedSharding(mesh, P("x", "y")))}
+    plan = ost.plan_restore(tmp_path / "to", target, process_count=8)
+    assert [process.num_requests for process in plan.processes] == [1] * 8
+
+
+def test_names_are_kept_without_a_family(tmp_path):
+    arrays = checkpoint(tmp_path / "from")
+    ost.convert(tmp_path / "from", tmp_path / "orbax", to="orbax", step=3)
+    all_same(restored(tmp_path / "orbax" / "3" / "items")[0], arrays)
+    ost.convert(tmp_path / "orbax", tmp_path / "back", to="safetensors")
+    all_same(tensors(tmp_path / "back"), arrays)
+    assert not (tmp_path / "back" / "config.json").exists()
+
+
+def test_casts(tmp_path):
+    arrays = {
+        "w": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),
+        "b": np.ones(3, np.float32),
+        "n": np.arange(3),
+    }
+    write(tmp_path / "model.safetensors", arrays)
+    ost.convert(tmp_path / "model.safetensors", tmp_path / "all", to="orbax", dtype="bfloat16")
+    found = restored(tmp_path / "all" / "0" / "items")[0]
+    same_bits(found["w"], arrays["w"].astype(BF16))
+    same_bits(found["b"], arrays["b"].astype(BF16))
+    assert open_orbax(tmp_path / "all").leaves["n"].dtype == np.int64
+    ost.convert(tmp_path / "model.safetensors", tmp_path / "some", to="orbax", dtype={"^w": np.float16, "": np.float32})
+    assert {name: leaf.dtype.name for name, leaf in open_orbax(tmp_path / "some").leaves.items()} == {
+        "w": "float16",
+        "b": "float32",
+        "n": "int64",
+    }
+    ost.convert(tmp_path / "some", tmp_path / "back", to="safetensors", dtype={"w": np.float32})
+    same_bits(tensors(tmp_path / "back")["w"], arrays["w"].astype(np.float16).astype(np.float32))
+
+
+def test_what_is_beside_comes_along(tmp_path):
+    shutil.copytree(TESTDATA / "maxtext" / "qwen3" / "hf", tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "weights.bin"):
+        (tmp_path / "hf" / name).write_text(name)
+    source = TESTDATA / "orbax" / "qwen3_unscanned"
+    ost.convert(source, tmp_path / "to", to="safetensors", family="maxtext", config=tmp_path / "hf")
+    assert (tmp_path / "to" / "tokenizer.model").read_text() == "tokenizer.model"
+    assert not (tmp_path / "to" / "weights.bin").exists()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert json.loads((tmp_path / "to" / "config.json").read_text()) == config
+    for number, given in enumerate((config, tmp_path / "hf" / "config.json")):
+        ost.convert(source, tmp_path / str(number), to="safetensors", family="maxtext", config=given)
+        assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_disk_that_is_full(tmp_path):
+    checkpoint(tmp_path / "from", large=np.zeros((64, 1 << 14), np.uint8))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
+    try:
+        with pytest.raises(ost.StorageError, match="No space left"):
+            ost.reshard(tmp_path / "from", disk / "to", memory_bytes=100_000)
+        with pytest.raises(ost.StorageError, match=r"(?i)no space left"):
+            ost.convert(tmp_path / "from", disk / "orbax", to="orbax", memory_bytes=100_000, compression=False)
+        assert sorted(path.name for path in disk.iterdir()) == ["orbax", "to.partial"]
+        with pytest.raises(ost.StorageError, match="finished"):
+            open_orbax(disk / "orbax")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
+        ({"to": "safetensors"}, "is no checkpoint of Orbax; reshard lays out safetensors files anew"),
+        ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype of files, found 'int5'"),
+        ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype of files, found 'int8'"),
+        ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
+        ({"to": "orbax", "dtype": {"(": "float16"}}, "no regular expression"),
+        ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
+        ({"to": "orbax", "memory_bytes": True}, "memory_bytes is True"),
+        ({"to": "orbax", "like": {"w": np.zeros(3)}}, "like: expected a tree with shardings"),
+        ({"to": "orbax", "mesh": {"x": 2}, "like": {"w": np.zeros(3)}}, "pass like alone"),
+        ({"to": "orbax", "config": {"a": 1}}, "config is not for to='orbax'"),
+        ({"to": "safetensors", "step": 1}, "step is not for to='safetensors'"),
+        ({"to": "safetensors", "mesh": {"x": 2}}, "mesh is not for to='safetensors'"),
+        ({"to": "safetensors", "compression": False}, "compression is not for to='safetensors'"),
+        ({"to": "orbax", "step": -1}, "step is -1, must be an integer of at least 0"),
+        ({"to": "orbax", "step": "0"}, "step is '0', must be an integer"),
+        ({"to": "orbax", "spec": {"w": ("x",)}}, "pass mesh"),
+        ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "24 does not divide by 5"),
+        ({"to": "orbax", "mesh": {"x": 2}, "spec": {"kernle": ("x",)}}, "spec: 'kernle' is found in none of the"),
+        ({"to": "orbax", "mesh": {"x": 2}, "spec": {"w": (1,)}}, "expected a tuple of axes and None, found"),
+        ({"to": "orbax", "dtype": {"kernle": "float16"}}, "dtype: 'kernle' is found in none of the"),
+        ({"to": "orbax", "family": "maxtext"}, "no family is for"),
+        ({"to": "orbax", "variant": {"scan_layers": True}}, "for a family"),
+        ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path, arguments, message):
+    checkpoint(tmp_path / "from")
+    with pytest.raises(ost.SafetensorsError, match=message):
+        ost.convert(tmp_path / "from", tmp_path / "to", **arguments)
+    assert not (tmp_path / "to" / "0").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("safetensors", {"compression": False}, "compression is not for safetensors"),
+        ("safetensors", {"mesh": {"x": 2}, "max_file_bytes": 100}, "max_file_bytes is not for a mesh"),
+        ("orbax", {"max_file_bytes": 100}, "max_file_bytes is not for checkpoints of Orbax"),
+    ],
+)
+def test_arguments_of_a_reshard_that_do_not_fit(tmp_path, kind, arguments, message):
+    checkpoint(tmp_path / "safetensors")
+    source = tmp_path / "safetensors" if kind == "safetensors" else TESTDATA / "orbax" / "qwen3_unscanned"
+    with pytest.raises(ost.SafetensorsError, match=message):
+        ost.reshard(source, tmp_path / "to", **arguments)
+
+
+def test_a_target_says_the_chunks(tmp_path):
+    """As it is given to a restore, of JAX or of Orbax, with a mesh whose devices need not be there."""
+    arrays = checkpoint(tmp_path / "from")
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    shardings = {name: NamedSharding(mesh, P("x") if array.ndim else P()) for name, array in arrays.items()}
+    target = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+    target = {name: leaf.update(sharding=shardings[name]) for name, leaf in target.items()}
+    args = {name: ocp.ArrayRestoreArgs(sharding=sharding) for name, sharding in shardings.items()}
+    sharded = [name for name, array in arrays.items() if array.ndim]
+    by_hand = {"mesh": mesh, "spec": {f"^{name}$": P("x") for name in sharded}}
+    for number, asked in enumerate(({"like": target}, {"like": args}, by_hand)):
+        ost.convert(tmp_path / "from", tmp_path / str(number), to="orbax", **asked)
+        found = open_orbax(tmp_path / str(number)).leaves
+        for name, array in arrays.items():
+            assert found[name].chunk_shape == ((array.shape[0] // 2, *array.shape[1:]) if array.ndim else ())
+            assert found[name].sharding.shape.tolist() == [2, 4]
+
+
+def test_targets_that_do_not_fit(tmp_path):
+    checkpoint(tmp_path / "from")
+    one, other = (NamedSharding(AbstractMesh((size,), ("x",)), P("x")) for size in (2, 4))
+    third = NamedSharding(AbstractMesh((3,), ("x",)), P(None, "x"))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.ShapeDtypeStruct((24, 40), np.float32, sharding=one)
+    for like, message in (
+        ({"v": leaf, "w": leaf.update(sharding=other)}, "like: 'w': is over the mesh {'x': 4}, others are over"),
+        ({"w": leaf.update(sharding=device)}, "like: 'w': expected a sharding over a mesh"),
+        ({"other": leaf}, r"^like: 'other' is none of the 4 names of arrays, such as 'layers.0.b'$"),
+        ({"layers.0.w": leaf.update(sharding=third)}, r"^like: 'layers.0.w' of shape .*: 16 does not divide by 3$"),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            ost.reshard(tmp_path / "from", tmp_path / "to", like=like)
+
+
+def test_the_target_of_a_whole_training_state(tmp_path):
+    """Of which some leaves are no arrays, and stay what they are."""
+    source = TESTDATA / "orbax" / "qwen3_unscanned"
+    mesh = AbstractMesh((2,), ("x",))
+
+    def target(leaf):
+        leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*["x"] * (leaf.ndim > 1))))
+
+    like = jax.tree.map(target, restored(open_orbax(source).path)[0])
+    assert "step" in like
+    assert ost.plan_reshard(source, tmp_path / "to", like=like).total_bytes > 0
+    ost.reshard(source, tmp_path / "to", like=like)
+    for leaf in open_orbax(tmp_path / "to").leaves.values():
+        if leaf.kind in ARRAYS:
+            assert leaf.sharding.partition_spec == (("x",) if len(leaf.shape) > 1 else ())
+    like["step"] = target(np.zeros((2, 2)))
+    with pytest.raises(ost.TensorMismatchError, match="^like: 'step' is none of the 35 names of arrays"):
+        ost.plan_reshard(source, tmp_path / "to", like=like)
+
+
+def test_what_safetensors_have_no_dtype_for(tmp_path):
+    tree = {"w": np.ones((2, 2), ml_dtypes.int4)}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
+    with pytest.raises(ost.TensorMismatchError, match="'w': dtype: expected one that safetensors can store"):
+        ost.convert(tmp_path, tmp_path / "to", to="safetensors")
+
+
+@pytest.mark.parametrize("arguments", [(None, "to"), ("from", ""), (b"from", "to"), ("from", 3)])
+def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "from")
+    with pytest.raises(ost.SafetensorsError, match="must be a path or a URL"):
+        ost.reshard(*arguments)
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs:///", "s3:///key", "hf://", "https://"])
+def test_urls_of_nothing(url, tmp_path):
+    checkpoint(tmp_path / "from")
+    for call in (ost.convert, ost.plan_convert):
+        for to in ("orbax", "safetensors"):
+            for arguments in ((url, tmp_path / "to"), (tmp_path / "from", url)):
+                with pytest.raises(ost.StorageError, match=f"^{url}: expected a name after {url.partition('/')[0]}//$"):
+                    call(*arguments, to=to)
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (ost.reshard, ost.plan_reshard):
+        with pytest.raises(ost.StorageError, match="^to: is in the working directory, which was deleted$"):
+            call(tmp_path / "from", "to")
+
+
+CALLS = {
+    "to orbax": partial(ost.convert, to="orbax"),
+    "to safetensors": partial(ost.convert, to="safetensors"),
+    "anew": ost.reshard,
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_not_there(call, tmp_path):
+    with pytest.raises(ost.StorageError, match="nowhere: cannot be listed: No such file or directory"):
+        CALLS[call](tmp_path / "nowhere", tmp_path / "to")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"# A page\nof text\n", b"PK\3\4\x14\0\0\0\0\0", b"GGUF\3\0\0\0\0"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_another_file(call, content, tmp_path):
+    (tmp_path / "from").write_bytes(content)
+    with pytest.raises(ost.HeaderError, match="from: is no safetensors file: expected a"):
+        CALLS[call](tmp_path / "from", tmp_path / "to")
+
+
+def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    monkeypatch.setattr(bundles, "_MAX_BUNDLES", 10)
+    with pytest.raises(ost.SafetensorsError, match="memory_bytes is 100, too little"):
+        ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=100)
+
+
+def test_patterns_that_nothing_is_called_like(tmp_path):
+    checkpoint(tmp_path / "from")
+    for source in (tmp_path / "from", TESTDATA / "orbax" / "qwen3_unscanned"):
+        with pytest.raises(ost.TensorMismatchError, match="spec: 'kernle' is found in none of the"):
+            ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_patterns_that_come_too_late(planned, tmp_path):
+    checkpoint(tmp_path / "from")
+    convert, reshard = (ost.plan_convert, ost.plan_reshard) if planned else (ost.convert, ost.reshard)
+    too_late = {"mesh": {"x": 2}, "spec": {"w|embedding": ("x",), "kernel|b$": (), "w$|embedding$": (None, "x")}}
+    message = r"spec: 'w\$\|embedding\$' is not used: an earlier one is for all \d arrays that it is found in"
+    for call, source, asked in (
+        (convert, tmp_path / "from", {"to": "orbax", **too_late}),
+        (reshard, tmp_path / "from", too_late),
+        (reshard, TESTDATA / "orbax" / "qwen3_unscanned", too_late),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            call(source, tmp_path / "to", **asked)
+    message = r"dtype: 'w' is not used: an earlier one is for all \d floating-point arrays that it is found in"
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
+    assert not (tmp_path / "to").exists()
+
+
+def test_names_of_maxtext_are_those_of_its_tree(tmp_path):
+    """In a spec, in casts, and in a tree that says the shardings: that with which a restore is planned."""
+    hf = TESTDATA / "maxtext" / "qwen3" / "hf"
+    leaves = ost.open_checkpoint(hf, family="maxtext").leaves
+    (name,) = (name for name in leaves if name.endswith("embedding"))
+    assert name == "params.token_embedder.embedding"
+    vocabulary, width = leaves[name].shape
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P("x"))
+    like: dict = {}
+    for path, view in leaves.items():
+        own = sharding if path == name else NamedSharding(sharding.mesh, P())
+        node = like
+        for part in path.split(".")[:-1]:
+            node = node.setdefault(part, {})
+        node[path.split(".")[-1]] = jax.ShapeDtypeStruct(view.shape, view.dtype, sharding=own)
+    assert ost.plan_restore(hf, like, family="maxtext").total_params > 0
+    for number, asked in enumerate(({"mesh": {"x": 4}, "spec": {f"^{name}$": ("x",)}}, {"like": like})):
+        asked |= {"to": "orbax", "family": "maxtext", "dtype": {f"^{name}$": "float16"}}
+        assert ost.plan_convert(hf, tmp_path / str(number), **asked).num_chunks == len(leaves) + 3
+        ost.convert(hf, tmp_path / str(number), **asked)
+        found = open_orbax(tmp_path / str(number)).leaves[f"params.{name}"]
+        assert (found.chunk_shape, found.dtype) == ((vocabulary // 4, width), np.float16)
+    with pytest.raises(ost.TensorMismatchError, match=r"found in none of the 13 names of arrays, such as 'params\."):
+        ost.convert(hf, tmp_path / "to", to="orbax", family="maxtext", mesh={"x": 4}, spec={f"^params.{name}$": ("x",)})
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("source", ["elsewhere", "new.partial", "new.partial/files"])
+def test_what_is_no_draft_is_never_deleted(tmp_path, source, resume):
+    """Not even a source that is called like one."""
+    checkpoint(tmp_path / source)
+    (tmp_path / "new.partial").mkdir(exist_ok=True)
+    (tmp_path / "new.partial" / "mine").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    message = "is no unfinished conversion" if source == "elsewhere" else "which is what becomes"
+    with pytest.raises(ost.StorageError, match=message):
+        ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_destination_in_its_source(tmp_path):
+    shutil.copytree(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "from")
+    inside = Path(open_orbax(tmp_path / "from").path) / "to"
+    with pytest.raises(ost.StorageError, match="is in the source"):
+        ost.convert(tmp_path / "from", inside, to="safetensors")
+    with pytest.raises(ost.StorageError, match="is in the source"):
+        ost.reshard(tmp_path / "from", inside)
+    assert not inside.exists()
+
+
+def test_elements_that_share_bytes_are_not_cut(tmp_path):
+    header = Header.layout([("f4", DTYPES["F4"], (4, 8)), ("w", DTYPES["F32"], (4, 2))], {}, alignment=8)
+    data = bytes(range(48))
+    (tmp_path / "model.safetensors").write_bytes(header.encode() + data)
+    with pytest.raises(ost.TensorMismatchError, match="'f4': elements of F4 share bytes"):
+        ost.reshard(tmp_path / "model.safetensors", tmp_path / "to", mesh={"x": 2}, spec={"": ("x",)})
+    ost.reshard(tmp_path / "model.safetensors", tmp_path / "to", mesh={"x": 2}, spec={"w": ("x",)})
+    found = ost.SafetensorsHandler().restore(epath.Path(tmp_path / "to"))
+    assert found["w"].tobytes() + found["f4"].tobytes() == data  # wide elements come first
+
+
+def test_what_safetensors_cannot_hold_is_told(tmp_path, caplog):
+    tree = {"w": np.ones(3, np.float32), "name": "a model", "key": jax.random.key(0)}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
+    with caplog.at_level("WARNING", "orbax_safetensors.convert.decide"):
+        ost.convert(tmp_path, tmp_path / "to", to="safetensors")
+    assert "strings are left out: ['name']" in caplog.text
+    assert "random keys become their data: ['key']" in caplog.text
+    assert sorted(tensors(tmp_path / "to")) == ["key", "w"]
+
+
+def test_a_config_says_what_all_is_cast_to(tmp_path):
+    asked = {"to": "safetensors", "family": "maxtext", "config": TESTDATA / "maxtext" / "qwen3" / "hf"}
+    source = TESTDATA / "orbax" / "qwen3_unscanned"
+    ost.convert(source, tmp_path / "all", dtype="float16", **asked)
+    ost.convert(source, tmp_path / "some", dtype={"norm": "float16"}, **asked)
+    config = json.loads((TESTDATA / "maxtext" / "qwen3" / "hf" / "config.json").read_text())
+    (key,) = {"dtype", "torch_dtype"} & set(config)
+    assert json.loads((tmp_path / "all" / "config.json").read_text()) == config | {key: "float16"}
+    assert json.loads((tmp_path / "some" / "config.json").read_text()) == config
+
+
+def test_a_family_needs_a_config(tmp_path):
+    with pytest.raises(ost.MappingError, match="pass config"):
+        ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")
+
+
+def test_configs_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    for name, error, message in (
+        ("none.json", ost.StorageError, "none.json: cannot be opened: No such file or directory"),
+        ("nowhere", ost.StorageError, "nowhere/config.json: cannot be opened: No such file or directory"),
+        ("broken.json", ost.MappingError, "broken.json: is not JSON: "),
+    ):
+        with pytest.raises(error, match=f"^{tmp_path}/{message}"):
+            ost.convert(
+                TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", config=tmp_path / name
+            )
+
+
+def test_orbax_to_orbax_is_a_reshard(tmp_path):
+    with pytest.raises(ost.SafetensorsError, match="reshard makes another checkpoint"):
+        ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path, to="orbax")
+    with pytest.raises(ost.SafetensorsError, match="max_file_bytes is 0"):
+        checkpoint(tmp_path / "from")
+        ost.reshard(tmp_path / "from", tmp_path / "to", max_file_bytes=0)
+    with pytest.raises(ost.StorageError):
+        ost.reshard(tmp_path / "nothing", tmp_path / "to")
+
+
+def test_chunks_of_a_resharded_checkpoint_belong_to_one_shard_each(tmp_path):
+    ost.reshard(TESTDATA / "orbax" / "deepseek3_scanned", tmp_path, mesh={"x": 8}, spec={"wi|wo": (None, None, "x")},
+                memory_bytes=40_000)  # fmt: skip
+    found = open_orbax(tmp_path)
+    cut = 0
+    for name, leaf in found.leaves.items():
+        if "wi" in name or "wo" in name:
+            shard = (*leaf.shape[:2], leaf.shape[2] // 8, *leaf.shape[3:])
+            assert all(own % chunk == 0 for own, chunk in zip(shard, leaf.chunk_shape, strict=True))
+            cut += shard != leaf.chunk_shape
+    assert cut
+
+
+def test_what_happens_is_told(tmp_path, caplog):
+    arrays = checkpoint(tmp_path / "from")
+    total = sum(array.nbytes for array in arrays.values())
+    told = []
+    with caplog.at_level("INFO"):
+        result = ost.convert(
+            tmp_path / "from", tmp_path / "to", to="orbax", memory_bytes=2000, progress=lambda *now: told.append(now)
+        )
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert len(told) > 3
+    assert result.nbytes == total
+    assert result.requests > len(arrays)
+    assert result.peak_bytes > 1 << 20
+    assert json.loads(json.dumps(result.to_json()))["path"] == str(tmp_path / "to" / "0")
+    assert f"{total} bytes" in caplog.text
+
+
+@pytest.mark.parametrize("memory_bytes", [60_000, 1 << 30])
+def test_quantised_tensors_are_decoded(tmp_path, memory_bytes):
+    """As a restore through the family decodes them, which is compared with NumPy elsewhere."""
+    rng = np.random.default_rng(5)
+    stored = {}
+    for name in ("a", "b"):
+        stored[f"{name}.weight"] = random_bits(rng, (96, 80), np.dtype(ml_dtypes.float8_e4m3fn))
+        stored[f"{name}.weight_scale_inv"] = rng.standard_normal((3, 2)).astype(np.float32)
+    (tmp_path / "from").mkdir()
+    write(tmp_path / "from" / "model.safetensors", stored)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48]}
+    (tmp_path / "from" / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+    def tree(config):
+        own = [ost.mapping.tensor(f"{name}.weight", (96, 80)).T for name in "ab"]
+        return {"w": ost.mapping.stack(own, axis=1)}
+
+    family = ost.mapping.Family("toy.stack", (), tree)
+    handler = ost.SafetensorsHandler(family=family)
+    expected = handler.restore(epath.Path(tmp_path / "from"))
+    ost.convert(tmp_path / "from", tmp_path / "to", to="orbax", family=family, memory_bytes=memory_bytes)
+    found = open_orbax(tmp_path / "to").value("w")
+    assert found.dtype == BF16
+    same_bits(found, expected["w"])
+
+
+def test_the_most_memory_is_that_of_this_program_alone(tmp_path):
+    """Not of a larger one that has started it."""
+    checkpoint(tmp_path / "from")
+    starter = "import subprocess, sys; large = b'x' * (1 << 30); sys.exit(subprocess.call(sys.argv[1:]))"
+    convert = "import sys; import orbax_safetensors as ost; print(ost.reshard(*sys.argv[1:]).peak_bytes)"
+    argv = [sys.executable, "-c", starter, sys.executable, "-c", convert, tmp_path / "from", tmp_path / "to"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert 1 << 20 < int(done.stdout) < 1 << 30

@@ -1,0 +1,303 @@
+"""Links that cannot be made, and links that are killed: one error, nothing lost, and nothing half made."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.link import run
+from orbax_safetensors.link.staging import Staging
+from orbax_safetensors.storage.lock import Lock
+from tests.support.files import nothing_left
+from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+
+PLACES = pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
+MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
+
+
+def content(directory):
+    """All files below a directory, by path; what a link is to is its content."""
+    return {
+        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make(tmp_path / "model")
+
+
+def refused(error, message, *args, **keywords):
+    """A link that fails, and leaves no descriptor open."""
+    with nothing_left(tempfile.gettempdir()), pytest.raises(error, match=message):
+        ost.link(*args, **keywords)
+
+
+# --- what is refused before anything is written ---
+
+
+@pytest.mark.parametrize("there", ["a directory", "a file", "a dangling link"])
+def test_a_destination_that_exists(there, source, tmp_path):
+    to = tmp_path / "to"
+    {"a directory": to.mkdir, "a file": to.touch, "a dangling link": lambda: to.symlink_to("nowhere")}[there]()
+    before = content(tmp_path)
+    refused(ost.StorageError, "to: already exists", source, to)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.ocdbt", "d", "_METADATA", "_sharding", "array_metadatas", "_LINKED_FILES", "made"]
+)
+def test_a_name_that_is_in_the_way(name, source):
+    (source / name).write_text("mine")
+    before = content(source)
+    refused(ost.StorageError, f"{name}: already exists; a link writes", source)
+    assert content(source) == before
+
+
+@PLACES
+def test_something_else_where_the_work_is_done(beside, source, tmp_path):
+    staging = source / ".link" if beside else tmp_path / "to.link"
+    staging.mkdir()
+    (staging / "mine").touch()
+    before = content(tmp_path)
+    refused(
+        ost.StorageError, r"link: is not an unfinished link; move it away", source, None if beside else tmp_path / "to"
+    )
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "keywords", "error", "message"),
+    [
+        (("hf://me/mine", "to"), {}, ost.StorageError, "hf://me/mine: a link is between files of one file system"),
+        (("gs://bucket/model", "to"), {}, ost.StorageError, "gs://bucket/model: a link is between files"),
+        (("model", r"a\b"), {}, ost.StorageError, r"a\\b: cannot hold a checkpoint of Orbax"),
+        (("model", "https://me.org/to"), {}, ost.StorageError, "https://me.org/to: a link is between files"),
+        (("nowhere", "to"), {}, ost.StorageError, "nowhere"),
+        (("model", "model/config.json/to"), {}, ost.StorageError, "cannot be made: .*config.json: Not a directory"),
+        (("model", "to"), {"chunk_bytes": 1}, ost.SafetensorsError, "chunk_bytes is 1, must be an integer of at least"),
+        (("model", "to"), {"chunk_bytes": 2.0**20}, ost.SafetensorsError, "chunk_bytes is 1048576.0"),
+        (("model", "to"), {"memory_bytes": True}, ost.SafetensorsError, "memory_bytes is True"),
+        (("model", "to"), {"family": "mine"}, ost.MappingError, "'mine'"),
+        (("model", "to"), {"variant": {"scan_layers": True}}, ost.MappingError, "for a family, and there is none"),
+        (("model", "to"), {"spec": {"w": ("x",)}}, ost.TensorMismatchError, "spec names the axes of a mesh"),
+        (("model", "to"), {"mesh": {"x": 3}, "spec": {"embed": ("x",)}}, ost.TensorMismatchError, "does not divide"),
+        (("model", "to"), {"mesh": {"x": 2}, "spec": {"zz": ("x",)}}, ost.TensorMismatchError, "'zz'"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(args, keywords, error, message, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = content(tmp_path)
+    refused(error, message, *args, **keywords)
+    assert content(tmp_path) == before
+
+
+@PLACES
+def test_a_directory_that_is_read_only(beside, source, tmp_path):
+    above = source if beside else tmp_path
+    real = os.access
+    with mock.patch.object(os, "access", lambda path, *more, **rest: path != str(above) and real(path, *more, **rest)):
+        refused(
+            ost.StorageError, f"cannot be made: {above}: Permission denied", source, None if beside else tmp_path / "to"
+        )
+    assert set(os.listdir(tmp_path)) == {"model"}
+
+
+@PLACES
+def test_another_link_at_work(beside, source, tmp_path):
+    to = None if beside else tmp_path / "to"
+    lock = Lock(str(source / ".link.lock" if beside else tmp_path / "to.link.lock"), "this test")
+    refused(ost.StorageError, "another conversion is writing here", source, to)
+    lock.release()
+    ost.link(source, to)
+    assert_same(read(to or source), arrays())
+    assert ".link.lock" not in os.listdir(source)
+    assert set(os.listdir(tmp_path)) == ({"model"} if beside else {"model", "to"})
+
+
+# --- what fails while it is made ---
+
+
+@PLACES
+def test_a_file_that_changes_meanwhile(beside, source, tmp_path):
+    to = None if beside else tmp_path / "to"
+    before = content(source)
+    path = source / "model-00001-of-00002.safetensors"
+    write = Staging.write
+
+    def change(self, name, text):
+        write(self, name, text)
+        if name == "manifest.ocdbt":
+            path.write_bytes(path.read_bytes() + b" ")
+
+    with mock.patch.object(Staging, "write", change):
+        refused(ost.StorageError, "00001-of-00002.safetensors: .*(changed|is not what)", source, to)
+    assert not os.path.exists((to or source) / "_METADATA")
+    path.write_bytes(before[path.name])
+    refused(ost.TensorMismatchError, "was begun of other files or with other arguments", source, to, resume=True)
+    ost.link(source, to)
+    assert_same(read(to or source), arrays())
+    assert {name: text for name, text in content(source).items() if name in before} == before
+
+
+class KilledError(BaseException):
+    """The end of a process."""
+
+
+# What changes files and directories.
+CALLS = ("rename", "unlink", "mkdir", "rmdir", "symlink", "link", "fsync", "pwritev")
+
+
+@contextlib.contextmanager
+def interrupted(number, fail, *, dies):
+    """After all leaves are made, the `number`-th call that changes something fails, and if it `dies`, all later ones.
+
+    Yields a list of these calls.
+    """
+    calls, armed, real = [], [], run.write_references
+
+    def arm(*args):
+        armed.append(True)
+        return real(*args)
+
+    def replaced(name):
+        function = getattr(os, name)
+
+        def call(*args, **keywords):
+            if armed:
+                calls.append(name)
+                if len(calls) == number or (dies and 0 < number < len(calls)):
+                    fail()
+            return function(*args, **keywords)
+
+        return mock.patch.object(os, name, call)
+
+    with mock.patch.object(run, "write_references", arm), contextlib.ExitStack() as patches:
+        for name in CALLS:
+            patches.enter_context(replaced(name))
+        yield calls
+
+
+def killed(*_):
+    raise KilledError
+
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def some(calls):
+    """The numbers of calls to interrupt: many that move or delete something, and some that write.
+
+    Not the last, with which the lock is given back.
+    """
+    every = range(1, len(calls))
+    return [at for at in every if calls[at - 1] in ("rename", "rmdir") or at % 8 == 1 or at > len(calls) - 4]
+
+
+def lasting(files):
+    """What is the same in all links of the same files: without times, random names, and what tells of the work."""
+    varying = ("d/", "made/", "manifest.ocdbt", "_CHECKPOINT_METADATA", ".link")
+    return {name: text for name, text in files.items() if not name.startswith(varying)}
+
+
+@PLACES
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
+    """Leaves that have been made are not made again."""
+    whole = make(tmp_path / "whole" / "model")
+    original = content(whole)
+    with interrupted(-1, killed, dies=True) as calls:
+        ost.link(whole, None if beside else tmp_path / "whole" / "to", family=FAMILY)
+    expected = content(whole if beside else tmp_path / "whole" / "to")
+    assert calls.count("rename") == (9 if beside else 1)
+    for number in some(calls):
+        root = tmp_path / str(number)
+        source = make(root / "model")
+        to = None if beside else root / "to"
+        place = to or source
+        with (
+            nothing_left(root),
+            interrupted(number, killed if kind == "killed" else full, dies=kind == "killed"),
+            pytest.raises(
+                KilledError if kind == "killed" else ost.StorageError,
+                match=None if kind == "killed" else os.strerror(errno.ENOSPC),
+            ),
+        ):
+            ost.link(source, to, family=FAMILY)
+        assert {name: text for name, text in content(source).items() if name in original} == original
+        complete = (place / "_METADATA").exists()
+        if complete:
+            assert_same(read(place), mapped())
+        elif kind == "failed" and beside:
+            assert set(os.listdir(source)) - set(original) == {".link"}
+        if complete and not (source / ".link" / ".placed.json").exists():
+            with pytest.raises(ost.StorageError, match="already exists"):
+                ost.link(source, to, family=FAMILY, resume=True)
+        else:
+            told = []
+            done = ost.link(source, to, family=FAMILY, resume=True, progress=lambda *now, told=told: told.append(now))
+            assert not told or told[-1][0] == 0, told
+            assert done.made_bytes == MADE_BYTES
+        assert_same(read(place), mapped())
+        assert lasting(content(place)) == lasting(expected)
+        left = {name for name in os.listdir(root) if not name.endswith(".lock")}  # a kill gives the lock back
+        assert left == ({"model"} if beside else {"model", "to"})
+        shutil.rmtree(root)
+
+
+@PLACES
+def test_killed_and_begun_anew(beside, tmp_path):
+    """Without `resume`, and with other arguments, too."""
+    source = make(tmp_path / "model")
+    to = None if beside else tmp_path / "to"
+    place = to or source
+    with interrupted(-1, killed, dies=True) as calls:
+        ost.link(source, tmp_path / "whole" if not beside else None, family=FAMILY)
+    renames = [at for at, name in enumerate(calls, 1) if name == "rename"]
+    shutil.rmtree(source)
+    make(source)
+    with interrupted(renames[-1], killed, dies=True), pytest.raises(KilledError):
+        ost.link(source, to, family=FAMILY)
+    assert not (place / "_METADATA").exists()
+    refused(ost.TensorMismatchError, "was begun of other files or with other arguments", source, to, resume=True)
+    ost.link(source, to)
+    assert_same(read(place), arrays())
+
+
+def test_a_family_of_another_process(source, tmp_path):
+    """Its functions are elsewhere in memory, and make the same of the files."""
+    with mock.patch.object(Staging, "finish", killed), pytest.raises(KilledError):
+        ost.link(source, tmp_path / "to", family=FAMILY)
+    again = replace(FAMILY, tree=lambda config: FAMILY.tree(config))
+    ost.link(source, tmp_path / "to", family=again, resume=True)
+    assert_same(read(tmp_path / "to"), mapped())
+
+
+def test_killed_while_leaves_are_made(source, tmp_path):
+    """What is done is not done again; `memory_bytes` is kept to."""
+    told = []
+
+    def progress(done, total):
+        told.append((done, total))
+        if done > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ost.link(source, tmp_path / "to", family=FAMILY, memory_bytes=4096, progress=progress)
+    assert told[-1][1] == MADE_BYTES
+    again = []
+    ost.link(
+        source, tmp_path / "to", family=FAMILY, memory_bytes=4096, resume=True, progress=lambda *now: again.append(now)
+    )
+    assert 0 < again[-1][1] < MADE_BYTES
+    assert_same(read(tmp_path / "to"), mapped())

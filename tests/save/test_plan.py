@@ -1,0 +1,190 @@
+"""What a save is said to cost is what each of its processes finds that it has to write."""
+
+import json
+import shutil
+from math import prod
+
+import jax
+import numpy as np
+import obstore
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from orbax_safetensors.api import open_checkpoint
+
+import orbax_safetensors as ost
+from orbax_safetensors.checkpoint import family as mapped
+from orbax_safetensors.checkpoint import source as sources
+from orbax_safetensors.checkpoint.family import read_config
+from orbax_safetensors.devices import sharding as arrays
+from orbax_safetensors.format.layout import file_names
+from orbax_safetensors.restore.plan import planned
+from orbax_safetensors.save import prepare as saving
+from orbax_safetensors.save.plan import plan_save
+from orbax_safetensors.storage import upload
+from orbax_safetensors.transfer.plan import Block, transfer_plan
+from tests.support.roots import TESTDATA
+from tests.support.servers import gcs
+
+QWEN3 = TESTDATA / "qwen3"
+SIZES, AXES = (2, 4), ("data", "model")
+
+
+def leading(shape):
+    return ["model"] if shape and shape[0] % 4 == 0 else []
+
+
+def inner(shape):
+    return [None] * (len(shape) - 1) + ["model"] if shape and shape[-1] % 4 == 0 else []
+
+
+def both(shape):
+    return ["data", "model"] if len(shape) > 1 and shape[0] % 2 == 0 and shape[1] % 4 == 0 else []
+
+
+def save_plan(found, family, variant, **more):
+    """What saving the tree of a planned restore costs."""
+    config = read_config(found.checkpoint)
+    more |= {"process_count": found.process_count, "options": found.options}
+    return plan_save(found.leaves, found.checkpoint.store, config, family, variant, **more)
+
+
+def abstract(partition, process_count, path=QWEN3, **family):
+    checkpoint = open_checkpoint(path, **family)
+    mesh = AbstractMesh(SIZES, AXES)
+    target = {
+        name: jax.ShapeDtypeStruct(
+            view.shape, view.dtype, sharding=NamedSharding(mesh, PartitionSpec(*partition(view.shape)))
+        )
+        for name, view in checkpoint.leaves.items()
+    }
+    return planned(checkpoint, target, process_count, ost.SafetensorsOptions())
+
+
+def real_writes(monkeypatch, found, partition, process, max_file_bytes, family, variant):
+    """Bytes and requests of one of several processes, as it plans its own part of a save of arrays on devices."""
+    mesh = Mesh(np.array(jax.devices()).reshape(SIZES), AXES)
+
+    def local_holders(sharding, shape):
+        """As if the devices were dealt to processes evenly."""
+        holders = {}
+        boxes = arrays.device_boxes(sharding, shape)
+        for owner, box in zip(arrays.device_owners(sharding, shape, found.process_count), boxes, strict=True):
+            holders.setdefault(box, set()).add(owner)
+        return {box: tuple(sorted(own)) for box, own in sorted(holders.items()) if process in own}
+
+    tree = {
+        leaf.name: jax.device_put(
+            np.zeros(leaf.shape, leaf.dtype), NamedSharding(mesh, PartitionSpec(*partition(leaf.shape)))
+        )
+        for leaf in found.leaves
+    }
+    config = mapped.read_config(found.checkpoint)
+    given, tensors = mapped.taken_apart(sources.resolve(tree, None), family, variant, config)
+    # Leaves in the order of the checkpoint, in which the abstract ones come.
+    order = {leaf.name: number for number, leaf in enumerate(found.leaves)}
+    given = sorted(given, key=lambda source: order[source.name])
+    if family is None:
+        tensors = {source.name: tensors[source.name] for source in given}
+    layout = saving.laid_out(tensors, {}, max_file_bytes, found.options)
+    with monkeypatch.context() as patched:
+        patched.setattr(arrays, "local_holders", local_holders)
+        patched.setattr(jax, "process_index", lambda: process)
+        owned = [one for group in saving._owned(saving.grouped(given)) for one in group]
+    blocks = [
+        Block(source.view, box, tuple(stop - start for start, stop in box), source.value.dtype)
+        for source, boxes in owned
+        for box in boxes
+    ]
+    plan = transfer_plan(blocks, saving.locations(layout).__getitem__, max_gap_bytes=0)
+    return plan.moved_bytes, plan.num_requests
+
+
+@pytest.mark.parametrize("family", [None, "maxtext"])
+@pytest.mark.parametrize("partition", [leading, inner, both, lambda shape: []])
+@pytest.mark.parametrize("process_count", [1, 2, 4])
+def test_each_process_would_write_what_the_plan_says(monkeypatch, family, partition, process_count):
+    variant = None if family is None else {"scan_layers": True}
+    found = abstract(partition, process_count, family=family, variant=variant)
+    plan = save_plan(found, family, variant, max_file_bytes=40_000)
+    assert len(plan.processes) == process_count
+    for process, cost in enumerate(plan.processes):
+        real = real_writes(monkeypatch, found, partition, process, 40_000, family, variant)
+        assert (cost.written_bytes, cost.num_requests) == real
+        assert cost.written_bytes == sum(file.written_bytes for file in cost.files)
+        assert cost.num_requests == sum(file.num_requests for file in cost.files)
+    # Every byte once, and each process a fair part.
+    written = [cost.written_bytes for cost in plan.processes]
+    whole = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
+    assert sum(written) == whole
+    assert max(written) <= whole / process_count + max(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
+    assert len(plan.files) > 1
+    assert 0 < sum(file.nbytes for file in plan.files) - whole < 8192 * len(plan.files)
+
+
+@pytest.fixture
+def stored(request, monkeypatch):
+    """The checkpoint on an object store."""
+    place = request.getfixturevalue("gcs")
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    for path in QWEN3.iterdir():
+        obstore.put(place.store(), f"x/{path.name}", path.read_bytes())
+    return place
+
+
+def test_to_an_object_store_in_parts(stored, monkeypatch):
+    """What one process is said to ask the store for is what it asks it for."""
+    monkeypatch.setattr(upload, "PART_BYTES", 2**20)
+    monkeypatch.setattr(gcs, "MIN_PART_BYTES", 2**20)
+    url = f"{stored.url}/x"
+    tree = {"big": np.zeros(3 * 2**20, np.uint8), "small": np.ones(5, np.float32)}
+    ost.SafetensorsHandler().save(f"{stored.url}/y", ost.SafetensorsSave(tree))
+    for own, max_file_bytes in ((url, 40_000), (f"{stored.url}/y", 5 * 10**9)):
+        item = ost.SafetensorsHandler().restore(own)
+        mesh = AbstractMesh((1,), ("x",))
+        target = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+            for name, leaf in item.items()
+        }
+        found = planned(open_checkpoint(own), target, 1, ost.SafetensorsOptions())
+        plan = save_plan(found, None, None, max_file_bytes=max_file_bytes)
+        stored.server.clear()
+        ost.SafetensorsHandler().save(f"{own}/new", ost.SafetensorsSave(item, max_file_bytes=max_file_bytes))
+        put = [one for one in stored.server.log if one.method == "PUT" and one.path.endswith(".safetensors")]
+        (cost,) = plan.processes
+        assert cost.num_requests == len(put)
+        assert sum(file.nbytes for file in plan.files) == sum(one.received for one in put)
+        assert {file.file for file in plan.files} == {one.path.rpartition("/")[2] for one in put}
+        assert cost.written_bytes == sum(leaf.nbytes for leaf in item.values())
+    assert cost.num_requests == 4
+
+
+@pytest.mark.parametrize("family", [None, "maxtext"])
+@pytest.mark.parametrize("partition", [leading, both, lambda shape: []])
+def test_to_an_object_store_by_several_processes(stored, family, partition):
+    """In files of their own, each of which one process writes."""
+    count, variant = 4, None if family is None else {"scan_layers": True}
+    found = abstract(partition, count, f"{stored.url}/x", family=family, variant=variant)
+    local = save_plan(abstract(partition, count, family=family, variant=variant), family, variant)
+    plan = save_plan(found, family, variant, max_file_bytes=5_000)
+    assert [cost.written_bytes for cost in plan.processes] == [cost.written_bytes for cost in local.processes]
+    written = [file.file for cost in plan.processes for file in cost.files]
+    assert written == [file.file for file in plan.files] == file_names(len(written))
+    assert len(written) > count
+    for cost in plan.processes:
+        assert cost.num_requests == len(cost.files)  # they are short
+
+
+def test_to_files_where_a_server_takes_none(web):
+    shutil.copytree(QWEN3, web.root / "x")
+    plans = [save_plan(abstract(leading, 2, path), None, None) for path in (f"{web.url}/x", QWEN3)]
+    assert plans[0] == plans[1]
+
+
+def test_json():
+    plan = save_plan(abstract(leading, 2), None, None)
+    found = json.loads(plan.to_json())
+    assert [file["file"] for file in found["files"]] == ["model.safetensors"]
+    assert [process["written_bytes"] for process in found["processes"]] == [
+        cost.written_bytes for cost in plan.processes
+    ]

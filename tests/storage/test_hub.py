@@ -1,0 +1,545 @@
+"""The Hub: what URLs name, what is asked of whom and with which credentials, what is pinned, and what is said."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
+from orbax_safetensors.storage import hub_api, hub_path, remote, retries
+from orbax_safetensors.storage.schemes import store_of
+from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
+from tests.support.servers.hub import STRANGER, TOKEN
+from tests.support.servers.server import Bytes, Response, Server
+
+DATA = bytes(os.urandom(2**20 + 12345))
+FILES = {
+    "model.safetensors": DATA,
+    "config.json": b'{"a": 1}',
+    "long.json": DATA[:700_000],
+    "empty.json": b"",
+    "sub/a b@1.safetensors": DATA[::-1],
+    "sub/deep/x.txt": b"x",
+}
+AT = remote.HEAD_BYTES + 1000
+# What a message must not have: tokens, and the query of a link.
+SECRETS = re.compile(rf"{TOKEN}|{STRANGER}|Signature|Expires=")
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch, tmp_path):
+    """No credentials, and what is tried again is tried again at once."""
+    for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_ENDPOINT", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture
+def commit(hub, monkeypatch) -> str:
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    return hub.commit(FILES)
+
+
+@pytest.fixture
+def opened(hub, commit):
+    """Opens a file of the repository."""
+
+    def run(name="model.safetensors", **options):
+        store, path = store_of(f"{hub.url}/{name}", options)
+        return store.open(path)
+
+    return run
+
+
+def read(file, *ranges):
+    buffers = [bytearray(nbytes) for _, nbytes in ranges]
+    file.read((offset, [memoryview(buffer)]) for (offset, _), buffer in zip(ranges, buffers, strict=True))
+    return [bytes(buffer) for buffer in buffers]
+
+
+def asked(server):
+    return [(one.method, one.path, one.range) for one in server.log]
+
+
+URLS = [
+    "hf://owner/name",
+    "hf://owner/name/",
+    "hf://owner/name/sub/model.safetensors",
+    "hf://models/owner/name@v1/x",
+    "hf://owner/name@v1.0/sub",
+    "hf://owner/name@feature%2Fx/sub/deep",
+    "hf://owner/name@refs/pr/12",
+    "hf://owner/name@refs/pr/12/sub",
+    "hf://owner/name@refs%2Fpr%2F12/sub",
+    "hf://owner/name@refs/convert/parquet/sub",
+    "hf://owner/name/file@1.safetensors",
+    "hf://owner/na.me-x_1@" + 40 * "a",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_urls_name_what_they_name_to_others(url):
+    parse = pytest.importorskip("huggingface_hub.utils._hf_uris", reason="huggingface_hub is not installed")
+    expected = parse.parse_hf_uri(url)
+    found = hub_path.parse(url)
+    assert (found.repository, found.path) == (expected.id, expected.path_in_repo)
+    assert found.revision == (expected.revision or "main")
+
+
+def test_repositories_without_owner():
+    assert hub_path.parse("hf://gpt2") == hub_path.HubPath("gpt2", "main", "")
+    assert hub_path.parse("hf://gpt2@v1/sub/x") == hub_path.HubPath("gpt2", "v1", "sub/x")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("hf://", "hf:///x", "hf://owner/@main", "hf://owner/name@", "hf://models", "hf://a/../b", "hf://o/n/../x"),
+        *("hf://o/n/a//x", "hf://o/n?x", "hf://@main", "hf://o/n@main/./x"),
+        *("hf://datasets/owner/name", "hf://spaces/owner/name/x", "hf://buckets/a/b"),
+    ],
+)
+def test_urls_that_name_no_model(url):
+    with pytest.raises(StorageError, match=f"^{re.escape(url)}: expected .*hf://owner/name"):
+        hub_path.parse(url)
+
+
+def test_a_large_file_is_asked_for_once_and_read_from_the_network(hub, commit, opened):
+    file = opened()
+    assert file.path == f"hf://owner/name@{commit}/model.safetensors"
+    assert file.stamp.nbytes == len(DATA)
+    ranges = [(0, 10), (AT, 20), (AT + 100, 30), (AT + 9, 1000)]
+    assert read(file, *ranges) == [DATA[offset : offset + nbytes] for offset, nbytes in ranges]
+    head = (0, remote.HEAD_BYTES)
+    assert asked(hub.server) == [
+        ("GET", "/api/models/owner/name/revision/main", None),
+        ("HEAD", f"/owner/name/resolve/{commit}/model.safetensors", None),
+    ]
+    assert {one.headers["Authorization"] for one in hub.server.log} == {f"Bearer {TOKEN}"}
+    assert sorted(one.range for one in hub.network_server.log) == [head, *sorted((a, a + n) for a, n in ranges[1:])]
+    assert hub.network_server.sent() == remote.HEAD_BYTES + 1050
+    assert {one.headers["Authorization"] for one in hub.network_server.log} == {None}
+
+
+@pytest.mark.parametrize("redirects", [True, False])
+def test_small_files_come_from_the_hub(hub, commit, opened, redirects):
+    hub.hub.redirects_small = redirects
+    file = opened("config.json")
+    assert (file.stamp.nbytes, read(file, (0, 8))) == (8, [FILES["config.json"]])
+    assert [one.method for one in hub.server.log] == ["GET", "HEAD", *(["HEAD"] if redirects else []), "GET"]
+    file = opened("long.json")
+    assert read(file, (AT, 20), (3, 4)) == [DATA[AT : AT + 20], DATA[3:7]]
+    file = opened("empty.json")
+    assert (file.stamp.nbytes, read(file, (0, 0))) == (0, [b""])
+    assert hub.network_server.log == []
+
+
+def test_a_file_whose_state_is_known_is_opened_without_a_request(hub, commit):
+    store, path = store_of(f"{hub.url}/model.safetensors", {})
+    stamp = store.open(path).stamp
+    hub.server.clear()
+    hub.network_server.clear()
+    file = store.open(path, stamp)
+    assert read(file, (3, 5)) == [DATA[3:8]]
+    assert (len(hub.server.log), len(hub.network_server.log)) == (0, 1)
+    # In a process that has no link yet.
+    other, _ = store_of(f"{hub.url}/model.safetensors", {})
+    hub.server.clear()
+    assert read(other.open(path, stamp), (3, 5), (AT, 5)) == [DATA[3:8], DATA[AT : AT + 5]]
+    assert len(hub.server.log) == 1
+    with pytest.raises(StorageError, match=r"changed while it was in use: expected 7 bytes .* found 1060921 bytes of"):
+        read(store_of(path, {})[0].open(path, stamp._replace(nbytes=7)), (0, 5))
+
+
+def test_directories(hub, commit):
+    store, path = store_of(hub.url, {})
+    hub.server.clear()
+    assert path == f"hf://owner/name@{commit}"
+    assert store.list(path) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
+    assert store.list(f"{path}/sub/") == ["a b@1.safetensors", "deep"]
+    assert store.list(f"{path}/sub/deep/x.txt") is None
+    assert store.find(f"{path}/none") is None
+    with pytest.raises(MissingError, match=f"^{path}/none: cannot be opened: there is no such file in the repository"):
+        store.open(f"{path}/none")
+    with pytest.raises(StorageError, match="is not below"):
+        store.list("hf://owner/name/sub")
+    with pytest.raises(StorageError, match=r"files can only be read from"):
+        store.create(f"{path}/new", 10)
+    assert hub.server.log == []
+    assert read(store.open(f"{path}/sub/a b@1.safetensors"), (5, 6)) == [DATA[::-1][5:11]]
+
+
+def test_revisions(hub, monkeypatch):
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    commits = {}
+    for number, revision in enumerate(("main", "v1", "refs/pr/1", "feature/x")):
+        commits[revision] = hub.commit({"a.safetensors": bytes([number])}, revision)
+    for number, (written, revision) in enumerate(
+        [("", "main"), ("@v1", "v1"), ("@refs%2Fpr%2F1", "refs/pr/1"), ("@feature%2Fx", "feature/x")]
+    ):
+        store, path = store_of(f"{hub.url}{written}/a.safetensors", {})
+        assert path == f"{hub.url}@{commits[revision]}/a.safetensors"
+        assert read(store.open(path), (0, 1)) == [bytes([number])]
+        assert store_of(path, {})[1] == path
+    assert store_of(f"{hub.url}@refs/pr/1", {})[1] == f"{hub.url}@{commits['refs/pr/1']}"
+
+
+def test_a_branch_that_moves_on_is_not_followed(hub, commit, opened):
+    file = opened()
+    later = hub.commit({"model.safetensors": DATA[::-1]})
+    hub.network.expire()
+    assert read(file, (AT, 9)) == [DATA[AT : AT + 9]]
+    assert opened().path == f"{hub.url}@{later}/model.safetensors"
+
+
+def test_headers_are_for_the_hub_and_nobody_else(hub, commit, opened):
+    options = {"default_headers": {"X-Proxy": "secret"}}
+    for name in ("model.safetensors", "config.json"):  # from the network, and from the Hub itself
+        store, path = store_of(f"hf://owner/name/{name}", options)
+        assert store.open(path).stamp.nbytes
+    assert {one.headers["X-Proxy"] for one in hub.server.log} == {"secret"}
+    assert {one.method for one in hub.server.log} == {"GET", "HEAD"}
+    assert {one.headers["X-Proxy"] for one in hub.network_server.log} == {None}
+
+
+def test_a_repository_that_was_renamed(hub, commit):
+    hub.hub.moved["gpt2"] = hub.name
+    store, path = store_of("hf://gpt2", {})
+    assert path == f"hf://owner/name@{commit}"
+    assert store.list(path)
+    assert {one.headers["Authorization"] for one in hub.server.log} == {f"Bearer {TOKEN}"}
+
+
+def test_a_link_that_has_expired_is_renewed_once_for_all(hub, commit, opened):
+    file = opened()
+    hub.server.clear()
+    hub.network.expire()
+    hub.network_server.clear()
+    hub.network_server.fail(Delay(0.2), times=8)  # so that all are refused before one is renewed
+    ranges = [(AT + 1000 * number, 10) for number in range(8)]
+    assert read(file, *ranges) == [DATA[offset : offset + 10] for offset, _ in ranges]
+    assert [one.method for one in hub.server.log] == ["HEAD"]
+    assert sorted(one.status for one in hub.network_server.log) == [206] * 8 + [403] * 8
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_other_words_for_an_expired_link(hub, opened, status):
+    file = opened()
+    hub.network_server.fail(Answer(status))
+    assert read(file, (AT, 10)) == [DATA[AT : AT + 10]]
+    assert len(hub.server.log) == 3
+
+
+def test_a_network_that_refuses_every_link(hub, commit, opened):
+    file = opened()
+    hub.server.clear()
+    hub.network_server.fail(Answer(403), times=None)
+    with pytest.raises(
+        StorageError, match=f"reading 10 bytes at offset {AT} failed: the server answered 403"
+    ) as caught:
+        read(file, (AT, 10))
+    assert len(hub.server.log) == 1
+    assert not SECRETS.search(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(Answer(status) for status in (404, 408, 429, 500, 503)),
+        Cut(None, "reset"),
+        Cut(7, "close"),
+        IgnoreRange(),
+        SetHeader("Content-Range", f"bytes {AT}-{AT + 9}/77"),
+        SetHeader("Content-Range", f"bytes 1-10/{len(DATA)}"),
+    ],
+    ids=str,
+)
+def test_faults_of_the_network_that_pass(hub, opened, fault):
+    file = opened()
+    hub.network_server.fail(fault, times=2)
+    assert read(file, (AT, 10)) == [DATA[AT : AT + 10]]
+    assert len(hub.network_server.log) == 4
+    assert len(hub.server.log) == 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [*(Answer(status) for status in (408, 429, 500, 502, 503)), Cut(None, "reset"), Cut(None, "close")],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_faults_of_the_hub_that_pass(hub, opened, fault, name):
+    hub.server.fail(fault, path="/api/models/*", times=2)
+    hub.server.fail(fault, path="*/resolve/*", times=2)
+    assert read(opened(name), (3, 4)) == [FILES[name][3:7]]
+
+
+def test_a_body_of_the_hub_that_breaks_off(hub, opened):
+    hub.server.fail(Cut(5, "close"), path="/api/models/*", times=1)
+    hub.server.fail(Cut(3, "reset"), path="*/resolve-cache/*", times=2)
+    assert read(opened("config.json"), (3, 4)) == [FILES["config.json"][3:7]]
+
+
+def test_links_are_renewed_in_spite_of_faults(hub, opened):
+    file = opened()
+    hub.network.expire()
+    hub.server.fail(Answer(503), times=3)
+    hub.network_server.fail(Answer(500), skip=1)
+    assert read(file, (AT, 10)) == [DATA[AT : AT + 10]]
+
+
+@pytest.mark.parametrize("headers", [{"Retry-After": "1"}, {"RateLimit": '"api";r=0;t=1'}], ids=str)
+def test_who_has_asked_for_too_much_waits_as_long_as_the_hub_says(hub, opened, headers):
+    hub.server.fail(Answer(429, headers), times=1)
+    began = time.monotonic()
+    opened()
+    assert 1 <= time.monotonic() - began < 20
+    hub.server.fail(Answer(429, {"RateLimit": '"resolvers";r=12;t=100'}), times=1)  # which is not why
+    opened()
+
+
+def test_a_wait_that_is_too_long(hub, opened):
+    hub.server.fail(Answer(429, {"Retry-After": "3000", "X-Error-Message": "Too many"}), times=None)
+    with pytest.raises(StorageError, match=r"the Hub answered 429 \(Too many\): it asks to wait for 3000 s$"):
+        opened()
+    assert len(hub.server.log) == 1
+
+
+@pytest.mark.parametrize("place", ["server", "network_server"])
+@pytest.mark.parametrize("fault", [Cut(None, "stall"), Cut(5, "stall")], ids=str)
+def test_stalls_are_given_up(hub, opened, place, fault):
+    getattr(hub, place).fail(fault, times=None)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"in time \(2 attempts\)"):
+        opened(read_timeout=timedelta(seconds=0.2), max_retries=1)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (SetHeader("X-Linked-Size", "77"), "the server sent of a file of 1060921 bytes instead"),
+        (SetHeader("X-Linked-Size", None), "the Hub does not tell the size of the file"),
+        (SetHeader("X-Repo-Commit", "1" * 40), "the Hub gave the file as of commit 1111"),
+        (SetHeader("Location", "ftp://host/x?Signature=1"), "the Hub gave a link that cannot be used|failed"),
+    ],
+    ids=str,
+)
+def test_answers_that_do_not_fit(hub, opened, fault, said):
+    hub.server.fail(fault, path="*/resolve/*", times=None)
+    with pytest.raises(StorageError, match=f"model.safetensors: .*({said})") as caught:
+        opened(max_retries=2)
+    assert not SECRETS.search(str(caught.value))
+
+
+def test_a_repository_that_cannot_be_understood(hub, opened):
+    wrong = [
+        *(b"<html>", b"[]", b"{}", b'{"sha": 1, "siblings": []}', b'{"sha": "a", "siblings": [{}]}'),
+        *(b'{"sha": "../a", "siblings": []}', b'{"sha": "a", "id": "a@b/c", "siblings": []}'),
+    ]
+    for body in wrong:
+        hub.server.clear()
+        hub.server.fail(Answer(200, {}, body), times=None)
+        with pytest.raises(StorageError, match="what the Hub tells of the repository cannot be understood"):
+            opened()
+
+
+NO_REPOSITORY = r"the Hub answered {} .*: there is no http://\S+/owner/name, or it is private"
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "said"),
+    [
+        ("private", False, NO_REPOSITORY.format("401") + ": then set HF_TOKEN"),
+        ("private", STRANGER, NO_REPOSITORY.format("404 RepoNotFound") + ", and the owner of the token may not see it"),
+        (
+            "gated",
+            False,
+            r"401 GatedRepo \(Access .* Please log in.\): ask for access at \S+/owner/name, and set HF_TOKEN",
+        ),
+        ("gated", STRANGER, r"403 GatedRepo \(Access .*\): ask for access at http://\S+/owner/name$"),
+        ("public", "hf_other", "401 .*: the token is not valid; it is that of HF_TOKEN"),
+    ],
+)
+def test_who_may_not_read(hub, opened, kind, token, said):
+    repository = hub.hub.repositories[hub.name]
+    repository.private, repository.gated = kind == "private", kind == "gated"
+    for name in ("model.safetensors", "config.json"):
+        hub.server.clear()
+        with pytest.raises(StorageError, match=said) as caught:
+            opened(name, token=token)
+        assert not SECRETS.search(str(caught.value))
+        assert "hf_other" not in str(caught.value)
+        assert caught.value.__cause__ is caught.value.__context__ is None
+        assert len(hub.server.log) <= 2  # nothing is tried again
+    assert read(opened(), (3, 4)) == [DATA[3:7]]
+
+
+def test_what_is_not_there(hub, commit):
+    with pytest.raises(MissingError, match=r"hf://owner/none: asking the Hub failed: .* 404 RepoNotFound"):
+        store_of("hf://owner/none", {})
+    with pytest.raises(
+        StorageError, match=r"hf://owner/none: .* 401 .*: there is no \S+, or it is private: then set HF_T"
+    ):
+        store_of("hf://owner/none", {"token": False})
+    with pytest.raises(
+        MissingError, match=r"hf://owner/name@v9: .*404 RevisionNotFound .*/owner/name has no revision 'v9'"
+    ):
+        store_of("hf://owner/name@v9", {})
+
+
+def test_a_commit_that_is_gone_before_a_link_is_renewed(hub, commit, opened):
+    file = opened()
+    del hub.hub.repositories[hub.name].commits[commit]
+    hub.network.expire()
+    with pytest.raises(StorageError, match="404 RevisionNotFound"):
+        read(file, (AT, 10))
+
+
+def test_no_answer(commit, hub):
+    with pytest.raises(
+        StorageError, match="no connection to the Hub, or it broke .ConnectionRefusedError. .2 attempts"
+    ):
+        store_of(hub.url, {"endpoint": "http://127.0.0.1:1", "max_retries": 1})
+
+
+def test_what_the_hub_repeats_is_not_told(hub, opened):
+    said = f"{TOKEN} at https://host/x?Signature=1\n{'long ' * 200}"
+    hub.server.fail(Answer(400, {"X-Error-Message": said.replace("\n", " ")}), times=None)
+    with pytest.raises(StorageError, match=r"400 \(\*\*\* at https://host/x\?\.\.\. long") as caught:
+        opened()
+    assert not SECRETS.search(str(caught.value))
+    assert len(str(caught.value)) < 500
+
+
+def test_credentials_do_not_follow_where_a_small_file_leads_to(hub, opened):
+    file = opened("long.json")
+    hub.server.fail(Answer(302, {"Location": f"{hub.network_server.url}/x"}), times=None)
+    with pytest.raises(StorageError):
+        read(file, (AT, 3))
+    assert [one.headers["Authorization"] for one in hub.network_server.log] == [None] * len(hub.network_server.log)
+    assert hub.network_server.log
+
+
+def test_redirects_without_end(hub, opened):
+    hub.server.fail(Answer(307, {"Location": "/api/models/x"}), times=None)
+    with pytest.raises(StorageError, match="from one place to another, and on and on"):
+        opened()
+
+
+def test_options_instead_of_the_environment(hub, commit, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    store, path = store_of(hub.url, {"endpoint": hub.server.url + "/", "token": STRANGER})
+    assert store.list(path)
+    assert hub.server.log[-1].headers["Authorization"] == f"Bearer {STRANGER}"
+    with pytest.raises(SafetensorsError, match="root_certificate must be certificates as PEM"):
+        store_of(hub.url, {"root_certificate": "SECRET"})
+    with pytest.raises(SafetensorsError, match="'aws_region' are not for the Hub"):
+        store_of(hub.url, {"aws_region": "x"})
+
+
+def test_a_proxy():
+    told = json.dumps({"id": "owner/name", "sha": "c" * 40, "siblings": []}).encode()
+    with Server(lambda request: Response(200, {}, Bytes(told))) as proxy:
+        options = {"endpoint": "http://hub.invalid", "proxy_url": proxy.url}
+        assert store_of("hf://owner/name", options)[1] == f"hf://owner/name@{'c' * 40}"
+    assert [one.path for one in proxy.log] == ["http://hub.invalid/api/models/owner/name/revision/main"]
+
+
+def test_tokens(monkeypatch, tmp_path):
+    assert hub_api.token(None) is None
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "token").write_text("hf_home\n")
+    assert hub_api.token(None) == "hf_home"
+    (tmp_path / "other").write_text("hf_path")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "other"))
+    assert hub_api.token(None) == "hf_path"
+    monkeypatch.setenv("HF_TOKEN", " hf_variable\n")
+    assert hub_api.token(None) == "hf_variable"
+    assert hub_api.token("hf_given") == "hf_given"
+    assert hub_api.token(False) is None
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    assert hub_api.token(None) is None
+    assert hub_api.token("hf_given") == "hf_given"
+    for wrong in (7, "hf_\nX: y", "hf_\u00e9"):
+        with pytest.raises(SafetensorsError, match="token") as caught:
+            hub_api.token(wrong)
+        assert "hf_" not in str(caught.value)
+
+
+def test_a_token_where_no_home_is_set(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / ".cache" / "huggingface" / "token").write_text("hf_cache")
+    assert hub_api.token(None) == "hf_cache"
+
+
+def test_endpoints(monkeypatch):
+    assert hub_api.endpoint(None) == "https://huggingface.co"
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example.com/hf/")
+    assert hub_api.endpoint(None) == "https://hub.example.com/hf"
+    for wrong in ("hub.example.com", "ftp://x", "https://user:SECRET@host", "https://"):
+        with pytest.raises(SafetensorsError, match="must be an URL like https://huggingface.co") as caught:
+            hub_api.endpoint(wrong)
+        assert "SECRET" not in str(caught.value)
+
+
+def test_cancelled_opening_ends_soon(hub, commit):
+    store, path = store_of(f"{hub.url}/model.safetensors", {})
+    hub.server.fail(Cut(None, "stall"), times=None)
+    failed = []
+
+    def work():
+        try:
+            store.open(path)
+        except StorageError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.1)
+    store.cancel()
+    thread.join(5)
+    assert failed == [f"{path}: opening was cancelled"]
+
+
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
+from orbax_safetensors.io.stores import store_of
+store, path = store_of(sys.argv[1], {})
+print("found", flush=True)
+store.open(path)
+"""
+
+
+def test_a_program_is_interrupted_while_the_hub_stalls(hub, commit):
+    stalled = threading.Event()
+    hub.server.fail(Call(stalled.set), path="*/resolve/*", times=None)
+    hub.server.fail(Cut(None, "stall"), path="*/resolve/*", times=None)
+    program = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, f"{hub.url}/model.safetensors"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert program.stdout.readline() == b"found\n"
+    assert stalled.wait(10)
+    time.sleep(0.2)
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=20)
+    assert program.returncode
+    assert errors.rstrip().endswith(b"KeyboardInterrupt")

@@ -1,0 +1,74 @@
+"""Memory to read into: aligned, zeroed, apart, given back."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orbax_safetensors.storage import memory
+from orbax_safetensors.storage.memory import allocate
+
+
+@given(st.lists(st.integers(0, 5000), max_size=20))
+def test_buffers_are_aligned_zeroed_and_apart(sizes):
+    buffers = allocate(sizes)
+    assert [buffer.nbytes for buffer in buffers] == sizes
+    for number, buffer in enumerate(buffers):
+        assert buffer.dtype == np.uint8
+        assert buffer.ctypes.data % 64 == 0
+        assert not buffer.any()
+        buffer[:] = number + 1
+    for number, buffer in enumerate(buffers):
+        assert (buffer == number + 1).all()
+
+
+def test_a_long_list_takes_several_arenas(monkeypatch):
+    monkeypatch.setattr(memory, "ARENA_BYTES", 4096)
+    buffers = allocate([1000, 10_000, 3000, 1000, 500])
+    bases = [id(buffer.base) for buffer in buffers]
+    assert len(set(bases)) == 4
+    assert bases[2] == bases[3]
+
+
+def test_an_arena_goes_with_its_last_buffer():
+    first, second = allocate([100, 100])
+    gone = weakref.ref(first.base)
+    del first
+    gc.collect()
+    assert gone() is not None
+    del second
+    gc.collect()
+    assert gone() is None
+
+
+def test_memory_is_private_so_that_it_can_have_huge_pages():
+    (buffer,) = allocate([5 * 2**20])
+    address = buffer.ctypes.data
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            ends, permissions = line.split()[:2]
+            first, last = (int(end, 16) for end in ends.split("-"))
+            if first <= address < last:
+                assert permissions == "rw-p"
+                return
+    raise AssertionError("the buffer is in no mapping")
+
+
+@pytest.mark.skipif(memory._TRIM is None, reason="the C library gives nothing back")
+def test_freed_memory_is_given_back():
+    # Every second block is freed, so that no heap can shrink at its end.
+    blocks = [bytearray(1 << 16) for _ in range(2000)]
+    kept = blocks[::2]
+    before = memory.resident()
+    del blocks
+    memory.trim()
+    assert before - memory.resident() > 0.8 * 1000 * (1 << 16)
+    assert sum(len(block) for block in kept) == 1000 * (1 << 16)
+
+
+def test_a_c_library_that_gives_nothing_back(monkeypatch):
+    monkeypatch.setattr(memory, "_TRIM", None)
+    memory.trim()

@@ -1,0 +1,195 @@
+"""Which store a path belongs to, and what the environment says of how to get there."""
+
+import base64
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import obstore
+import pytest
+from etils import epath
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.storage.schemes import store_of
+from tests.support.servers import azurite
+from tests.support.servers.faults import Cut
+
+DATA = bytes(range(256)) * 100
+
+
+def test_paths_are_local():
+    store, path = store_of("a/b", {"endpoint": "x"})
+    assert isinstance(store, LocalStore)
+    assert path == "a/b"
+
+
+@pytest.mark.parametrize("path", ["ftp://host/x", "bucket://x", "s3:///x", "gs://"])
+def test_other_urls_are_refused(path):
+    with pytest.raises(StorageError, match="expected"):
+        store_of(path, None)
+
+
+def test_a_backslash_is_no_part_of_a_name_on_azure():
+    with pytest.raises(StorageError, match="takes the backslash for a slash"):
+        store_of("az://container/back\\slash", None)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "s3://bucket/x/", "https://host/a b", "hf://owner/name"])
+def test_what_pathlib_makes_of_a_url_is_no_path(url):
+    with pytest.raises(StorageError, match=f"is what pathlib makes of {url.rstrip('/')}; pass a URL as a str, and"):
+        store_of(pathlib.Path(url), None)
+
+
+@pytest.mark.parametrize("path", ["./gs:/bucket/x", "/gs:/x", "gs:x", "mine:/x"])
+def test_paths_with_a_colon_are_paths(path):
+    assert isinstance(store_of(path, None)[0], LocalStore)
+
+
+def test_the_paths_of_epath(gcs):
+    store, path = store_of(epath.Path("gs://bucket/x"), gcs.options)
+    assert (store.lists, path) == (True, "gs://bucket/x")
+
+
+def check(url):
+    """Opens and lists what `put` has put."""
+    store, path = store_of(f"{url}/d/x", {"max_retries": 0})
+    file = store.open(path)
+    assert file.stamp.nbytes == len(DATA)
+    buffer = bytearray(10)
+    file.read([(5, [memoryview(buffer)])])
+    assert bytes(buffer) == DATA[5:15]
+    assert store.list(f"{url}/d") == ["x"]
+    assert store.list(f"{url}/d/x") is None
+    assert store.list(url) == ["d"]
+
+
+@pytest.fixture(params=["s3", "gcs", "azure"])
+def place(request):
+    place = request.getfixturevalue(request.param)
+    obstore.put(place.store(), "d/x", DATA)
+    return place
+
+
+def test_what_the_environment_says(place, monkeypatch):
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    check(place.url)
+
+
+def test_an_emulator_of_google(gcs, monkeypatch):
+    obstore.put(gcs.store(), "d/x", DATA)
+    for host in (gcs.server.url, gcs.server.url.removeprefix("http://")):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
+        check(gcs.url)
+    assert gcs.server.log[-1].headers["Authorization"] is None
+    store, path = store_of(f"{gcs.url}/d/y", {})
+    store.create(path, len(DATA)).write(0, [memoryview(DATA)])
+    assert bytes(obstore.get(gcs.store(), "d/y").bytes()) == DATA
+
+
+def test_a_connection_string_of_azure(azure, monkeypatch):
+    obstore.put(azure.store(), "d/x", DATA)
+    endpoint = azure.options["azure_storage_endpoint"]
+    given = f"AccountName={azurite.ACCOUNT};AccountKey={azurite.KEY};BlobEndpoint={endpoint};"
+    assert base64.b64decode(azurite.KEY)  # has an equals sign at its end, as keys do
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"DefaultEndpointsProtocol=http;{given}")
+    check(azure.url)
+
+
+def test_an_object_that_is_replaced(place):
+    store, path = store_of(f"{place.url}/d/x", place.options)
+    stamp = store.open(path).stamp
+    obstore.put(place.store(), "d/x", DATA[::-1])
+    buffer = bytearray(10)
+    with pytest.raises(StorageError, match=f"{path}: changed while it was in use: expected {len(DATA)} bytes"):
+        store.open(path, stamp).read([(5, [memoryview(buffer)])])
+    obstore.delete(place.store(), "d/x")
+    with pytest.raises(StorageError, match="changed while it was in use: .* found (that it is gone|another)"):
+        store.open(path, stamp).read([(5, [memoryview(buffer)])])
+
+
+PROGRAM = """
+import _thread, asyncio.selector_events, os, signal, sys, threading, time
+if sys.argv[2] == "answer":  # the thread that brings it is slow to come back from telling it
+    loops = asyncio.selector_events.BaseSelectorEventLoop
+    wake = loops._write_to_self
+    def slow(loop):
+        wake(loop)
+        if threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
+            time.sleep(0.3)
+    loops._write_to_self = slow
+    class Last:
+        def __del__(self, sleep=time.sleep):
+            sleep(1)  # while the interpreter is being taken down
+    last = Last()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.io import background
+from orbax_safetensors.io.stores import store_of
+background._LEAVE_SECONDS = 60.0  # longer than the test waits
+store, path = store_of(sys.argv[1], {})
+file = store.open(path)
+print("opened", flush=True)
+if sys.argv[2] == "wait":
+    file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])])
+elif sys.argv[2] == "fork":
+    child = os.fork()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    try:
+        store.open(path)
+    except StorageError as error:
+        os._exit(7 if "was forked from one" in str(error) else 8)
+    os._exit(9)
+elif sys.argv[2] == "child":  # which has nothing to do with stores
+    child = os.fork()
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0)
+elif sys.argv[2] == "thread":  # which has nothing to do with stores either
+    _thread.start_new_thread(lambda: [time.sleep(0.05) for _ in range(1000)], ())
+    time.sleep(0.2)
+elif sys.argv[2] == "leave":
+    thread = threading.Thread(target=lambda: [read(), read()], daemon=True)
+    thread.start()
+"""
+# What is registered first comes last.
+READING = """
+import atexit
+thread = None
+def read():
+    try:
+        file.read([(0, [memoryview(bytearray(file.stamp.nbytes))])])
+    except StorageError as error:
+        print(error, flush=True)
+atexit.register(lambda: thread and thread.join(60))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("wait", 1), ("leave", 0), ("nothing", 0), ("answer", 0), ("fork", 7), ("child", 0), ("thread", 0)],
+)
+def test_programs_end_while_a_server_stalls(web, how, status):
+    (web.root / "x").write_bytes(DATA * 40)
+    web.server.fail(Cut(10, "stall"), skip=1, times=None)
+    program = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", READING + PROGRAM, f"{web.url}/x", how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert program.stdout.readline() == b"opened\n"
+    if how == "wait":
+        time.sleep(0.3)
+        program.send_signal(signal.SIGINT)
+    said, errors = program.communicate(timeout=30)
+    assert (program.returncode if how != "wait" else bool(program.returncode)) == status, errors
+    assert b"KeyboardInterrupt" in errors or not errors
+    lines = said.decode().splitlines()
+    if how == "leave":
+        assert [line.partition(": ")[0] for line in lines] == [f"{web.url}/x", "the program is ending"]
+    else:
+        assert lines == []

@@ -1,0 +1,170 @@
+"""Secrets that no failure tells: neither its message nor whatever can be reached from it."""
+
+import contextlib
+import re
+from datetime import timedelta
+
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.storage import retries
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import Stamp
+from tests.support.servers.faults import Answer, Cut
+from tests.support.servers.hub import TOKEN
+from tests.support.servers.server import Response, Server
+
+HEADER = {"X-Auth-Token": "SECRET-header"}
+SECRET = re.compile(f"SECRET|Signature=|{TOKEN}")
+STAMP = Stamp(100, '"1"')
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+
+
+def assert_tells_no_secret(error):
+    """Walks everything that an error holds and comes from."""
+    seen, waiting = set(), [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        said = [str(one), repr(one), *map(repr, one.args), *getattr(one, "__notes__", ()), repr(vars(one))]
+        assert not [text for text in said if SECRET.search(text)]
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+FAULTS = {
+    "404": Answer(404, {}, b"SECRET"),
+    "401": Answer(401, {}, b"<Error><Code>Denied</Code><StringToSign>SECRET"),
+    "403": Answer(403, {}, b"<Error><Code>Denied</Code><StringToSign>SECRET"),
+    "409": Answer(409, {}, b"SECRET"),
+    "412": Answer(412, {}, b"SECRET"),
+    "500": Answer(500, {}, b"SECRET"),
+    "timeout": Cut(None, "stall"),
+    "reset": Cut(None, "reset"),
+    "cut": Cut(3, "close"),
+    "bad redirect": Answer(302, {"Location": "http://[x?Signature=SECRET"}),
+    "redirect elsewhere": Answer(302, {"Location": "http://127.0.0.1:1/?Signature=SECRET"}),
+    "redirect to another scheme": Answer(302, {"Location": "ftp://127.0.0.1/?Signature=SECRET"}),
+    "refused": None,
+}
+PLACES = {
+    "https": lambda url: (f"{url.replace('://', '://user:SECRET@')}/x?X-Amz-Signature=SECRET", {}),
+    "s3": lambda url: (
+        "s3://bucket/x",
+        {"endpoint": url, "access_key_id": "SECRET-id", "secret_access_key": "SECRET", "session_token": "SECRET-token"},
+    ),
+    "gs": lambda url: ("gs://bucket/x", {"base_url": url, "bearer_token": "SECRET"}),
+    "az": lambda url: ("az://c/x", {"endpoint": f"{url}/a", "account_name": "a", "sas_key": "sv=1&sig=SECRET"}),
+}
+
+
+def failures(*acts):
+    """The errors of those that fail."""
+    for act in acts:
+        try:
+            act()
+        except Exception as error:
+            yield error
+
+
+def read(store, path):
+    store.open(path, STAMP).read([(0, [memoryview(bytearray(9))])])
+
+
+QUICK = {"read_timeout": timedelta(seconds=0.2), "max_retries": 1, "default_headers": HEADER}
+
+
+@pytest.mark.parametrize("scheme", PLACES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_stores(scheme, fault, caplog):
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server(lambda request: Response(404)))
+        url, options = PLACES[scheme](server.url)
+        store, path = store_of(url, {**options, **QUICK, "timeout": timedelta(seconds=0.4)})
+        if FAULTS[fault] is None:
+            stack.close()
+        else:
+            server.fail(FAULTS[fault], times=None)
+        errors = list(failures(lambda: store.open(path), lambda: read(store, path)))
+        assert len(errors) == 2
+        if store.writes:
+            new = store.create(path, 1)
+            errors += failures(
+                lambda: store.list(path), lambda: store.delete(path), lambda: new.write(0, [memoryview(b"x")])
+            )
+            assert len(errors) > 2
+        for error in errors:
+            assert isinstance(error, StorageError)
+            assert_tells_no_secret(error)
+    assert not SECRET.search(caplog.text)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS.values() if fault], ids=str)
+@pytest.mark.parametrize("place", ["/api/models/*", "*/resolve/*", "/repos/*"])
+def test_the_hub(hub, monkeypatch, fault, place, caplog):
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    hub.commit({"x": b"small", "model.safetensors": bytes(10**6)})
+    opened, path = store_of(f"{hub.url}/model.safetensors", QUICK)
+    stamp = opened.open(path).stamp
+    for server in (hub.server, hub.network_server):
+        server.fail(fault, path=place, times=None)
+    errors = list(
+        failures(
+            lambda: store_of(f"{hub.url}/model.safetensors", QUICK),
+            lambda: opened.open(path),
+            lambda: opened.open(path.replace("model.safetensors", "x")),
+            lambda: opened.open(path, stamp).read([(600_000, [memoryview(bytearray(9))])]),
+        )
+    )
+    assert errors or isinstance(fault, Cut)  # of a body that is not read
+    for error in errors:
+        assert isinstance(error, StorageError)
+        assert_tells_no_secret(error)
+    assert not SECRET.search(caplog.text)
+
+
+@pytest.mark.parametrize("scheme", [*PLACES, "hf"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"default_headers": {"X-Auth-Token": value}} for value in ("SECRET\n", "SECRET\xe9", b"SECRET\0", 7, None)),
+        *({"default_headers": {name: "SECRET"}} for name in ("X SECRET", "X: SECRET", "", "X\n", 7)),
+        *({"default_headers": "SECRET"}, {"user_agent": "SECRET\n"}),
+        *({"proxy_url": "SECRET@[x"}, {"proxy_url": "http://SECRET:SECRET"}),
+    ],
+    ids=repr,
+)
+def test_options(scheme, options):
+    url, more = PLACES[scheme]("http://127.0.0.1:1") if scheme != "hf" else ("hf://owner/name", {"token": "SECRET"})
+    with pytest.raises(SafetensorsError) as caught:
+        made = ost.SafetensorsOptions(storage_options={**more, "max_retries": 0, **options})
+        assert "proxy_url" in options  # nobody else knows what it may be
+        ost.open_checkpoint(url, options=made)
+    assert_tells_no_secret(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://user:SECRET@host/x?SECRET", "https:/user:SECRET@host/x?SECRET", "https://[x?SECRET"]
+)
+def test_urls_that_are_none(url):
+    with pytest.raises(StorageError) as caught:
+        ost.open_checkpoint(url)
+    assert_tells_no_secret(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call", [ost.open_checkpoint, ost.SafetensorsHandler().restore, ost.SafetensorsCheckpointer().restore]
+)
+def test_what_is_called(call, web):
+    (web.root / "model.safetensors").write_bytes(b"x" * 100)
+    for file in ("model.safetensors", "none"):
+        with pytest.raises(SafetensorsError) as caught:
+            call(f"{web.url.replace('://', '://user:SECRET@')}/{file}?Signature=SECRET")
+        assert_tells_no_secret(caught.value)

@@ -1,0 +1,106 @@
+"""What of an object is in memory while it is written, however slowly the store takes it."""
+
+import threading
+import weakref
+
+import numpy as np
+import obstore
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.storage import upload
+from orbax_safetensors.storage.schemes import store_of
+from tests.support.files import write
+from tests.support.servers import gcs as google
+from tests.support.servers.faults import Call
+
+MIB = 2**20
+
+
+@pytest.fixture
+def gcs(gcs, monkeypatch):
+    monkeypatch.setattr(upload, "PART_BYTES", MIB)
+    monkeypatch.setattr(google, "MIN_PART_BYTES", MIB)
+    for name, value in gcs.environment.items():
+        monkeypatch.setenv(name, value)
+    return gcs
+
+
+@pytest.fixture
+def most(gcs, monkeypatch):
+    """The most parts that were in memory at once, in a list; while parts come, the store waits until no more do."""
+    lock, alive, found = threading.Lock(), weakref.WeakSet(), [0]
+    changed = threading.Condition(lock)
+
+    class Part(np.ndarray):
+        __hash__ = object.__hash__
+
+    def allocate(sizes):
+        made = [np.zeros(size, np.uint8).view(Part) for size in sizes]
+        with lock:
+            for part in made:
+                alive.add(part)
+            found[0] = max(found[0], len(alive))
+            changed.notify_all()
+        return made
+
+    def wait():
+        with lock:
+            while changed.wait(0.2):
+                pass
+
+    monkeypatch.setattr(upload, "allocate", allocate)
+    gcs.server.fail(Call(wait), when=lambda request: len(request.body) == MIB, times=None)
+    return found
+
+
+@pytest.mark.parametrize(("requests", "held"), [(1, 3), (3, 3), (6, 6), (10, 10), (64, 10)])
+def test_as_many_parts_as_may_be(requests, held, gcs, most):
+    data = np.random.default_rng(0).bytes(16 * MIB + 5)
+    store, path = store_of(f"{gcs.url}/x", {})
+    file = store.create(path, len(data), requests)
+    for offset in range(0, len(data), 300_000):
+        file.write(offset, [memoryview(data)[offset : offset + 300_000]])
+    file.close()
+    assert bytes(obstore.get(gcs.store(), "x").bytes()) == data
+    assert held - 1 <= most[0] <= held
+
+
+def test_longer_parts_are_fewer(gcs, most, monkeypatch):
+    monkeypatch.setattr(upload, "_MAX_PARTS", 8)
+    data = bytes(16 * MIB)
+    store, path = store_of(f"{gcs.url}/x", {})
+    file = store.create(path, len(data), 10)  # MiB, in parts of two
+    file.write(0, [memoryview(data)])
+    file.close()
+    assert most[0] <= 5
+
+
+@pytest.mark.parametrize("threads", [None, 256])
+@pytest.mark.parametrize(("requests", "held"), [(1, 3), (10, 10), (25, 24)])
+def test_files_that_are_saved_at_once_share_them(requests, held, threads, gcs, most):
+    """Whoever asks for more writes at once does not ask for more memory."""
+    tree = {name: np.full(12 * MIB, number, np.uint8) for number, name in enumerate("abcd")}
+    # As much as holds so many requests of 8 MiB in a quarter of it.
+    options = ost.SafetensorsOptions(in_flight_bytes=4 * 8 * MIB * requests, threads=threads)
+    save = ost.SafetensorsSave(tree, max_file_bytes=12 * MIB)
+    ost.SafetensorsHandler(options=options).save(f"{gcs.url}/saved", save)
+    assert most[0] <= held
+    found = ost.SafetensorsHandler().restore(f"{gcs.url}/saved")
+    assert all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
+def test_a_conversion_has_them_in_its_memory(gcs, most, tmp_path):
+    write(tmp_path / "model.safetensors", {"a": np.arange(24 * MIB, dtype=np.uint8)})
+    (cost,) = ost.plan_reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB).processes
+    ost.reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB)
+    assert 2 <= most[0] <= 3
+    kept = [0] + [batch.nbytes for batch in cost.batches[:-1]]
+    assert [batch.write.staging_bytes for batch in cost.batches] == [3 * MIB + before for before in kept]
+
+
+def test_no_more_parts_are_counted_than_a_file_has(gcs, tmp_path):
+    write(tmp_path / "model.safetensors", {"a": np.arange(MIB // 2, dtype=np.uint8)})
+    (cost,) = ost.plan_reshard(tmp_path, f"{gcs.url}/to", memory_bytes=16 * MIB).processes
+    ((file,), (batch,)) = ost.plan_reshard(tmp_path, f"{gcs.url}/to").files, cost.batches
+    assert batch.write.staging_bytes == file.nbytes

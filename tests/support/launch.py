@@ -1,0 +1,132 @@
+"""Runs one function in several Python processes that are one JAX program, as hosts of a cluster are.
+
+`launch` is for tests; run as a module, this file is one of the processes. Starting them takes seconds, so a function
+should go through many cases and return what it found in all of them. Judging it is the test's business.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.support.roots import ROOT
+
+# The end of a process's stderr that a failure shows, in characters.
+_SHOWN = 6000
+# Seconds that a process has to dump its stacks before it is killed.
+_GRACE_SECONDS = 5.0
+# Seconds after which JAX gives up waiting for processes that do not come.
+_START_SECONDS = 60
+
+
+class LaunchError(Exception):
+    """A process failed or did not end; the message has what each of them wrote to stderr."""
+
+
+def launch(function: str, arguments: Any, *, processes: int, devices: int, timeout: float = 150.0) -> list[Any]:
+    """Calls `function`, as `module:name`, with `arguments` in every process; returns their results in order.
+
+    Arguments and results are JSON. Every process has `devices` simulated CPU devices. Once one fails, or after
+    `timeout` seconds, the others are killed and `LaunchError` is raised.
+    """
+    with tempfile.TemporaryDirectory() as scratch, socket.socket() as reserved:
+        # Bound and never listening: it keeps the port from others, and shares it with the coordinator.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        job = {
+            "function": function,
+            "arguments": arguments,
+            "processes": processes,
+            "coordinator": f"127.0.0.1:{reserved.getsockname()[1]}",
+            "timeout": timeout,
+        }
+        Path(scratch, "job.json").write_text(json.dumps(job))
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for index in range(processes):
+                with open(Path(scratch, f"{index}.err"), "wb") as stderr:
+                    command = [sys.executable, "-m", __spec__.name, scratch, str(index)]
+                    running.append(
+                        subprocess.Popen(
+                            command,
+                            cwd=scratch,
+                            env=environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=stderr,
+                            stderr=stderr,
+                        )
+                    )
+            _wait(running, timeout + _GRACE_SECONDS)
+        finally:
+            for process in running:
+                process.kill()
+            codes = [process.wait() for process in running]
+        results = [Path(scratch, f"{index}.json") for index in range(processes)]
+        if any(codes):
+            raise LaunchError(
+                f"{function} with {processes} processes:\n"
+                + "\n".join(
+                    f"--- process {index}, exit status {code}:\n"
+                    + Path(scratch, f"{index}.err").read_text(errors="replace")[-_SHOWN:]
+                    for index, code in enumerate(codes)
+                )
+            )
+        return [json.loads(result.read_text()) for result in results]
+
+
+def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Returns when all processes have ended, one has failed, or time is up."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in running]
+        if None not in codes or any(codes):
+            return
+        time.sleep(0.05)
+
+
+def _main(scratch: str, index: int) -> None:
+    job = json.loads(Path(scratch, "job.json").read_text())
+    # Without `exit=True`: the first to exit would end the others through JAX before their stacks are shown.
+    faulthandler.dump_traceback_later(job["timeout"])
+
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.distributed.initialize(
+        job["coordinator"], job["processes"], index, initialization_timeout=_START_SECONDS, shutdown_timeout_seconds=30
+    )
+    try:
+        module, name = job["function"].split(":")
+        function = getattr(importlib.import_module(module), name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = function(job["arguments"])
+        Path(scratch, f"{index}.json").write_text(json.dumps(result))
+    except BaseException:
+        # An ordinary exit would first wait for the processes that this one has let down.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,113 @@
+"""Random compositions of views beside the same compositions in NumPy, and slow executors of copies as the model."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.geometry.strided import Copy
+from orbax_safetensors.geometry.view import Box, Taken, View
+
+
+@dataclass
+class Composition:
+    """A view, the array that NumPy makes of the same words, and the stored tensors of both."""
+
+    view: View
+    array: np.ndarray
+    stored: dict[str, np.ndarray] = field(default_factory=dict)
+    refused: int = 0
+
+
+def _stored(draw: Any, made: dict[str, np.ndarray], shape: tuple[int, ...]) -> tuple[View, np.ndarray]:
+    name = f"t{len(made)}"
+    # Every element of every tensor is another number, so that a wrong source shows.
+    array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape) + 10_000 * len(made)
+    made[name] = array
+    return View.tensor(name, shape, array.dtype), array
+
+
+def _factors(draw: Any, elements: int) -> tuple[int, ...]:
+    sizes = []
+    while elements > 1:
+        size = draw(st.sampled_from([n for n in range(2, elements + 1) if elements % n == 0]))
+        sizes.append(size)
+        elements //= size
+    sizes += [1] * draw(st.integers(0, 2))
+    return tuple(draw(st.permutations(sizes)))
+
+
+@st.composite
+def compositions(draw: Any) -> Composition:
+    """Views of up to six operations. A reshape that is refused is left out on both sides, and counted."""
+    made: dict[str, np.ndarray] = {}
+    view, array = _stored(draw, made, tuple(draw(st.lists(st.integers(0, 6), max_size=4))))
+    refused = 0
+    for word in draw(st.lists(st.sampled_from(["transpose", "reshape", "slice", "stack", "concatenate"]), max_size=6)):
+        if word == "transpose":
+            axes = draw(st.permutations(range(array.ndim)))
+            view, array = view.transpose(axes), array.transpose(axes)
+        elif word == "reshape" and array.size <= 2000:
+            shape = _factors(draw, array.size) if array.size else (3, 0)
+            try:
+                view, array = view.reshape(shape), array.reshape(shape)
+            except MappingError:
+                refused += 1
+        elif word == "slice":
+            taken = []
+            for size in array.shape[: draw(st.integers(0, array.ndim))]:
+                start, stop = sorted(
+                    draw(st.tuples(st.integers(-size - 1, size + 1), st.integers(-size - 1, size + 1)))
+                )
+                taken.append(slice(start, stop, draw(st.sampled_from([None, 1, 2, 3]))))
+            view, array = view.slice(*taken), array[tuple(taken)]
+        elif word == "stack" and array.size <= 2000:
+            axis = draw(st.integers(-array.ndim - 1, array.ndim))
+            other, other_array = _stored(draw, made, array.shape)
+            view = View.stack([view, other, view], axis)
+            array = np.stack([array, other_array, array], axis)
+        elif word == "concatenate" and array.ndim:
+            axis = draw(st.integers(-array.ndim, array.ndim - 1))
+            shape = list(array.shape)
+            shape[axis] = draw(st.integers(0, 4))
+            other, other_array = _stored(draw, made, tuple(shape))
+            view, array = View.concatenate([view, other], axis), np.concatenate([array, other_array], axis)
+    return Composition(view, array, made, refused)
+
+
+@st.composite
+def boxes(draw: Any, shape: tuple[int, ...]) -> Box:
+    """Boxes of an array of `shape`, empty ones among them."""
+    ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    return tuple((start, stop) for start, stop in ends)
+
+
+def _ends(copy: Copy, source: np.ndarray, destination: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The elements that a copy reads and those that it writes, as arrays over flat memory."""
+    shape = [size for size, _, _ in copy.modes]
+    taken = as_strided(source[copy.source :], shape, [src * source.itemsize for _, src, _ in copy.modes])
+    filled = as_strided(
+        destination[copy.destination :], shape, [dst * destination.itemsize for _, _, dst in copy.modes], writeable=True
+    )
+    return taken, filled
+
+
+def run(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
+    """Makes the copies, from the stored tensors into `destination`."""
+    flat = destination.reshape(-1)
+    for name, copy, _ in copies:
+        taken, filled = _ends(copy, sources[name].reshape(-1), flat)
+        filled[...] = taken
+
+
+def run_backwards(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
+    """Makes the copies with the arrows reversed, from `destination` into the stored tensors."""
+    flat = destination.reshape(-1)
+    for name, copy, _ in copies:
+        taken, filled = _ends(copy, sources[name].reshape(-1), flat)
+        as_strided(taken, writeable=True)[...] = filled
