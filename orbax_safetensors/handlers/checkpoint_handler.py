@@ -24,7 +24,7 @@ from orbax_safetensors.restore.run import restore
 from orbax_safetensors.save.destination import Existing
 from orbax_safetensors.save.index import IndexAs
 from orbax_safetensors.save.prepare import Save, Shards, prepare_save
-from orbax_safetensors.save.write import write
+from orbax_safetensors.save.write import write_save
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         checkpoint; `existing` says otherwise.
         """
         plan = self._plan(directory, args, existing)
-        write(plan, Shards.of(plan), directory)
+        write_save(plan, Shards.of(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
         """Starts a save, and returns once the shards are in host memory; the leaves may then be changed or deleted.
@@ -101,7 +101,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         shards = Shards.copied(plan)
 
         async def commit() -> None:
-            write(plan, shards, directory)
+            write_save(plan, shards, directory)
 
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 

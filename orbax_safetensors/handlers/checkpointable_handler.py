@@ -14,7 +14,7 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.run import restore
 from orbax_safetensors.save.prepare import Shards, prepare_save
-from orbax_safetensors.save.write import write
+from orbax_safetensors.save.write import write_save
 
 
 class SafetensorsCheckpointableHandler:
@@ -42,7 +42,7 @@ class SafetensorsCheckpointableHandler:
 
         async def written() -> None:
             created = await directory.await_creation()
-            await asyncio.to_thread(write, plan, shards, created)
+            await asyncio.to_thread(write_save, plan, shards, created)
 
         return written()
 

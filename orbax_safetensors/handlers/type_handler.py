@@ -22,7 +22,7 @@ from orbax_safetensors.orbax_store.reader import recorded_shardings
 from orbax_safetensors.restore.run import restore_leaves
 from orbax_safetensors.save.index import IndexAs
 from orbax_safetensors.save.prepare import Shards, prepare_save
-from orbax_safetensors.save.write import read_beside, write
+from orbax_safetensors.save.write import read_beside, write_save
 
 
 class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
@@ -90,7 +90,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         shards = Shards.copied(plan)
 
         async def commit() -> None:
-            write(plan, shards, directory)
+            write_save(plan, shards, directory)
 
         return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
 

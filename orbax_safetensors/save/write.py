@@ -40,7 +40,7 @@ EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
 _UNFINISHED = f"{TREE_FILE}.unfinished"
 
 
-def write(save: Save, shards: Shards, directory: PathLike) -> None:
+def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     """Writes the files of a save into `directory`, which is there and empty, together with the other processes.
 
     Raises `StorageError` in every process where one fails; no file is then valid.

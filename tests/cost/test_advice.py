@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from orbax_safetensors.api import open_checkpoint
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.restore.plan import planned
 from tests.support.roots import TESTDATA
 

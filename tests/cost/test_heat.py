@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from orbax_safetensors.api import open_checkpoint
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.cli.byte_map import requested, union
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cost.heat import below, heat

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from orbax_safetensors.storage import memory as arena
 from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
@@ -758,7 +759,7 @@ def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeyp
 
     monkeypatch.setattr(arena, "_map", remember)
     checkpoint = ost.open_checkpoint(directory)
-    monkeypatch.setattr(ost.api, "read_checkpoint", lambda *_: checkpoint)
+    monkeypatch.setattr(restoring, "read_checkpoint", lambda *_: checkpoint)
     monkeypatch.setattr(local.os, "preadv", fail)
     gc.disable()
     try:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.handlers import type_handler
 from tests.support.files import random_bits, write
 
 th = ocp.type_handlers
@@ -382,9 +383,11 @@ def test_several_directories_in_one_call(tmp_path, checkpointer, params):
 @pytest.mark.parametrize("registered", [False, True])
 def test_orbaxs_limits_bound_what_is_in_flight(tmp_path, monkeypatch, gigabytes, own, expected, registered):
     seen = []
-    for name in ("plan_save", "restore_leaves"):
-        real = getattr(ost.api, name)
-        monkeypatch.setattr(ost.api, name, lambda *a, real=real, **k: (seen.append(k["options"]), real(*a, **k))[1])
+    for name in ("prepare_save", "restore_leaves"):
+        real = getattr(type_handler, name)
+        monkeypatch.setattr(
+            type_handler, name, lambda *a, real=real, **k: (seen.append(k["options"]), real(*a, **k))[1]
+        )
     handler = ost.SafetensorsTypeHandler(options=ost.SafetensorsOptions(in_flight_bytes=own, threads=3))
     if registered:
         ost.register(save=True)

@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
 from orbax_safetensors.devices import agreement
 from orbax_safetensors.restore import exchanges
+from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.restore import together as cooperative
 from orbax_safetensors.storage import local
 from tests.support import cases
@@ -328,10 +328,10 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
     target = site.target(None, "x")
 
     for where, error in (
-        ((api, "read_checkpoint"), ost.StorageError),
-        ((api, "read_checkpoint"), MemoryError),
-        ((api, "mapped"), ost.MappingError),
-        ((api.targets, "resolve"), ost.TensorMismatchError),
+        ((restoring, "read_checkpoint"), ost.StorageError),
+        ((restoring, "read_checkpoint"), MemoryError),
+        ((restoring, "mapped"), ost.MappingError),
+        ((restoring.requests, "resolve"), ost.TensorMismatchError),
         ((cooperative, "dealt"), ost.TensorMismatchError),
     ):
         broken = mock.patch.object(*where, side_effect=error("no such thing"))

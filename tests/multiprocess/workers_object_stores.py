@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
 from orbax_safetensors.devices import agreement
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import Family, stack, tensor
-from orbax_safetensors.save.prepare import Save, Shards
+from orbax_safetensors.save.prepare import Save, Shards, prepare_save
+from orbax_safetensors.save.write import write_beside, write_save
 from tests.multiprocess.workers_save import VALUES, array
 
 SPECS = [("x", "y"), ("y", "x"), (None, ("x", "y")), (("x", "y"),), (), (None, "x")]
@@ -51,12 +51,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     ):
         own = ost.SafetensorsOptions(storage_options=options, whole_tensors=name.startswith("whole"))
         directory = f"{job['url']}/{name}"
-        plan = api.plan_save(
+        plan = prepare_save(
             tree(mesh), directory=directory, metadata=None, max_file_bytes=max_file_bytes, config={"a": 1}, options=own
         )
         found[f"{name} bytes"] = sum(header.data_bytes for _, header in plan.layout.files)
         try:
-            api.write(plan, Shards.copied(plan), directory)
+            write_save(plan, Shards.copied(plan), directory)
         except ost.StorageError as error:
             found[name] = str(error)
             continue
@@ -76,13 +76,13 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
 
     def planned(own: ost.SafetensorsOptions) -> Save:
         leaves = {"a": array(VALUES["table"], mesh, ("x", "y"))}
-        return api.plan_save(leaves, directory=directory, metadata=None, max_file_bytes=10**9, options=own)
+        return prepare_save(leaves, directory=directory, metadata=None, max_file_bytes=10**9, options=own)
 
     plan = planned(options(-1))
     return [
         _said(lambda: planned(options(1))),
-        _said(lambda: api.write(dataclasses.replace(plan, options=options(1)), Shards.of(plan), directory)),
-        _said(lambda: api.write_beside(directory, {"x": ""}, options=options(0))),
+        _said(lambda: write_save(dataclasses.replace(plan, options=options(1)), Shards.of(plan), directory)),
+        _said(lambda: write_beside(directory, {"x": ""}, options=options(0))),
     ]
 
 

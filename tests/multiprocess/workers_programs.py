@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
 from orbax_safetensors.restore import together
-from orbax_safetensors.save.prepare import Shards
+from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.write import write_save
 from tests.support.measure import different_shards
 
 # Many times as many programs as XLA's CPU client lets be in flight: enough for any of them to hang if nothing waits.
@@ -54,8 +54,8 @@ def saved(job: dict[str, Any]) -> list[str]:
         name: jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index])
         for name, host in list(tensors().items())[:104]  # each is a request
     }
-    plan = api.plan_save(tree, directory=job["url"], metadata=None, max_file_bytes=10**9, options=options)
-    api.write(plan, Shards.copied(plan), job["url"])
+    plan = prepare_save(tree, directory=job["url"], metadata=None, max_file_bytes=10**9, options=options)
+    write_save(plan, Shards.copied(plan), job["url"])
     restored = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(tree))
     return _different(restored)
 

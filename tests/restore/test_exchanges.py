@@ -10,9 +10,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from orbax_safetensors.api import open_checkpoint
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.restore.plan import planned
 from orbax_safetensors.restore.target import asked
 from orbax_safetensors.storage import local, remote

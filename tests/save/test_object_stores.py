@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
-from orbax_safetensors.save.prepare import Shards
+from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.write import write_save
 from orbax_safetensors.storage import retries, upload
 from tests.support.files import random_bits, write
 from tests.support.servers.faults import Answer, Cut
@@ -45,10 +45,10 @@ def options(place, **more):
 def save(place, tree, path="saved/x", *, max_file_bytes=5_000_000_000, config=None, **more):
     own = options(place, **more)
     directory = f"{place.url}/{path}"
-    plan = api.plan_save(
+    plan = prepare_save(
         tree, directory=directory, metadata=None, max_file_bytes=max_file_bytes, config=config, options=own
     )
-    api.write(plan, Shards(plan), directory)
+    write_save(plan, Shards(plan), directory)
     return directory
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import obstore
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from orbax_safetensors.api import open_checkpoint
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import family as mapped
 from orbax_safetensors.checkpoint import source as sources
 from orbax_safetensors.checkpoint.family import read_config
+from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.format.layout import file_names
 from orbax_safetensors.restore.plan import planned
@@ -87,7 +87,7 @@ def real_writes(monkeypatch, found, partition, process, max_file_bytes, family, 
         tensors = {source.name: tensors[source.name] for source in given}
     layout = saving.laid_out(tensors, {}, max_file_bytes, found.options)
     with monkeypatch.context() as patched:
-        patched.setattr(arrays, "local_holders", local_holders)
+        patched.setattr(saving, "local_holders", local_holders)
         patched.setattr(jax, "process_index", lambda: process)
         owned = [one for group in saving._owned(saving.grouped(given)) for one in group]
     blocks = [

@@ -24,12 +24,13 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors import api
 from orbax_safetensors.devices import agreement
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save import prepare as saving
 from orbax_safetensors.save import write
+from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.write import write_save
 from orbax_safetensors.storage import local
 from tests.support import files
 from tests.support.files import DTYPES, nothing_left, other_names, random_bits, stored_arrays
@@ -362,7 +363,7 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
     with jax.enable_x64(True), temporary() as directory, temporary() as expected:
         tree = {name: sharded(host, placed[name]) if name in placed else host for name, host in hosts.items()}
         save(expected, hosts, max_file_bytes=max_file_bytes)
-        plan = api.plan_save(
+        plan = prepare_save(
             tree,
             None,
             directory=directory,
@@ -381,7 +382,7 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
                 owned = tuple((source, tuple(taken)) for source, taken in own.values())
                 share = dataclasses.replace(plan, groups=(owned,), key=f"{plan.key}/{part}")
                 shards = saving.Shards.copied(share) if copied else saving.Shards(share)
-                api.write(share, shards, directory)
+                write_save(share, shards, directory)
         assert content(directory) == content(expected)
         for name, header in plan.layout.files:
             ranges = [(low, high) for low, high in data[name] if low >= header.data_start]
@@ -414,9 +415,9 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
     """As on a GPU; here nothing has to be copied."""
     leaves = {f"w{number}": jax.numpy.full((1024,), float(number)) for number in range(10)}
     options = ost.SafetensorsOptions(in_flight_bytes=3 * 4096 + 1)
-    plan = api.plan_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
+    plan = prepare_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
     assert [len(batch) for batch in saving.Shards(plan).batches(options.in_flight_bytes)] == [10]
-    monkeypatch.setattr(saving.arrays, "on_host", lambda sharding: False)
+    monkeypatch.setattr(saving, "on_host", lambda sharding: False)
     batches = list(saving.Shards(plan).batches(options.in_flight_bytes))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1]
     values = [memory.view(np.float32)[0] for batch in batches for _, memory in batch]
@@ -428,7 +429,7 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
 def test_what_was_copied_does_not_change():
     host, device = np.ones(100), jax.numpy.ones(100)
     options = ost.SafetensorsOptions()
-    plan = api.plan_save([host, device], None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
+    plan = prepare_save([host, device], None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
     shards = saving.Shards.copied(plan)
     host[...] = 2
     device.delete()
@@ -653,7 +654,7 @@ def test_a_directory_that_is_read_only(tmp_path):
 
 def test_a_directory_that_is_missing(tmp_path):
     options = ost.SafetensorsOptions()
-    plan = api.plan_save(
+    plan = prepare_save(
         TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
     )
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
