@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support import full_size
+
 # Object stores on this machine.
 pytest_plugins = ["tests.support.servers.fixtures"]
 
@@ -24,6 +26,12 @@ hypothesis.settings.load_profile("default")
 def mesh() -> jax.sharding.Mesh:
     """Eight devices as a 2 x 4 mesh with the axes `x` and `y`."""
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+
+
+@pytest.fixture(scope="module", params=full_size.MODELS)
+def full_size_model(request, tmp_path_factory):
+    """The name of a full-size model, and a directory with its files."""
+    return request.param, full_size.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture

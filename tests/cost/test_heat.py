@@ -92,8 +92,8 @@ def spread_nothing(shape):
     return ()
 
 
-def test_full_size_models_encoded_or_not(model):
-    _, directory = model
+def test_full_size_models_encoded_or_not(full_size_model):
+    _, directory = full_size_model
     mesh = {"fsdp": 16, "tensor": 4}
     found = restore(
         directory, lambda shape: spread(shape, mesh), mesh=mesh, process_count=8, max_gap_bytes=2**14, family="maxtext"

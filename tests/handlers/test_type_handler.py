@@ -385,9 +385,7 @@ def test_orbaxs_limits_bound_what_is_in_flight(tmp_path, monkeypatch, gigabytes,
     seen = []
     for name in ("prepare_save", "restore_leaves"):
         real = getattr(type_handler, name)
-        monkeypatch.setattr(
-            type_handler, name, lambda *a, real=real, **k: (seen.append(k["options"]), real(*a, **k))[1]
-        )
+        monkeypatch.setattr(type_handler, name, lambda *a, f=real, **k: (seen.append(k["options"]), f(*a, **k))[1])
     handler = ost.SafetensorsTypeHandler(options=ost.SafetensorsOptions(in_flight_bytes=own, threads=3))
     if registered:
         ost.register(save=True)

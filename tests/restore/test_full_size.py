@@ -10,17 +10,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import orbax_safetensors as ost
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.format.dtypes import nbytes
-from tests.support.full_size import make, stored
+from tests.support.full_size import stored
 
-MODELS = ["deepseek-v3", "deepseek-v3-fp8", "gpt-oss-120b", "gpt-oss-120b-mxfp4", "llama-3.1-405b", "qwen3-30b-a3b"]
 MESH = {"fsdp": 64, "tensor": 8}
 # What a layer of multi-token prediction shares with the model.
 NOT_RESTORED = re.compile(r"model\.layers\.61\.(embed_tokens|shared_head)\..*")
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request, tmp_path_factory):
-    return request.param, make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def sharded(leaves, mesh):
@@ -34,8 +28,8 @@ def sharded(leaves, mesh):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
-def test_every_tensor_is_used_once_on_512_devices(model, scan_layers):
-    name, directory = model
+def test_every_tensor_is_used_once_on_512_devices(full_size_model, scan_layers):
+    name, directory = full_size_model
     variant = {"scan_layers": scan_layers}
     leaves = ost.open_checkpoint(directory, family="maxtext", variant=variant).leaves
     tensors = {name: facts for name, facts in stored(name).items() if not NOT_RESTORED.fullmatch(name)}
