@@ -1,8 +1,8 @@
 """Hugging Face `.safetensors` files as Orbax checkpoints of sharded JAX arrays.
 
-Where to start reading: `handlers/checkpoint_handler.py` is what Orbax calls; `api.py` has the functions; `plan/view.py`
-and `plan/coalesce.py` hold the one idea, that a parameter is a list of strided copies out of stored tensors;
-`transfer.py` executes it.
+Where to start reading: `handlers/checkpoint_handler.py` is what Orbax calls; `restore/run.py` and `save/prepare.py` are
+the jobs that it gives out; `geometry/view.py` and `geometry/coalesce.py` hold the one idea, that a parameter is a list
+of strided copies out of stored tensors; `transfer/engine.py` executes it.
 """
 
 from orbax_safetensors import mapping

@@ -1,121 +1,97 @@
-"""The rooms of the package and who may enter them."""
+"""The rooms of the package, and the rule who may enter them: an arrow may skip floors, never climb."""
 
 import ast
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import orbax_safetensors
 
 PACKAGE = Path(orbax_safetensors.__file__).parent
-MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+FLOORS = (
+    {"errors"},
+    {"format", "options", "storage"},
+    {"geometry"},
+    {"devices", "mapping", "transfer"},
+    {"checkpoint", "cost", "orbax_store", "streaming"},
+    {"convert", "link", "restore", "save"},
+    {"handlers"},
+    {"__init__", "cli"},
+)
+JOBS = FLOORS[5]
+WITHOUT_JAX = ("errors", "format", "geometry", "mapping", "options", "storage", "transfer")
+MOST_LINES = 450
 
 
-def imports(module):
+def imports(module: str) -> Iterator[str]:
     """Absolute names of all that a module imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def ours(module):
-    return {name.removeprefix("orbax_safetensors.") for name in imports(module) if name.startswith("orbax_safetensors")}
+def room_of(name: str) -> str:
+    return name.split(".")[0]
 
 
-def others(module):
-    roots = {name.split(".")[0] for name in imports(module)}
-    return roots - set(sys.stdlib_module_names) - {"orbax_safetensors"}
+def rooms_entered(module: str) -> set[str]:
+    """The rooms other than its own that a module imports from."""
+    names = [
+        name.removeprefix("orbax_safetensors.") for name in imports(module) if name.startswith("orbax_safetensors.")
+    ]
+    return {"__init__" if name in orbax_safetensors.__all__ else room_of(name) for name in names} - {room_of(module)}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_rooms(module):
-    room = module.split("/")[0] if "/" in module else module
-    below = {
-        "errors.py": (),
-        "options.py": ("errors",),
-        "format": ("errors", "format"),
-        "plan": ("errors", "format", "plan"),
-        "mapping": ("errors", "format", "plan", "mapping"),
-        "io": ("errors", "io"),
-        "checkpoint.py": ("errors", "format", "plan", "mapping.quantization", "io"),
-        "arrays.py": ("errors", "plan"),
-        "strided_copy.py": ("errors", "plan"),
-        "decoding.py": ("errors", "format", "plan"),
-        "transfer.py": ("errors", "plan", "io", "strided_copy", "decoding"),
-        "orbax_store": ("errors", "plan", "trees", "processes", "io.local", "io.lock", "orbax_store"),
-        "orbax_store/trust.py": ("errors", "format.header", "io.store"),
-    }
-    streaming = ("errors", "format", "plan", "io", "options", "processes", "transfer", "streaming")
-    below |= {
-        f"streaming/{own}": (*streaming, *more)
-        for own, more in {
-            "pipeline.py": (),
-            "cutting.py": (),
-            "draft.py": (),
-            "layouts.py": (),
-            "casts.py": (),
-            "patterns.py": (),
-            "partition.py": ("arrays",),
-            "beside.py": ("mapped",),
-            "safetensors_source.py": ("checkpoint",),
-            "safetensors_sink.py": (),
-            "to_safetensors.py": (),
-            "orbax_tiles.py": ("orbax_store",),
-            "to_orbax.py": ("orbax_store",),
-        }.items()
-    }
-    room = module if module in below else room
-    if room in below:
-        for name in ours(module):
-            assert name.startswith(below[room]), f"{module} imports {name}"
-    if room == "cli":
-        assert not [name for name in ours(module) if name.startswith("handlers")]
-    if room == "handlers":
-        assert not [name for name in ours(module) if name.startswith("cli")]
-    if room not in ("cli", "handlers", "__init__.py"):
-        assert not [name for name in ours(module) if name.startswith(("cli", "handlers"))]
+def libraries(module: str) -> set[str]:
+    """The packages that a module imports, other than this one and Python's own."""
+    return {name.split(".")[0] for name in imports(module)} - set(sys.stdlib_module_names) - {"orbax_safetensors"}
 
 
-@pytest.mark.parametrize(
-    "module", [module for module in MODULES if module.startswith(("format/", "plan/", "mapping/", "io/"))]
-)
-def test_facts_and_geometry_know_no_jax(module):
-    assert others(module) <= {"numpy", "ml_dtypes", "obstore", "boto3", "botocore"}
+def test_no_arrow_climbs():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    assert {room_of(module) for module in MODULES} == set(floor)
+    for module in MODULES:
+        for room in rooms_entered(module):
+            assert floor[room] <= floor[room_of(module)], f"{module} imports from {room}"
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("io/")])
-def test_one_room_knows_obstore(module):
-    assert "obstore" not in others(module)
+def test_jobs_do_not_know_each_other():
+    for module in MODULES:
+        if room_of(module) in JOBS:
+            assert not rooms_entered(module) & JOBS, module
 
 
-@pytest.mark.parametrize(
-    "module", ["checkpoint.py", "transfer.py", "strided_copy.py", "decoding.py", "errors.py", "options.py"]
-)
-def test_bytes_move_without_jax(module):
-    assert others(module) <= {"numpy", "ml_dtypes"}
+def test_rooms_have_an_order():
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        graph.setdefault(room_of(module), set()).update(rooms_entered(module))
+    graph["cli"].discard("__init__")
+    assert list(TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("orbax_store/")])
-def test_only_the_store_of_orbax_knows_tensorstore(module):
-    assert "tensorstore" not in others(module)
+def test_one_room_knows_each_library():
+    for module in MODULES:
+        found, room = libraries(module), room_of(module)
+        assert room == "orbax_store" or "tensorstore" not in found, module
+        assert room == "storage" or not found & {"obstore", "boto3", "botocore"}, module
+        assert room not in WITHOUT_JAX or found <= {"boto3", "botocore", "ml_dtypes", "numpy", "obstore"}, module
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("orbax_store/")])
-def test_one_room_knows_tensorstore(module):
-    assert "tensorstore" not in others(module)
+def test_only_handlers_subclass_orbax():
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and room_of(module) != "handlers":
+                assert not [base for base in node.bases if ast.unparse(base).startswith("ocp.")], module
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("handlers/")])
-def test_only_handlers_subclass_orbax(module):
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
-        if isinstance(node, ast.ClassDef):
-            assert not [base for base in node.bases if ast.unparse(base).startswith("ocp.")]
+def test_no_file_is_long():
+    for module, path in MODULES.items():
+        assert len(path.read_text().splitlines()) <= MOST_LINES, module
 
 
 def test_every_public_name_is_there():
