@@ -1,6 +1,6 @@
 """Trees of models: how their leaves are sharded, and what they are in NumPy.
 
-Nothing here uses the package that is measured. What NumPy makes of the stored tensors is `tests/mapping/reference.py`,
+Nothing here uses the package that is measured. What NumPy makes of the stored tensors is `tests/support/maxtext_reference.py`,
 which is compared with MaxText's own converter where it is at home.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from checkpoints import BLOCK, DTYPES, read_header
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "mapping"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
-from reference import converted
+from maxtext_reference import converted
 
 _SCALES = "_scale_inv"
 # The dimensions of stored tensors and of leaves, by how their names end. Others are vectors of the model's width.
