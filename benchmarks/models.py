@@ -1,7 +1,7 @@
 """Trees of models: how their leaves are sharded, and what they are in NumPy.
 
-Nothing here uses the package that is measured. What NumPy makes of the stored tensors is `tests/support/maxtext_reference.py`,
-which is compared with MaxText's own converter where it is at home.
+Nothing here uses the package that is measured. `tests/support/maxtext_reference.py` says what NumPy makes of the stored
+tensors; the tests compare it with MaxText's own converter.
 """
 
 from __future__ import annotations
