@@ -658,4 +658,4 @@ def test_a_directory_that_is_missing(tmp_path):
         TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
     )
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        write.write(plan, saving.Shards(plan), str(tmp_path / "missing"))
+        write.write_save(plan, saving.Shards(plan), str(tmp_path / "missing"))
