@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices and one hypothesis profile for all tests."""
+"""Eight simulated CPU devices, one hypothesis profile, and the tiers of tests (`tests/support/tiers.py`)."""
 
 import os
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support import full_size
 
 # Object stores on this machine.
-pytest_plugins = ["tests.support.servers.fixtures"]
+pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

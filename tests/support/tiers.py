@@ -1,0 +1,80 @@
+"""Which tests are slow, and why: the marks `process`, `server` and `full_size`.
+
+    python -m pytest            the fast tier: what needs none of the three
+    python -m pytest -m ''      everything
+    python -m pytest PATH...    everything in these files and folders
+
+Folders and fixtures give the marks. A test that starts a Python process or listens to a port itself is marked by hand;
+without its mark the audit hook stops it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.roots import ROOT
+
+MARKS = {
+    "process": "starts Python processes",
+    "server": "needs a server on this machine",
+    "full_size": "plans with the tensors of published models in full size",
+}
+FAST = " and ".join(f"not {mark}" for mark in MARKS)
+
+_FOLDERS = {"multiprocess": "process", "servers": "server"}
+_FIXTURES = {
+    **dict.fromkeys(("azure", "gcs", "hub", "moto", "orbax_gcs", "s3", "web"), "server"),
+    "by_stock_orbax": "process",
+    "full_size_model": "full_size",
+}
+_running: pytest.Item | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for mark, reason in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {reason}")
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    if config.option.markexpr == FAST and named and not hasattr(config, "workerinput"):
+        config.option.markexpr = ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        # What a parameter names is there by `request.getfixturevalue`.
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        fixtures = [*getattr(item, "fixturenames", ()), *(name for name in parameters if isinstance(name, str))]
+        for mark in {_FOLDERS.get(folder), *map(_FIXTURES.get, fixtures)} - {None}:
+            item.add_marker(mark)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _running
+    _running = item
+    try:
+        return (yield)
+    finally:
+        _running = None
+
+
+def _marks_for(event: str, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """The marks of a test that may cause an event: any of them, or none where all tests may."""
+    if event == "os.fork" or (event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])) == Path(sys.executable)):
+        return ("process",)
+    return ("server", "process") if event == "socket.bind" else ()
+
+
+def _stop_unmarked(event: str, arguments: tuple[Any, ...]) -> None:
+    if _running and (marks := _marks_for(event, arguments)) and not any(map(_running.get_closest_marker, marks)):
+        raise RuntimeError(f"{_running.nodeid}: {event}: a test that {MARKS[marks[0]]} has the mark {marks[0]!r}")
+
+
+sys.addaudithook(_stop_unmarked)
