@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.roots import ROOT
 
+pytestmark = pytest.mark.process
+
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "[--directory DIR]" in path.read_text())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import orbax_safetensors
 
+TESTS = Path(__file__).parent
 PACKAGE = Path(orbax_safetensors.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 FLOORS = (
@@ -23,6 +24,7 @@ FLOORS = (
 JOBS = FLOORS[5]
 WITHOUT_JAX = ("errors", "format", "geometry", "mapping", "options", "storage", "transfer")
 MOST_LINES = 450
+MOST_LINES_OF_TESTS = 600
 
 
 def imports(module: str) -> Iterator[str]:
@@ -98,3 +100,12 @@ def test_every_public_name_is_there():
     for name in orbax_safetensors.__all__:
         assert getattr(orbax_safetensors, name) is not None
     assert orbax_safetensors.__all__ == sorted(orbax_safetensors.__all__)
+
+
+def test_tests_share_only_what_is_in_support():
+    for path in TESTS.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= MOST_LINES_OF_TESTS, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests."):
+                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                assert not [name for name in modules if ".test_" in name], f"{path}: {node.lineno}"

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, concatenate, full, stack, tensor
 from orbax_safetensors.mapping.registry import IDENTITY
-from tests.checkpoint.test_sharded_files import write_pieces
 from tests.support.files import random_bits, write, write_indexed
+from tests.support.sharded_files import write_pieces
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYERS, WIDTH, HEADS, HEAD, HIDDEN, VOCABULARY = 3, 16, 4, 8, 24, 40

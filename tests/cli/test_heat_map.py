@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.cli.test_picture import HOSTILE, Page
+from tests.support.pages import HOSTILE, Page
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
@@ -116,6 +116,7 @@ def test_the_line_that_says_where_and_mistakes(cli, tmp_path, single):
     assert "there is no directory to write it to" in result.err
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
 def test_a_browser_draws_every_cell_and_tells_its_numbers(cli, tmp_path, single):
     text, data, _ = drawn(cli, tmp_path, single, "--mesh", "x=4", "--processes", "4", "--spec", "big=x")

@@ -14,12 +14,14 @@ QWEN3 = TESTDATA / "qwen3"
 COMMAND = [sys.executable, "-m", "orbax_safetensors.cli.main"]
 
 
+@pytest.mark.process
 def test_a_process_prints_and_succeeds(single):
     done = subprocess.run([*COMMAND, "inspect", single, "--json"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["totals"]["tensors"] == 5
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", [[], ["--family", "maxtext"]])
 def test_a_reader_that_has_enough_is_no_error(family):
     process = subprocess.Popen([*COMMAND, "inspect", QWEN3, *family], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -29,6 +31,7 @@ def test_a_reader_that_has_enough_is_no_error(family):
     process.stderr.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "command",
     [
@@ -52,6 +55,7 @@ sys.exit(status)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.process
 def test_names_that_the_locale_cannot_print(tmp_path, single):
     path = tmp_path / "gewicht-é.safetensors"
     single.rename(path)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -10,27 +9,9 @@ from safetensors.numpy import save_file
 
 from orbax_safetensors.checkpoint.files import read_checkpoint
 from orbax_safetensors.cli.picture import draw
+from tests.support.pages import HOSTILE, Page
 
-HOSTILE = "</script><script>alert(1)</script>&\"'{{data}}\x1b[31m"
 MESH = {"process": 2, "device": 4}
-
-
-class Page(HTMLParser):
-    """Counts tags and keeps all attributes, and what the script gets as data."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self._is_data, self.data = [], [], False, ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        self._is_data = ("id", "data") in attrs
-
-    def handle_data(self, data):
-        if self._is_data:
-            self.data += data
 
 
 @pytest.fixture

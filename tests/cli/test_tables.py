@@ -121,6 +121,7 @@ def test_a_listing_of_nothing(monkeypatch):
     assert "leaf" in stream.getvalue()
 
 
+@pytest.mark.process
 def test_a_terminal_is_what_the_stream_says():
     code = "import sys; from orbax_safetensors.cli.tables import Output; print(Output(sys.stdout).for_people)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"FORCE_COLOR": "1"})

@@ -17,8 +17,8 @@ from orbax_safetensors.streaming.orbax_tiles import OrbaxSource, OrbaxTiles
 from orbax_safetensors.streaming.pipeline import Tile
 from orbax_safetensors.streaming.safetensors_sink import SafetensorsSink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from tests.streaming.test_resume import make_source
 from tests.support.files import write
+from tests.support.killed_conversions import make_source
 from tests.support.roots import TESTDATA
 
 HF = TESTDATA / "maxtext" / "qwen3" / "hf"

@@ -14,91 +14,15 @@ import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, open_orbax, open_step
 from orbax_safetensors.orbax_store import item_writer as drafts
-from tests.orbax_store.test_items import all_formats
-from tests.support.files import random_bits
+from tests.support.orbax_items import all_formats
+from tests.support.steps import F4, OPT, PARAMS, SMALL, B, W, arrays, files, is_whole, same, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
-
-F4 = np.dtype(np.float32)
-PARAMS = {"layers": {"w": random_bits(np.random.default_rng(0), (16, 512), F4)}, "b": np.arange(8, dtype=np.int32)}
-# With names that the other item has as well.
-OPT = {"layers": {"w": random_bits(np.random.default_rng(1), (16, 512), F4)}, "count": 3, "name": "adam", "empty": {}}
-SMALL = 40_000  # bytes of memory with which all takes many tiles
 
 
 @pytest.fixture(params=["local", "gs"])
 def root(request, tmp_path):
     return epath.Path(request.getfixturevalue("orbax_gcs").url if request.param == "gs" else tmp_path)
-
-
-def arrays(tree):
-    """With matrices sharded over all devices, so that they are stored in chunks."""
-    rows = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("rows",)), P("rows"))
-
-    def array(leaf):
-        return jax.device_put(leaf, rows if leaf.ndim == 2 else None) if isinstance(leaf, np.ndarray) else leaf
-
-    return jax.tree.map(array, tree)
-
-
-def save(directory, step=7, options=None):
-    """A step of two trees and two other items."""
-    options = ocp.CheckpointManagerOptions(**(options or {}), best_fn=lambda metrics: metrics["loss"])
-    handlers = {
-        "params": ocp.StandardCheckpointHandler(),
-        "opt": ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False),
-        "metadata": ocp.JsonCheckpointHandler(),
-    }
-    with ocp.CheckpointManager(directory, options=options, item_handlers=handlers) as manager:
-        args = ocp.args.Composite(
-            params=ocp.args.StandardSave(arrays(PARAMS)),
-            opt=ocp.args.PyTreeSave(arrays(OPT)),
-            metadata=ocp.args.JsonSave({"tokens": 10}),
-        )
-        manager.save(step, args=args, metrics={"loss": 0.5}, custom_metadata={"scan_layers": True})
-
-
-def same(found, expected):
-    jax.tree.map(lambda own, other: np.testing.assert_array_equal(np.asarray(own), np.asarray(other)), found, expected)
-    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if isinstance(other, np.ndarray):
-            assert own.dtype == other.dtype
-            assert np.asarray(own).tobytes() == other.tobytes()
-
-
-def files(directory):
-    """All files below a directory, by their path in it."""
-    out = {}
-    for path in directory.iterdir():
-        if path.is_dir():
-            out |= {f"{path.name}/{name}": content for name, content in files(path).items()}
-        else:
-            out[path.name] = path.read_bytes()
-    return out
-
-
-def is_whole(directory, step=7, **options):
-    """A manager that was told nothing restores all items, each as it was saved."""
-    options = ocp.CheckpointManagerOptions(**options, best_fn=lambda metrics: metrics["loss"])
-    with ocp.CheckpointManager(directory, options=options) as manager:
-        assert manager.latest_step() == step
-        assert manager.best_step() == step
-        found = manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays(PARAMS))),
-                opt=ocp.args.PyTreeRestore(),
-                metadata=ocp.args.JsonRestore(),
-            ),
-        )
-        same(found["params"], PARAMS)
-        same(found["opt"], OPT)
-        assert found["metadata"] == {"tokens": 10}
-        assert manager.metrics(step) == {"loss": 0.5}
-        assert manager.metadata(step).custom_metadata == {"scan_layers": True}
-
-
-# Items.
 
 
 @pytest.mark.parametrize("given", ["", "7"])
@@ -190,9 +114,6 @@ def test_recorded_shardings_are_kept_without_a_mesh(tmp_path, mesh):
     same(found, {"a": PARAMS["layers"]["w"], "b": PARAMS["b"]})
 
 
-# Names.
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [("ckpt_7", {"step_prefix": "ckpt"}), ("00000007", {"step_format_fixed_length": 8})],
@@ -250,9 +171,6 @@ def test_items_of_no_step(root, given):
         assert open_step(root / "to").metadata["item_handlers"].endswith("StandardCheckpointHandler")
 
 
-# Destinations.
-
-
 def test_a_destination_in_a_step(root):
     save(root / "from")
     before = files(root / "from")
@@ -275,9 +193,6 @@ def test_a_destination_in_an_item(root):
             ost.reshard(root / "model", root / inside)
     ost.reshard(root / "model", root / "model2")
     same(ocp.PyTreeCheckpointer().restore(root / "model2"), PARAMS)
-
-
-# What was begun.
 
 
 def stop(done, total):
@@ -375,9 +290,6 @@ def test_a_copy_that_fails(tmp_path):
     not_there(tmp_path / "to")
 
 
-# Names of leaves.
-
-W, B = PARAMS["layers"]["w"], PARAMS["b"]
 TREES = {
     "one leaf": W,
     "an empty key": {"": W, "b": B},
@@ -399,9 +311,6 @@ def test_empty_names(tmp_path, tree, ocdbt, zarr3):
     restore = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore
     same(restore(tmp_path / "to"), TREES[tree])
     assert jax.tree.structure(restore(tmp_path / "to")) == jax.tree.structure(restore(tmp_path / "from"))
-
-
-# The sink itself.
 
 
 @pytest.mark.parametrize("items", [{}, {"": 1, "a": 1}, {"a/b": 1}, {1: 1}])

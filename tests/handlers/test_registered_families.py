@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import registry
-from tests.handlers.test_maxtext import assert_restored, assert_same_bits
-from tests.mapping.test_families import FAMILY, SAMPLES
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
+from tests.support.family_samples import FAMILY, SAMPLES
 from tests.support.files import write
+from tests.support.maxtext_trees import assert_restored, assert_same_bits
 
 MODES = ("scanned", "unscanned")
 

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from tests.handlers.test_type_handler import assert_same, make_handler, sharded_args
 from tests.support.files import random_bits, write, write_indexed
+from tests.support.type_handlers import assert_same, make_handler, sharded_args
 
 th = ocp.type_handlers
 RNG = np.random.default_rng(0)
@@ -333,6 +333,7 @@ def in_a_fresh_process(code):
     subprocess.run([sys.executable, "-c", REGISTRY + code], check=True, timeout=120)
 
 
+@pytest.mark.process
 def test_importing_changes_nothing():
     in_a_fresh_process("orbax_safetensors.SafetensorsTypeHandler(); assert state() == before")
 
@@ -457,6 +458,7 @@ def test_unregister_restores_exactly_what_was_there():
         assert handlers() == before
 
 
+@pytest.mark.process
 def test_unregister_restores_every_name_too():
     """By type and by the name that checkpoints have for it; one name may stand for several types."""
     in_a_fresh_process("orbax_safetensors.register(); orbax_safetensors.unregister(); assert state() == before")

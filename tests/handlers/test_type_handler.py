@@ -22,24 +22,11 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.handlers import type_handler
 from tests.support.files import random_bits, write
+from tests.support.type_handlers import assert_same, make_handler, sharded_args, th
 
-th = ocp.type_handlers
 RNG = np.random.default_rng(0)
 KERNEL = random_bits(RNG, (16, 8), np.dtype("f4"))
 BIAS = random_bits(RNG, (8,), np.dtype(ml_dtypes.bfloat16))
-
-
-def make_handler(**kwargs):
-    """Orbax's handler of trees with ours in its registry."""
-    registry = th.create_type_handler_registry(
-        (int, th.ScalarHandler()),
-        (float, th.ScalarHandler()),
-        (np.number, th.ScalarHandler()),
-        (np.ndarray, th.NumpyHandler()),
-        (str, th.StringHandler()),
-        (jax.Array, ost.SafetensorsTypeHandler()),
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **kwargs)
 
 
 @pytest.fixture
@@ -89,31 +76,6 @@ def mixed(params):
         "empty": {},
         "parts": [jnp.arange(5), (), Pair(jnp.float32(2.0), None)],
     }
-
-
-def sharded_args(tree, mesh, axis):
-    """Restore arguments that shard what divides by four by `axis`, and say nothing of what are not arrays."""
-
-    def args(leaf):
-        if not isinstance(leaf, jax.Array):
-            return ocp.RestoreArgs(restore_type=type(leaf))
-        spec = [None] * leaf.ndim
-        if leaf.ndim and leaf.shape[axis] % 4 == 0:
-            spec[axis] = "y"
-        return ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, P(*spec)))
-
-    return jax.tree.map(args, tree)
-
-
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if isinstance(other, str):
-            assert one == other
-            continue
-        assert isinstance(one, jax.Array) == isinstance(other, jax.Array)
-        assert np.shape(one) == np.shape(other)
-        assert np.asarray(one).tobytes() == np.asarray(other, np.asarray(one).dtype).tobytes()
 
 
 def test_a_mixed_tree(tmp_path, checkpointer, mixed, mesh):
@@ -307,9 +269,6 @@ def test_beside_zarr(tmp_path, mixed, mesh):
         assert_same(checkpointer.restore(tmp_path / "saved", item=mixed, restore_args=args), mixed)
 
 
-# --- what cannot be done ---
-
-
 def test_a_tensor_that_is_gone(tmp_path, checkpointer, params):
     checkpointer.save(tmp_path / "saved", params)
     write(tmp_path / "saved" / "model.safetensors", {"dense.bias": BIAS})
@@ -374,9 +333,6 @@ def test_several_directories_in_one_call(tmp_path, checkpointer, params):
     restored = asyncio.run(handler.deserialize(infos))
     assert [array.tolist() for array in restored] == [[0] * 4, [1] * 4]
     assert [leaf.shape for leaf in asyncio.run(handler.metadata(infos))] == [(4,), (4,)]
-
-
-# --- memory ---
 
 
 @pytest.mark.parametrize(("gigabytes", "own", "expected"), [(1, 2**31, 10**9), (96, 2**20, 2**20), (1e-6, 5000, 1000)])

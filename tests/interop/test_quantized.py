@@ -11,8 +11,7 @@ from tests.support.quantized import box_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from tests.interop.test_torch_distributed import quietly  # noqa: E402 - needs PyTorch
-from tests.support.torch_bits import numpy_dtype, to_numpy, to_torch  # noqa: E402
+from tests.support.torch_bits import numpy_dtype, quietly, to_numpy, to_torch  # noqa: E402
 
 F8, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 

@@ -5,7 +5,6 @@ Its sharded files are written by two real processes, each with its own pieces of
 
 import subprocess
 import sys
-import warnings
 
 import jax
 import numpy as np
@@ -22,7 +21,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import torch.distributed.checkpoint as dcp  # noqa: E402 - needs PyTorch
 
 from tests.interop import dcp_writer  # noqa: E402 - needs PyTorch
-from tests.support.torch_bits import to_numpy  # noqa: E402
+from tests.support.torch_bits import quietly, to_numpy  # noqa: E402
+
+pytestmark = pytest.mark.process
 
 TIMEOUT_SECONDS = 120
 
@@ -47,14 +48,6 @@ def written(tmp_path_factory):
 @pytest.fixture
 def whole():
     return {name: to_numpy(tensor) for name, tensor in dcp_writer.tensors().items()}
-
-
-def quietly(function, state, **kwargs):
-    """Calls a function of `torch.distributed.checkpoint` in this process alone, which it warns of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        function(state, no_dist=True, **kwargs)
 
 
 def assert_same(found, expected):

@@ -10,9 +10,10 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.support import stock_links
-from tests.support.roots import TESTDATA
+from tests.support.link_models import DATA, made_by_maxtext
 
-DATA = TESTDATA / "maxtext"
+pytestmark = pytest.mark.process
+
 SAMPLES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
 MODES = {"scanned": True, "unscanned": False}
 # Samples with leaves that are computed: embeddings, norms and queries that are scaled or offset, and queries and keys,
@@ -20,11 +21,6 @@ MODES = {"scanned": True, "unscanned": False}
 MADE = {"gemma2", "gemma3", "gpt-oss", "llama3.1", "mixtral"}
 ALL_WAYS = {"gemma2 scanned", "qwen3 unscanned", "deepseek3 scanned"}
 EACH = pytest.mark.parametrize("name", [f"{sample} {mode}" for sample in SAMPLES for mode in MODES])
-
-
-def made_by_maxtext(name):
-    sample, mode = name.split()
-    return DATA / sample / f"mt_{mode}.npz"
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,20 @@ from orbax_safetensors.cli.main import main
 from orbax_safetensors.link.decide import Decision
 from orbax_safetensors.link.objects import ObjectStaging
 from orbax_safetensors.orbax_store import directories, open_orbax
-from tests.link.test_link import DATA, made_by_maxtext
-from tests.link.test_places import OF_A_LINK, OF_A_MODEL
 from tests.support import stock_links
-from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.support.link_models import (
+    DATA,
+    FAMILY,
+    MADE,
+    OF_A_LINK,
+    OF_A_MODEL,
+    arrays,
+    assert_same,
+    made_by_maxtext,
+    make,
+    mapped,
+    read,
+)
 from tests.support.servers.faults import Answer
 
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
@@ -87,6 +97,7 @@ def test_what_is_computed_is_made(url, objects):
     assert ost.verify(url) == []
 
 
+@pytest.mark.process
 def test_stock_orbax_restores_what_maxtexts_converter_made(orbax_gcs, tmp_path):
     """In a process that does not know this package: whole and sharded, scanned layers, and leaves that are made."""
     url = upload(orbax_gcs, DATA / "gemma2" / "hf")

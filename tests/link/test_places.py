@@ -1,6 +1,5 @@
 """Where links can be, and what is in them."""
 
-import json
 import os
 import shutil
 
@@ -12,18 +11,8 @@ from etils import epath
 
 import orbax_safetensors as ost
 from tests.support.files import DTYPES, random_bits, write
-from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
-
-OF_A_LINK = {
-    "_CHECKPOINT_METADATA", "_LINKED_FILES", "_METADATA", "_sharding", "array_metadatas", "commit_success.txt", "d",
-    "manifest.ocdbt",
-}  # fmt: skip
-OF_A_MODEL = {
-    "config.json",
-    "model-00001-of-00002.safetensors",
-    "model-00002-of-00002.safetensors",
-    "model.safetensors.index.json",
-}
+from tests.support.link_models import FAMILY, MADE, OF_A_LINK, OF_A_MODEL, arrays, assert_same, make, mapped, read
+from tests.support.sharded_files import write_pieces
 
 
 def names(directory):
@@ -32,14 +21,6 @@ def names(directory):
 
 def content(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
-
-
-def write_pieces(directory, pieces):
-    for number, own in enumerate(pieces, 1):
-        information = json.dumps({name: {"saved_offsets": list(start)} for name, start, _ in own})
-        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": information}
-        path = directory / f"shard-{number:05}-model-00001-of-00001.safetensors"
-        write(path, {name: array for name, _, array in own}, metadata)
 
 
 def test_beside_the_files(tmp_path):

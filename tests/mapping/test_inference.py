@@ -6,7 +6,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, stack, tensor
 from orbax_safetensors.mapping.envelope import envelope
 from orbax_safetensors.mapping.inference import fit
-from tests.mapping.test_families import SAMPLES, Sample
+from tests.support.family_samples import SAMPLES, Sample
 
 CONFIG = {"layers": 3}
 EACH = [{"stacked": True}, {"stacked": True, "axis": 1}, {"stacked": False}]

@@ -8,10 +8,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from tests.convert import test_reshard_items
 from tests.multiprocess.workers_convert import BOTH
-from tests.streaming.test_resume import arrays, check, make_source, opens
+from tests.support import steps
 from tests.support.interrupted import CALLS
+from tests.support.killed_conversions import arrays, check, make_source, opens
 from tests.support.launch import launch
 
 TOTAL = sum(array.nbytes for array in arrays().values())
@@ -62,18 +62,17 @@ def test_all_fail_and_resume_together(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_steps_of_several_items(tmp_path):
-    step = test_reshard_items
-    step.save(tmp_path / "from")
-    ocp.PyTreeCheckpointer().save(tmp_path / "model", step.arrays(step.OPT))
+    steps.save(tmp_path / "from")
+    ocp.PyTreeCheckpointer().save(tmp_path / "model", steps.arrays(steps.OPT))
     told = start("items", tmp_path)
     assert all("stopped" in message and not there for message, there, *_ in told)
-    size = step.W.nbytes
+    size = steps.W.nbytes
     again, item, alone = (sum(of_process[number] for of_process in told) for number in (2, 3, 4))
     assert 0 < again < 2 * size
     assert (item, alone) == (size, size)
-    step.is_whole(tmp_path / "to")
+    steps.is_whole(tmp_path / "to")
     for path in ("opt/7/opt", "anew"):
-        step.same(ocp.PyTreeCheckpointer().restore(tmp_path / path), step.OPT)
+        steps.same(ocp.PyTreeCheckpointer().restore(tmp_path / path), steps.OPT)
 
 
 def test_all_fail_where_one_cannot_flush(tmp_path):

@@ -16,12 +16,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from tests.multiprocess import workers_save
+from tests.multiprocess import workers_killed_save, workers_save
+from tests.multiprocess.workers_killed_save import STAGES, SURVIVED
 from tests.multiprocess.workers_save import (
     PROMPT_SECONDS,
     SCENARIOS,
-    STAGES,
-    SURVIVED,
     TREES,
     VALUES,
     arguments,
@@ -193,7 +192,7 @@ def killed(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("killed")
     with contextlib.ExitStack() as reserved:
         ports = [str(_free_port(reserved)) for _ in range(len(STAGES) + 1)]
-        command = [sys.executable, "-m", workers_save.__name__, str(root), str(request.param), *ports]
+        command = [sys.executable, "-m", workers_killed_save.__name__, str(root), str(request.param), *ports]
         subprocess.run(command, cwd=ROOT, check=True, timeout=100, stdin=subprocess.DEVNULL)
     return root
 

@@ -14,7 +14,9 @@ import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store import OrbaxLeaf, directories, open_orbax
 from orbax_safetensors.orbax_store import item_writer as drafts
-from tests.orbax_store.test_items import (
+from tests.support.files import random_bits
+from tests.support.files import write as write_files
+from tests.support.orbax_items import (
     LEAVES,
     all_formats,
     fill,
@@ -28,8 +30,6 @@ from tests.orbax_store.test_items import (
     values,
     whole,
 )
-from tests.support.files import random_bits
-from tests.support.files import write as write_files
 from tests.support.roots import TESTDATA
 from tests.support.servers.faults import Answer
 from tests.support.sinks import step_sink

@@ -126,6 +126,7 @@ def test_a_plan_and_a_restore_of_a_scalar_that_is_sharded_say_the_same(tmp_path,
         ost.SafetensorsHandler().restore(epath.Path(tmp_path), ost.SafetensorsRestore(restore_args=args))
 
 
+@pytest.mark.process
 def test_planning_starts_no_backend(directory):
     """A laptop plans for 512 devices: neither a plan nor metadata may ask for one."""
     code = f"""

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import remote, retries
-from tests.checkpoint.test_dequantized import BF16, FAMILY, FP8, GRIDS, in_tree, quantized
-from tests.checkpoint.test_dequantized import same as same_but_nan
-from tests.checkpoint.test_sharded_files import PIECES, WHOLE, write_pieces
 from tests.support.files import DTYPES, random_bits, write, write_indexed
+from tests.support.quantized_layers import BF16, FAMILY, FP8, GRIDS, in_tree, quantized
+from tests.support.quantized_layers import same as same_but_nan
 from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
+from tests.support.sharded_files import PIECES, WHOLE, write_pieces
 
 RNG = np.random.default_rng(0)
 STORES = ("web", "s3", "gcs", "azure")

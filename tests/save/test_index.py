@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.orbax_store.ocdbt import Range, write_references
-from tests.handlers.test_type_handler import make_handler
 from tests.multiprocess.workers_families import config_of, full_mesh, made_by_maxtext, sharded, variant
 from tests.support import stock_orbax
 from tests.support.files import FOR_ORBAX, random_bits
+from tests.support.type_handlers import make_handler
 
 # Orbax warns where it takes shardings from the file that it has written them into.
 FROM_THE_FILE = pytest.mark.filterwarnings("ignore:Sharding info not provided")

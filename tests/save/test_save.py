@@ -2,12 +2,8 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from unittest import mock
@@ -17,63 +13,21 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.devices import agreement
-from orbax_safetensors.format.names import some
-from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save import prepare as saving
 from orbax_safetensors.save import write
 from orbax_safetensors.save.prepare import prepare_save
 from orbax_safetensors.save.write import write_save
 from orbax_safetensors.storage import local
 from tests.support import files
-from tests.support.files import DTYPES, nothing_left, other_names, random_bits, stored_arrays
+from tests.support.files import DTYPES, other_names, random_bits, stored_arrays
+from tests.support.saves import BF16, INDEX, RNG, TREE, assert_same_bits, content, save, sharded, temporary
 from tests.support.strategies import tensor_names
-
-RNG = np.random.default_rng(0)
-INDEX = "model.safetensors.index.json"
-BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def save(directory, tree, save_args=None, metadata=None, max_file_bytes=5_000_000_000, **options):
-    directory.mkdir(exist_ok=True)
-    handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(**options))
-    handler.save(epath.Path(directory), ost.SafetensorsSave(tree, save_args, metadata, max_file_bytes))
-    return directory
-
-
-def assert_same_bits(found, expected):
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert np.asarray(found).tobytes() == expected.tobytes()
-
-
-def sharded(host, sharding):
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index], dtype=host.dtype)
-
-
-def content(directory):
-    return {name: (directory / name).read_bytes() for name in other_names(directory)}
-
-
-@contextlib.contextmanager
-def temporary():
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
-
-
-# --- files ---
-
-TREE = {
-    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "b": np.arange(5, dtype=np.int8),
-    "c": {"d": np.arange(4, dtype=BF16), "e": np.float64(1.5)},
-}
 
 
 def test_one_file(tmp_path):
@@ -213,9 +167,6 @@ def test_one_line_is_logged(tmp_path, caplog):
     assert f"Saved 4 tensors to {tmp_path}: 45 bytes written here" in line
 
 
-# --- leaves ---
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, BF16, np.complex64], ids=str)
 def test_arrays_that_are_not_contiguous(tmp_path, dtype):
     base = random_bits(RNG, (8, 12, 10), np.dtype(dtype))
@@ -295,9 +246,6 @@ def test_nothing_is_made_of_a_tree_that_cannot_be_stored(tmp_path):
         with pytest.raises(ost.TensorMismatchError):
             save(tmp_path, tree)
     assert not os.listdir(tmp_path)
-
-
-# --- who writes what ---
 
 
 @contextlib.contextmanager
@@ -435,227 +383,3 @@ def test_what_was_copied_does_not_change():
     device.delete()
     (batch,) = shards.batches(1)
     assert [memory.view(kind)[0] for (_, memory), kind in zip(batch, ("f8", "f4"), strict=True)] == [1, 1]
-
-
-# --- storage that fails ---
-
-FAULTY = {
-    "a": random_bits(RNG, (16, 64), np.dtype("f4")),
-    "b": random_bits(RNG, (64,), np.dtype("i1")),
-    "c": random_bits(RNG, (32, 16), BF16),
-}
-
-
-def faulty_tree():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-    return {
-        "a": sharded(FAULTY["a"], NamedSharding(mesh, P("y"))),
-        "b": FAULTY["b"],
-        "c": sharded(FAULTY["c"], NamedSharding(mesh, P(None, "x"))),
-    }
-
-
-@contextlib.contextmanager
-def failing(function, number, code, only=lambda *_: True):
-    """The `number`-th call of `os.<function>` for which `only` holds fails; yields a list of these calls."""
-    real, calls = getattr(os, function), []
-    lock = threading.Lock()
-
-    def maybe(*args, **kwargs):
-        if only(*args, **kwargs):
-            with lock:
-                calls.append(args)
-                fails = len(calls) == number
-            if fails:
-                raise OSError(code, os.strerror(code))
-        return real(*args, **kwargs)
-
-    with mock.patch.object(local.os, function, maybe):
-        yield calls
-
-
-def is_of_index(name):
-    return "safetensors" not in name
-
-
-def creates(path, flags, *_):
-    return bool(flags & os.O_CREAT)
-
-
-# Each with the calls that it makes of a save of `FAULTY` into two files.
-OPERATIONS = {
-    "writes": ("pwritev", errno.ENOSPC, lambda *_: True),
-    "writes, badly": ("pwritev", errno.EIO, lambda *_: True),
-    "creates": ("open", errno.EACCES, creates),
-    "flushes files": ("fsync", errno.EIO, lambda descriptor: os.path.isfile(f"/proc/self/fd/{descriptor}")),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # by Orbax, of its own file
-@pytest.mark.parametrize("operation", list(OPERATIONS))
-def test_a_failure_of_any_call(tmp_path, operation):
-    """Whichever call fails: one error, nothing that restores, nothing left open.
-
-    Another save names what was left, and succeeds without it.
-    """
-    function, code, only = OPERATIONS[operation]
-    settings = {"max_file_bytes": 4200, "fsync": True}
-    stock = ocp.PyTreeCheckpointHandler()
-    with failing(function, -1, code, only) as calls:
-        save(tmp_path / "whole", faulty_tree(), **settings)
-    assert len(calls) >= 5
-    restorable = []
-    for number in range(1, len(calls) + 1):
-        directory = tmp_path / str(number)
-        with (
-            nothing_left(tmp_path),
-            failing(function, number, code, only),
-            pytest.raises(ost.StorageError, match=os.strerror(code)),
-        ):
-            save(directory, faulty_tree(), **settings)
-        with contextlib.suppress(ost.SafetensorsError):
-            restorable.append((number, ost.open_checkpoint(directory).path, sorted(os.listdir(directory))))
-        with contextlib.suppress(FileNotFoundError):
-            restorable.append((number, stock.restore(epath.Path(directory)), sorted(os.listdir(directory))))
-        left = sorted(path.name for path in directory.iterdir())
-        if in_the_way := sorted((name for name in left if name != DATA_DIRECTORY), key=is_of_index):
-            with pytest.raises(ost.StorageError, match=f"holds {some(in_the_way)}; delete these files"):
-                save(directory, faulty_tree(), **settings)
-            assert sorted(path.name for path in directory.iterdir()) == left
-        for name in in_the_way:
-            if name == "array_metadatas":
-                shutil.rmtree(directory / name)
-            else:
-                (directory / name).unlink()
-        save(directory, faulty_tree(), **settings)
-        for restored in (stored_arrays(directory), stock.restore(epath.Path(directory))):
-            assert restored.keys() == FAULTY.keys()
-            for name, array in restored.items():
-                assert_same_bits(array, FAULTY[name])
-    if operation == "flushes files":  # the files are whole by then, and only may not outlive a loss of power
-        assert [number for number, _, _ in restorable] in ([], [len(calls)])
-    else:
-        assert not restorable
-
-
-def test_a_directory_that_cannot_be_flushed(tmp_path):
-    def is_directory(descriptor):
-        return os.path.isdir(f"/proc/self/fd/{descriptor}")
-
-    with (
-        nothing_left(tmp_path),
-        failing("fsync", 1, errno.EIO, is_directory),
-        pytest.raises(ost.StorageError, match="flushing"),
-    ):
-        save(tmp_path, faulty_tree(), fsync=True)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_file_that_cannot_be_closed(tmp_path, monkeypatch, number):
-    """As on file systems that write when a file is closed. The other files are closed all the same."""
-    real, closed = os.close, []
-
-    def close(descriptor):
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        written = path.is_relative_to(tmp_path) and path.suffix == ".safetensors"
-        real(descriptor)
-        closed.extend([descriptor] * written)
-        if written and len(closed) == number:
-            raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(local.os, "close", close)
-    with nothing_left(tmp_path), pytest.raises(ost.StorageError, match="closing failed: Disk quota exceeded"):
-        save(tmp_path, faulty_tree(), max_file_bytes=4200)
-    with pytest.raises(ost.SafetensorsError):
-        ost.open_checkpoint(tmp_path)
-
-
-def test_memory_that_runs_out_is_a_storage_error(tmp_path, monkeypatch):
-    def no_memory(*_, **__):
-        raise MemoryError("no memory for a staging buffer")
-
-    monkeypatch.setattr(write, "transfer_plan", no_memory)
-    with nothing_left(tmp_path), pytest.raises(ost.StorageError, match="no memory for a staging buffer") as caught:
-        save(tmp_path, faulty_tree())
-    assert isinstance(caught.value.__cause__, MemoryError)
-
-
-def test_an_interrupt_is_not_swallowed(tmp_path):
-    with (
-        nothing_left(tmp_path),
-        mock.patch.object(local.os, "pwritev", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        save(tmp_path, faulty_tree())
-    with pytest.raises(ost.SafetensorsError):
-        ost.open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("step", ["plan", "copies", "data", "facts"])
-def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step):
-    """They would wait for this one."""
-    told = []
-    monkeypatch.setattr(agreement, "exchange", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
-    does = {
-        "plan": (saving, "resolve"),
-        "copies": (saving, "_copies"),
-        "data": (write, "_write_data"),
-        "facts": (write, "_write_facts"),
-    }
-    checkpointer = ocp.AsyncCheckpointer if step == "copies" else ocp.Checkpointer
-    with mock.patch.object(*does[step], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        checkpointer(ost.SafetensorsHandler()).save(tmp_path / "to", {"a": np.ones(3)})
-    assert [(at, own.partition("\n")[2]) for at, own in told][-1] == (step, "KeyboardInterrupt: ")
-
-
-def test_writes_that_are_short_are_continued(tmp_path, monkeypatch):
-    real = os.pwritev
-    monkeypatch.setattr(local.os, "pwritev", lambda fd, buffers, offset: real(fd, [buffers[0][:100]], offset))
-    save(tmp_path, faulty_tree(), max_file_bytes=4200)
-    for name, array in stored_arrays(tmp_path).items():
-        assert_same_bits(array, FAULTY[name])
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
-@pytest.mark.parametrize("rows", [20, 8])
-def test_a_disk_that_is_full(small_disk, rows):
-    """Full amid the data, or so that all of it fits and the index does not."""
-    tree = {f"w{number:02}": np.full((1024,), number, np.float32) for number in range(rows)}
-    with nothing_left(small_disk), pytest.raises(ost.StorageError, match="No space left on device"):
-        save(small_disk / "saved", tree, max_file_bytes=4096)
-    with pytest.raises(ost.SafetensorsError):
-        ost.open_checkpoint(small_disk / "saved")
-    shutil.rmtree(small_disk / "saved")
-    smaller = dict(list(tree.items())[:5])
-    restored = stored_arrays(save(small_disk / "saved", smaller))
-    for name, array in smaller.items():
-        assert_same_bits(restored[name], array)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_is_read_only(tmp_path):
-    (tmp_path / "saved").mkdir(mode=0o500)
-    with pytest.raises(ost.StorageError, match="cannot be created: Permission denied"):
-        save(tmp_path / "saved", TREE)
-
-
-def test_a_directory_that_is_missing(tmp_path):
-    options = ost.SafetensorsOptions()
-    plan = prepare_save(
-        TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
-    )
-    with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        write.write_save(plan, saving.Shards(plan), str(tmp_path / "missing"))

@@ -519,13 +519,14 @@ def test_cancelled_opening_ends_soon(hub, commit):
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
-from orbax_safetensors.io.stores import store_of
+from orbax_safetensors.storage.schemes import store_of
 store, path = store_of(sys.argv[1], {})
 print("found", flush=True)
 store.open(path)
 """
 
 
+@pytest.mark.process
 def test_a_program_is_interrupted_while_the_hub_stalls(hub, commit):
     stalled = threading.Event()
     hub.server.fail(Call(stalled.set), path="*/resolve/*", times=None)

@@ -128,9 +128,9 @@ if sys.argv[2] == "answer":  # the thread that brings it is slow to come back fr
     last = Last()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have ignored in the background
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.io import background
-from orbax_safetensors.io.stores import store_of
-background._LEAVE_SECONDS = 60.0  # longer than the test waits
+from orbax_safetensors.storage import event_loop
+from orbax_safetensors.storage.schemes import store_of
+event_loop._LEAVE_SECONDS = 60.0  # longer than the test waits
 store, path = store_of(sys.argv[1], {})
 file = store.open(path)
 print("opened", flush=True)
@@ -168,6 +168,7 @@ atexit.register(lambda: thread and thread.join(60))
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("how", "status"),
     [("wait", 1), ("leave", 0), ("nothing", 0), ("answer", 0), ("fork", 7), ("child", 0), ("thread", 0)],

@@ -12,8 +12,8 @@ import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.streaming import draft as drafts
 from orbax_safetensors.streaming.draft import Draft
-from tests.streaming.test_resume import check, make_source
 from tests.support.interrupted import CALLS
+from tests.support.killed_conversions import check, make_source
 
 KIND = "reshard_safetensors"
 both = pytest.mark.parametrize("resume", [False, True])

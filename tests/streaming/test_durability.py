@@ -13,9 +13,9 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.storage import local
 from orbax_safetensors.streaming import draft
-from tests.streaming.test_resume import check, make_source
 from tests.support.files import nothing_left
 from tests.support.interrupted import CALLS
+from tests.support.killed_conversions import check, make_source
 
 MANY_FILES = "in files of at most some size"
 CALLS = {

@@ -1,88 +1,18 @@
 """Conversions that are killed at any time: nothing opens as complete, and the next one takes up what is there."""
 
 import os
-import signal
-import subprocess
-import sys
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.orbax_store import open_orbax
-from tests.support import interrupted
-from tests.support.files import random_bits, write_indexed
 from tests.support.interrupted import CALLS
-from tests.support.roots import ROOT
-
-F4 = np.dtype(np.float32)
-SHAPES = {f"w{number}": (16, 64 + 8 * number) for number in range(12)} | {"b": (40,)}
-TO_ORBAX = ("to_orbax", "reshard_orbax")
-OF_SAFETENSORS = ("to_orbax", "reshard_safetensors")
+from tests.support.killed_conversions import arrays, check, killed, make_source, opens
 
 
-def arrays(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: random_bits(rng, shape, F4) for name, shape in SHAPES.items()}
-
-
-def make_source(kind, path, seed=0):
-    if kind in OF_SAFETENSORS:
-        path.mkdir(exist_ok=True)
-        whole = list(arrays(seed).items())
-        write_indexed(path, [dict(whole[:5]), dict(whole[5:])])
-    else:
-        tree = {name: jax.numpy.asarray(array) for name, array in arrays(seed).items()}
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(path / "0" / "items", tree, force=True)
-        path = path / "0" / "items"
-    return path
-
-
-def check(kind, destination, seed=0):
-    if kind in TO_ORBAX:
-        found = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
-            destination / "0" / "items",
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in SHAPES},
-        )
-    else:
-        found = ost.SafetensorsHandler().restore(epath.Path(destination))
-    for name, array in arrays(seed).items():
-        assert found[name].tobytes() == array.tobytes(), name
-
-
-def opens(kind, destination):
-    try:
-        if kind in TO_ORBAX:
-            open_orbax(destination)
-        else:
-            ost.open_checkpoint(destination)
-    except ost.SafetensorsError:
-        return False
-    return True
-
-
-def start(kind, source, destination, where, name, locks="locks"):
-    """A process that gets the signal `name` at some point of a conversion."""
-    return subprocess.Popen(
-        [sys.executable, interrupted.__file__, kind, *map(str, (source, destination, where)), name, locks],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def killed(kind, source, destination, where):
-    process = start(kind, source, destination, where, "SIGKILL")
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL, told
-
-
+@pytest.mark.process
 @pytest.mark.parametrize("where", [0, 1, 5, "before_the_end"])
 @pytest.mark.parametrize("kind", list(CALLS))
 def test_killed_and_resumed(kind, where, tmp_path):
@@ -99,6 +29,7 @@ def test_killed_and_resumed(kind, where, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("where", ["before_the_rename", "after_the_rename"])
 def test_killed_at_the_very_end(where, tmp_path):
     kind = "to_safetensors"
@@ -114,6 +45,7 @@ def test_killed_at_the_very_end(where, tmp_path):
     check(kind, destination)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", list(CALLS))
 def test_without_resume_all_begins_anew(kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
@@ -123,6 +55,7 @@ def test_without_resume_all_begins_anew(kind, tmp_path):
     check(kind, destination)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", list(CALLS))
 def test_another_source_is_not_mixed_in(kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"

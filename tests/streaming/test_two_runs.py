@@ -10,10 +10,12 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage.lock import Lock
-from tests.streaming.test_resume import TO_ORBAX, arrays, check, make_source, opens, start
 from tests.support import interrupted
 from tests.support.files import nothing_left
 from tests.support.interrupted import CALLS
+from tests.support.killed_conversions import TO_ORBAX, arrays, check, make_source, opens, start
+
+pytestmark = pytest.mark.process
 
 NBYTES = sum(array.nbytes for array in arrays().values())
 KINDS = list(CALLS)

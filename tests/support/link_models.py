@@ -9,10 +9,24 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.mapping import Family, Tree, stack, tensor
 from tests.support.files import write, write_indexed
+from tests.support.roots import TESTDATA
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = {"embed": (64, 16), "layers.0.w": (16, 32), "layers.1.w": (16, 32), "norm": (16,), "step": ()}
+DATA = TESTDATA / "maxtext"
 CONFIG = {"architectures": ["Mine"], "model_type": "mine"}
+
+# The files of a link, and of a model that `make` has written.
+OF_A_LINK = {
+    "_CHECKPOINT_METADATA", "_LINKED_FILES", "_METADATA", "_sharding", "array_metadatas", "commit_success.txt", "d",
+    "manifest.ocdbt",
+}  # fmt: skip
+OF_A_MODEL = {
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+}
 
 
 def arrays(seed=0):
@@ -79,3 +93,8 @@ def assert_same(found, expected):
     for name, array in expected.items():
         assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
         assert found[name].tobytes() == array.tobytes(), name
+
+
+def made_by_maxtext(name):
+    sample, mode = name.split()
+    return DATA / sample / f"mt_{mode}.npz"

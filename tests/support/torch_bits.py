@@ -1,5 +1,7 @@
 """PyTorch's tensors as NumPy arrays of the same bits. To be imported once it is known that PyTorch is there."""
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -30,3 +32,11 @@ def to_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """A copy of `array`, whose dtype is what `numpy_dtype` has for `dtype`."""
     assert array.dtype == numpy_dtype(dtype)
     return torch.from_numpy(array.reshape(-1).view(np.uint8).copy()).view(dtype).reshape(array.shape)
+
+
+def quietly(function, state, **kwargs):
+    """Calls a function of `torch.distributed.checkpoint` in this process alone, which it warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        function(state, no_dist=True, **kwargs)

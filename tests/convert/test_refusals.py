@@ -1,0 +1,229 @@
+"""Conversions that are refused before anything is written: arguments, paths, sources, targets and configs."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+from orbax_safetensors.orbax_store import open_orbax
+from orbax_safetensors.streaming import bundles
+from tests.support.conversions import checkpoint
+from tests.support.roots import TESTDATA
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
+        ({"to": "safetensors"}, "is no checkpoint of Orbax; reshard lays out safetensors files anew"),
+        ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype of files, found 'int5'"),
+        ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype of files, found 'int8'"),
+        ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
+        ({"to": "orbax", "dtype": {"(": "float16"}}, "no regular expression"),
+        ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
+        ({"to": "orbax", "memory_bytes": True}, "memory_bytes is True"),
+        ({"to": "orbax", "like": {"w": np.zeros(3)}}, "like: expected a tree with shardings"),
+        ({"to": "orbax", "mesh": {"x": 2}, "like": {"w": np.zeros(3)}}, "pass like alone"),
+        ({"to": "orbax", "config": {"a": 1}}, "config is not for to='orbax'"),
+        ({"to": "safetensors", "step": 1}, "step is not for to='safetensors'"),
+        ({"to": "safetensors", "mesh": {"x": 2}}, "mesh is not for to='safetensors'"),
+        ({"to": "safetensors", "compression": False}, "compression is not for to='safetensors'"),
+        ({"to": "orbax", "step": -1}, "step is -1, must be an integer of at least 0"),
+        ({"to": "orbax", "step": "0"}, "step is '0', must be an integer"),
+        ({"to": "orbax", "spec": {"w": ("x",)}}, "pass mesh"),
+        ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "24 does not divide by 5"),
+        ({"to": "orbax", "mesh": {"x": 2}, "spec": {"kernle": ("x",)}}, "spec: 'kernle' is found in none of the"),
+        ({"to": "orbax", "mesh": {"x": 2}, "spec": {"w": (1,)}}, "expected a tuple of axes and None, found"),
+        ({"to": "orbax", "dtype": {"kernle": "float16"}}, "dtype: 'kernle' is found in none of the"),
+        ({"to": "orbax", "family": "maxtext"}, "no family is for"),
+        ({"to": "orbax", "variant": {"scan_layers": True}}, "for a family"),
+        ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path, arguments, message):
+    checkpoint(tmp_path / "from")
+    with pytest.raises(ost.SafetensorsError, match=message):
+        ost.convert(tmp_path / "from", tmp_path / "to", **arguments)
+    assert not (tmp_path / "to" / "0").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("safetensors", {"compression": False}, "compression is not for safetensors"),
+        ("safetensors", {"mesh": {"x": 2}, "max_file_bytes": 100}, "max_file_bytes is not for a mesh"),
+        ("orbax", {"max_file_bytes": 100}, "max_file_bytes is not for checkpoints of Orbax"),
+    ],
+)
+def test_arguments_of_a_reshard_that_do_not_fit(tmp_path, kind, arguments, message):
+    checkpoint(tmp_path / "safetensors")
+    source = tmp_path / "safetensors" if kind == "safetensors" else TESTDATA / "orbax" / "qwen3_unscanned"
+    with pytest.raises(ost.SafetensorsError, match=message):
+        ost.reshard(source, tmp_path / "to", **arguments)
+
+
+def test_targets_that_do_not_fit(tmp_path):
+    checkpoint(tmp_path / "from")
+    one, other = (NamedSharding(AbstractMesh((size,), ("x",)), P("x")) for size in (2, 4))
+    third = NamedSharding(AbstractMesh((3,), ("x",)), P(None, "x"))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.ShapeDtypeStruct((24, 40), np.float32, sharding=one)
+    for like, message in (
+        ({"v": leaf, "w": leaf.update(sharding=other)}, "like: 'w': is over the mesh {'x': 4}, others are over"),
+        ({"w": leaf.update(sharding=device)}, "like: 'w': expected a sharding over a mesh"),
+        ({"other": leaf}, r"^like: 'other' is none of the 4 names of arrays, such as 'layers.0.b'$"),
+        ({"layers.0.w": leaf.update(sharding=third)}, r"^like: 'layers.0.w' of shape .*: 16 does not divide by 3$"),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            ost.reshard(tmp_path / "from", tmp_path / "to", like=like)
+
+
+def test_what_safetensors_have_no_dtype_for(tmp_path):
+    tree = {"w": np.ones((2, 2), ml_dtypes.int4)}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
+    with pytest.raises(ost.TensorMismatchError, match="'w': dtype: expected one that safetensors can store"):
+        ost.convert(tmp_path, tmp_path / "to", to="safetensors")
+
+
+@pytest.mark.parametrize("arguments", [(None, "to"), ("from", ""), (b"from", "to"), ("from", 3)])
+def test_paths_that_are_none(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "from")
+    with pytest.raises(ost.SafetensorsError, match="must be a path or a URL"):
+        ost.reshard(*arguments)
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs:///", "s3:///key", "hf://", "https://"])
+def test_urls_of_nothing(url, tmp_path):
+    checkpoint(tmp_path / "from")
+    for call in (ost.convert, ost.plan_convert):
+        for to in ("orbax", "safetensors"):
+            for arguments in ((url, tmp_path / "to"), (tmp_path / "from", url)):
+                with pytest.raises(ost.StorageError, match=f"^{url}: expected a name after {url.partition('/')[0]}//$"):
+                    call(*arguments, to=to)
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (ost.reshard, ost.plan_reshard):
+        with pytest.raises(ost.StorageError, match="^to: is in the working directory, which was deleted$"):
+            call(tmp_path / "from", "to")
+
+
+CALLS = {
+    "to orbax": partial(ost.convert, to="orbax"),
+    "to safetensors": partial(ost.convert, to="safetensors"),
+    "anew": ost.reshard,
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_not_there(call, tmp_path):
+    with pytest.raises(ost.StorageError, match="nowhere: cannot be listed: No such file or directory"):
+        CALLS[call](tmp_path / "nowhere", tmp_path / "to")
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"# A page\nof text\n", b"PK\3\4\x14\0\0\0\0\0", b"GGUF\3\0\0\0\0"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_a_source_that_is_another_file(call, content, tmp_path):
+    (tmp_path / "from").write_bytes(content)
+    with pytest.raises(ost.HeaderError, match="from: is no safetensors file: expected a"):
+        CALLS[call](tmp_path / "from", tmp_path / "to")
+
+
+def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "from")
+    monkeypatch.setattr(bundles, "_MAX_BUNDLES", 10)
+    with pytest.raises(ost.SafetensorsError, match="memory_bytes is 100, too little"):
+        ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=100)
+
+
+def test_patterns_that_nothing_is_called_like(tmp_path):
+    checkpoint(tmp_path / "from")
+    for source in (tmp_path / "from", TESTDATA / "orbax" / "qwen3_unscanned"):
+        with pytest.raises(ost.TensorMismatchError, match="spec: 'kernle' is found in none of the"):
+            ost.reshard(source, tmp_path / "to", mesh={"x": 2}, spec={"kernle": ("x",)})
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_patterns_that_come_too_late(planned, tmp_path):
+    checkpoint(tmp_path / "from")
+    convert, reshard = (ost.plan_convert, ost.plan_reshard) if planned else (ost.convert, ost.reshard)
+    too_late = {"mesh": {"x": 2}, "spec": {"w|embedding": ("x",), "kernel|b$": (), "w$|embedding$": (None, "x")}}
+    message = r"spec: 'w\$\|embedding\$' is not used: an earlier one is for all \d arrays that it is found in"
+    for call, source, asked in (
+        (convert, tmp_path / "from", {"to": "orbax", **too_late}),
+        (reshard, tmp_path / "from", too_late),
+        (reshard, TESTDATA / "orbax" / "qwen3_unscanned", too_late),
+    ):
+        with pytest.raises(ost.TensorMismatchError, match=message):
+            call(source, tmp_path / "to", **asked)
+    message = r"dtype: 'w' is not used: an earlier one is for all \d floating-point arrays that it is found in"
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("source", ["elsewhere", "new.partial", "new.partial/files"])
+def test_what_is_no_draft_is_never_deleted(tmp_path, source, resume):
+    """Not even a source that is called like one."""
+    checkpoint(tmp_path / source)
+    (tmp_path / "new.partial").mkdir(exist_ok=True)
+    (tmp_path / "new.partial" / "mine").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    message = "is no unfinished conversion" if source == "elsewhere" else "which is what becomes"
+    with pytest.raises(ost.StorageError, match=message):
+        ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_destination_in_its_source(tmp_path):
+    shutil.copytree(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "from")
+    inside = Path(open_orbax(tmp_path / "from").path) / "to"
+    with pytest.raises(ost.StorageError, match="is in the source"):
+        ost.convert(tmp_path / "from", inside, to="safetensors")
+    with pytest.raises(ost.StorageError, match="is in the source"):
+        ost.reshard(tmp_path / "from", inside)
+    assert not inside.exists()
+
+
+def test_a_family_needs_a_config(tmp_path):
+    with pytest.raises(ost.MappingError, match="pass config"):
+        ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", family="maxtext")
+
+
+def test_configs_that_cannot_be_read(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    for name, error, message in (
+        ("none.json", ost.StorageError, "none.json: cannot be opened: No such file or directory"),
+        ("nowhere", ost.StorageError, "nowhere/config.json: cannot be opened: No such file or directory"),
+        ("broken.json", ost.MappingError, "broken.json: is not JSON: "),
+    ):
+        with pytest.raises(error, match=f"^{tmp_path}/{message}"):
+            ost.convert(
+                TESTDATA / "orbax" / "qwen3_unscanned", tmp_path / "to", to="safetensors", config=tmp_path / name
+            )
+
+
+def test_orbax_to_orbax_is_a_reshard(tmp_path):
+    with pytest.raises(ost.SafetensorsError, match="reshard makes another checkpoint"):
+        ost.convert(TESTDATA / "orbax" / "qwen3_unscanned", tmp_path, to="orbax")
+    with pytest.raises(ost.SafetensorsError, match="max_file_bytes is 0"):
+        checkpoint(tmp_path / "from")
+        ost.reshard(tmp_path / "from", tmp_path / "to", max_file_bytes=0)
+    with pytest.raises(ost.StorageError):
+        ost.reshard(tmp_path / "nothing", tmp_path / "to")

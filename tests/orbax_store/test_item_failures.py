@@ -1,0 +1,288 @@
+"""Writes of a checkpoint that fail at the end or for want of space, and what memory they take."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.orbax_store import (
+    OrbaxLeaf,
+    directories,
+    open_orbax,
+    operations,
+    unfinished,
+)
+from orbax_safetensors.orbax_store import item_writer as drafts
+from tests.support.orbax_items import (
+    BF16,
+    LEAVES,
+    all_formats,
+    file_names,
+    fill,
+    is_not_there,
+    is_values,
+    json_files,
+    leaf_of,
+    random,
+    same_bits,
+    tree_of,
+    values,
+    write,
+)
+from tests.support.roots import ROOT
+from tests.support.sinks import step_sink
+
+
+@all_formats
+@pytest.mark.parametrize("lost", ["params.kernel", "step", "_METADATA"])
+def test_a_finished_item_is_looked_at_before_it_has_its_name(tmp_path, lost, ocdbt, zarr3, monkeypatch):
+    """Whatever Orbax or a disk has made of it."""
+    finalize = ocp.PyTreeCheckpointHandler.finalize
+
+    def lose(self, directory):
+        finalize(self, directory)
+        if lost == "_METADATA":
+            (directory / lost).unlink()
+            return
+        context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
+        store = directories.kvstore(os.fspath(directory), context, ocdbt=ocdbt)
+        store.write(f"{lost}/{'zarr.json' if zarr3 else '.zarray'}", None).result()
+
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, zarr3=zarr3) as sink:
+        fill(sink, values())
+        with monkeypatch.context() as patched, pytest.raises(StorageError, match=lost):
+            patched.setattr(ocp.PyTreeCheckpointHandler, "finalize", lose)
+            sink.commit()
+    is_not_there(tmp_path)
+
+
+def test_a_merge_that_makes_nothing(tmp_path, monkeypatch):
+    with step_sink(tmp_path, tree_of(leaf_of)) as sink:
+        fill(sink, values())
+        with monkeypatch.context() as patched, pytest.raises(StorageError, match="cannot be found: .* is missing"):
+            patched.setattr(ocp.PyTreeCheckpointHandler, "finalize", lambda *_: None)
+            sink.commit()
+    is_not_there(tmp_path)
+    with step_sink(tmp_path, tree_of(leaf_of), resume=True) as sink:
+        assert not any(list(sink.missing(name)) for name in LEAVES)
+        sink.commit()
+
+
+STAGES = {
+    "save": (ocp.PyTreeCheckpointHandler, "save"),
+    "the step's metadata": (type(ocp.metadata.metadata_store(enable_write=True, blocking_write=True)), "update"),
+    "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
+    "rename": (ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize"),
+    "flush": (unfinished, "flush"),
+    "last rename": (os, "rename"),
+    "listing": (drafts.ItemDraft, "_keys"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ocdbt", [True, False], ids=["ocdbt", "files"])
+def test_a_commit_that_fails(tmp_path, stage, ocdbt, monkeypatch):
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt) as sink:
+        fill(sink, values())
+        with monkeypatch.context() as patched:
+
+            def fail(*_, **__):
+                raise RuntimeError("nothing works")
+
+            patched.setattr(*STAGES[stage], fail)
+            with pytest.raises(StorageError, match="nothing works"):
+                sink.commit()
+    is_not_there(tmp_path)
+    with step_sink(tmp_path, tree_of(leaf_of), ocdbt=ocdbt, resume=True) as sink:
+        assert not any(list(sink.missing(name)) for name in LEAVES)
+        sink.commit()
+    write(tmp_path / "at once", ocdbt=ocdbt)
+    assert json_files(tmp_path) == json_files(tmp_path / "at once")
+    shutil.move(tmp_path / "at once", tmp_path.parent / f"{tmp_path.name} at once")
+    assert file_names(tmp_path) == file_names(tmp_path.parent / f"{tmp_path.name} at once")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
+    yield disk
+    # TensorStore closes files in threads of its own, perhaps a moment later.
+    for _ in range(100):
+        unmounted = subprocess.run(["umount", disk], capture_output=True, text=True, check=False)
+        if not unmounted.returncode:
+            return
+        time.sleep(0.1)
+    raise AssertionError(unmounted.stderr)
+
+
+@all_formats
+def test_a_disk_that_is_full(small_disk, ocdbt, zarr3):
+    array = random(np.dtype(np.int32), (512, 1024))
+    tree = {"a": OrbaxLeaf(array.shape, array.dtype, (32, 1024))}
+
+    def work(**options):
+        with step_sink(small_disk / "new", tree, ocdbt=ocdbt, zarr3=zarr3, **options) as sink:
+            fill(sink, {"a": array})
+            sink.commit()
+
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        work()
+    assert "'a'" in str(caught.value)
+    is_not_there(small_disk / "new")
+    subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
+    work(resume=True)
+    same_bits(open_orbax(small_disk / "new").value("a"), array)
+
+
+@pytest.mark.parametrize("free", range(0, 40_000, 8_000))
+def test_a_disk_that_is_full_when_all_has_been_written(small_disk, free):
+    tree = {f"layer_{number:03}": OrbaxLeaf((4,), BF16, (4,)) for number in range(200)}
+    with step_sink(small_disk / "new", tree) as sink:
+        fill(sink, {name: np.ones(4, BF16) for name in tree})
+        sink.wait()
+        with open(small_disk / "filler", "wb") as filler:
+            status = os.statvfs(small_disk)
+            filler.write(bytes(status.f_bavail * status.f_frsize - free))
+        try:
+            sink.commit()
+        except StorageError:
+            is_not_there(small_disk / "new")
+            (small_disk / "filler").unlink()
+            with step_sink(small_disk / "new", tree, resume=True) as sink:
+                assert not any(list(sink.missing(name)) for name in tree)
+                sink.commit()
+    checkpoint = open_orbax(small_disk / "new")
+    for name in tree:
+        same_bits(checkpoint.value(name), np.ones(4, BF16))
+
+
+def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
+    """All that is written and not yet done, at every moment, as the sink counts it."""
+    in_flight = peak = 0
+    lock = threading.Lock()
+    whole_add = operations.Operations.add
+
+    def add(self, operation, budget, taken):
+        nonlocal in_flight, peak
+        with lock:
+            in_flight += 1
+            peak = max(peak, in_flight)
+
+        def done(_):
+            nonlocal in_flight
+            with lock:
+                in_flight -= 1
+
+        operation.add_done_callback(done)
+        whole_add(self, operation, budget, taken)
+
+    monkeypatch.setattr(operations.Operations, "add", add)
+    array = random(np.dtype(np.int32), (64, 8192))
+    tree = {"a": OrbaxLeaf(array.shape, array.dtype, (1, 8192))}
+    with step_sink(tmp_path, tree, compression=False, memory_bytes=8 * 50_000) as sink:
+        fill(sink, {"a": array})
+        sink.commit()
+    assert 2 <= peak <= 8
+    peak = 0
+    with step_sink(tmp_path, tree, step=1, memory_bytes=1) as sink:  # less than a tile
+        fill(sink, {"a": array})
+        sink.commit()
+    assert peak == 1
+    peak = 0
+    checkpoint = open_orbax(tmp_path, memory_bytes=2 * 2 * array.nbytes // 16)
+    assert checkpoint.step == 1
+    same_bits(checkpoint.value("a"), array)
+    assert 2 <= peak <= 4
+
+
+STREAM = """
+import resource, sys
+import numpy as np
+from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
+from tests.support.sinks import step_sink
+
+def grown():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+path, compression, memory_bytes = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
+shape, chunk = (4096, 65536), (16, 65536)
+tile = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
+out = np.zeros((16, 1000), np.uint8)
+tree = {"a": OrbaxLeaf(shape, tile.dtype, chunk)}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes, fsync=False) as sink:
+    for box in sink.missing("a"):
+        sink.write("a", box, tile)
+    sink.commit()
+written = grown()
+checkpoint = open_orbax(path, memory_bytes=memory_bytes)
+for first in range(0, 4096, 16):
+    checkpoint.read("a", ((first, first + 16), (500, 1500)), out).result()
+assert (out == tile[:, 500:1500]).all()
+print(written, grown())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("compression", [True, False], ids=["compressed", "plain"])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path, compression):
+    """256 MiB in tiles of 1 MiB with 16 MiB in flight. Malloc keeps some of what was given back to it."""
+    arguments = [sys.executable, "-c", STREAM, tmp_path, str(compression), str(16 << 20)]
+    process = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    written, read = map(int, process.stdout.split())
+    assert written < 100 << 20
+    assert read < 100 << 20
+
+
+def test_memory_that_somebody_waits_for_when_a_write_fails(tmp_path, monkeypatch):
+    """Threads that wait for their turn go on, and learn what has failed."""
+    array = random(np.dtype(np.int32), (8, 8))
+    sink = step_sink(tmp_path, {"a": OrbaxLeaf((8, 8), array.dtype, (1, 8))}, memory_bytes=1)
+    shutil.rmtree(tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}")
+    (tmp_path / f"0{ocp.path.atomicity.TMP_DIR_SUFFIX}").write_text("")
+    failures = []
+
+    def work(number):
+        try:
+            sink.write("a", ((number, number + 1), (0, 8)), array[number : number + 1])
+            sink.wait()
+        except StorageError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == 8
+    with pytest.raises(StorageError, match="'a': NOT_FOUND"):
+        sink.commit()
+
+
+def test_larger_chunks_than_orbax_keeps_in_one_file(tmp_path):
+    shape = (3, 1 << 30)
+    with step_sink(tmp_path, {"a": OrbaxLeaf(shape, np.dtype(np.int8), shape)}) as sink:
+        assert np.prod(sink.leaves["a"].chunk_shape) <= 1 << 31
+        assert len(list(sink.missing("a"))) > 1
+
+
+def test_without_waiting_for_the_disk(tmp_path):
+    write(tmp_path, fsync=False)
+    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))

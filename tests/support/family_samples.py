@@ -1,0 +1,51 @@
+"""Small models as `transformers` saved them, and as MaxText's own converter did (`testdata/maxtext`)."""
+
+import json
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from orbax_safetensors.mapping.families import FAMILIES
+from tests.support.evaluate import binder
+from tests.support.roots import TESTDATA
+
+DATA = TESTDATA / "maxtext"
+FAMILY = {family.name: family for family in FAMILIES}
+SAMPLES = {
+    "deepseek2": "deepseek2",
+    "deepseek3": "deepseek3",
+    "deepseek3.2": "deepseek3_2",
+    "deepseek3_mtp": "deepseek3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gpt-oss": "gpt_oss",
+    "llama3.1": "llama3",
+    "mixtral": "mixtral",
+    "qwen2.5": "qwen2_5",
+    "qwen3": "qwen3",
+    "qwen3-moe": "qwen3_moe",
+}
+
+
+class Sample:
+    """A small model as `transformers` saved it, and as MaxText's converter did."""
+
+    def __init__(self, name):
+        self.model = SAMPLES[name]
+        self.family = FAMILY[f"maxtext.{self.model}"]
+        self.directory = DATA / name
+        self.config = json.loads((self.directory / "hf" / "config.json").read_text())
+        self.stored = {}
+        for file in sorted((self.directory / "hf").glob("*.safetensors")):
+            self.stored |= load_file(file)
+        # Each has the config of multi-token prediction, and one the tensors.
+        self.mtp = name == "deepseek3_mtp"
+
+    def describe(self, **variant):
+        if self.model.startswith("deepseek3"):
+            variant = {"mtp": self.mtp, **variant}
+        return self.family.describe(self.config, variant, binder(self.stored))
+
+    def made_by_maxtext(self, scan_layers):
+        with np.load(self.directory / ("mt_scanned.npz" if scan_layers else "mt_unscanned.npz")) as arrays:
+            return {name.replace("-", "."): arrays[name] for name in arrays}
