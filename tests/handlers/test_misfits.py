@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.transfer.engine import Reader
 from tests.support.files import nothing_left, write
 from tests.support.small_model import TENSORS, B, W, assert_same_bits, restore_alone, struct
 
@@ -85,7 +86,7 @@ def test_a_complex_tensor_stays_complex(tmp_path, checkpointer):
 @pytest.mark.parametrize("asked", [object, "S4", "nonsense", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
 @pytest.mark.parametrize("kind", [jax.Array, np.ndarray])
 def test_a_dtype_that_no_tensor_has(directory, checkpointer, monkeypatch, asked, kind):
-    monkeypatch.setattr(ost.transfer.Reader, "run", None)  # it is refused before anything is read
+    monkeypatch.setattr(Reader, "run", None)  # it is refused before anything is read
     args = {"layer": {"w": ocp.ArrayRestoreArgs(restore_type=kind, dtype=asked)}}
     with pytest.raises(ost.TensorMismatchError, match="'layer.w': expected a dtype that tensors can have"):
         checkpointer.restore(directory, restore_args=args, partial_restore=True)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import remote, retries
+from orbax_safetensors.transfer import engine
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
@@ -150,12 +151,12 @@ def test_an_interrupt_ends_a_restore(server, monkeypatch):
     url = f"{server.url}/one/model.safetensors"
     ost.open_checkpoint(url)
     server.fail(Cut(None, "stall"), skip=1, times=None)
-    real = ost.transfer.wait
+    real = engine.wait
 
     def interrupted(futures):
         real(futures, timeout=0.2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ost.transfer, "wait", interrupted)
+    monkeypatch.setattr(engine, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(url)

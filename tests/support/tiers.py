@@ -29,7 +29,7 @@ FAST = " and ".join(f"not {mark}" for mark in MARKS)
 
 _FOLDERS = {"multiprocess": "process", "servers": "server"}
 _FIXTURES = {
-    **dict.fromkeys(("azure", "gcs", "hub", "moto", "orbax_gcs", "s3", "web"), "server"),
+    **dict.fromkeys(("azure", "gcs", "hub", "moto", "orbax_gcs", "s3", "server", "web"), "server"),
     "by_stock_orbax": "process",
     "full_size_model": "full_size",
 }
