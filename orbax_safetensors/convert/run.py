@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.checkpoint.family import AskedFamily
-from orbax_safetensors.convert.decide import MEMORY_BYTES, Asked, conversion, resharding
+from orbax_safetensors.convert.decide import decide
+from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import StorageError
@@ -99,11 +100,11 @@ def convert(
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
-    asked = Asked(source, destination, memory_bytes)
 
-    def decide() -> Work:
-        return conversion(
-            asked,
+    def request() -> ConvertRequest:
+        return ConvertRequest(
+            source=location("source", source),
+            destination=location("destination", destination),
             to=to,
             family=family,
             variant=variant,
@@ -114,10 +115,10 @@ def convert(
             like=like,
             step=step,
             compression=compression,
+            memory_bytes=memory_bytes,
         )
 
-    others = (to, family if isinstance(family, str) else None, variant, dtype, mesh, spec, step, compression)
-    return _run(asked, decide, others, resume, progress)
+    return _run(request, resume, progress)
 
 
 def reshard(
@@ -158,31 +159,37 @@ def reshard(
 
     Raises: as `convert`.
     """
-    asked = Asked(source, destination, memory_bytes)
 
-    def decide() -> Work:
-        return resharding(
-            asked, mesh=mesh, spec=spec, like=like, max_file_bytes=max_file_bytes, compression=compression
+    def request() -> ReshardRequest:
+        return ReshardRequest(
+            source=location("source", source),
+            destination=location("destination", destination),
+            mesh=mesh,
+            spec=spec,
+            like=like,
+            max_file_bytes=max_file_bytes,
+            compression=compression,
+            memory_bytes=memory_bytes,
         )
 
-    return _run(asked, decide, (mesh, spec, max_file_bytes, compression), resume, progress)
+    return _run(request, resume, progress)
 
 
-def _run(
-    asked: Asked, decide: Callable[[], Work], others: Sequence[Any], resume: bool, progress: Progress | None
-) -> Conversion:
-    """Decides, in all processes or in none, and does it; with `others`, arguments have to be alike in all of them."""
+def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, progress: Progress | None) -> Conversion:
+    """Builds the request, decides and does the work, in all processes or in none; their arguments have to be alike."""
     started = time.perf_counter()
     key = new_key("conversion")
     work: Work | None = None
 
-    def decided() -> None:
+    def decided() -> str:
         nonlocal work
-        work = decide()
+        request = build()
+        work = decide(request)
+        return f"resume={resume!r} {request.facts}"
 
     raised: list[BaseException] = []
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         try:
             if progress is not None:
                 progress(done, total)
@@ -190,14 +197,10 @@ def _run(
             raised.append(error)
             raise
 
-    def facts(_: None) -> str:
-        arguments = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
-        return repr(arguments).replace("\n", " ")
-
     try:
-        together(key, decided, facts, otherwise="was called with other arguments than process 0")
+        together(key, decided, str, otherwise="was called with other arguments than process 0")
         assert work is not None
-        moved = work.run(resume=resume, progress=told)
+        moved = work.run(resume=resume, progress=report)
     except StorageError:
         if raised:
             raise raised[0] from raised[0].__cause__

@@ -19,7 +19,7 @@ from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.decide import Decision, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_request
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.link import item_files, step_files
@@ -103,11 +103,24 @@ def link(
     """
     started = time.perf_counter()
     key = new_key("link")
+
+    def decided() -> Decision:
+        request = LinkRequest(
+            **link_places(source, destination),
+            family=family,
+            variant=variant,
+            mesh=mesh,
+            spec=spec,
+            like=like,
+            chunk_bytes=chunk_bytes,
+            memory_bytes=memory_bytes,
+            hard_links=hard_links,
+        )
+        return decide(request)
+
     decision = together(
         f"{key}/decide",
-        lambda: decide(
-            link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links)
-        ),
+        decided,
         lambda decision: decision.digest,
         otherwise="was called with other arguments than process 0",
     )

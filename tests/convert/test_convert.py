@@ -290,7 +290,7 @@ def test_a_disk_that_is_full(tmp_path):
     ("arguments", "message"),
     [
         ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
-        ({"to": "safetensors"}, "is no checkpoint of Orbax; reshard lays out safetensors files anew"),
+        ({"to": "safetensors"}, "is not a checkpoint of Orbax; reshard lays out safetensors files anew"),
         ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype of files, found 'int5'"),
         ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype of files, found 'int8'"),
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
@@ -545,7 +545,7 @@ def test_elements_that_share_bytes_are_not_cut(tmp_path):
 def test_what_safetensors_cannot_hold_is_told(tmp_path, caplog):
     tree = {"w": np.ones(3, np.float32), "name": "a model", "key": jax.random.key(0)}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
-    with caplog.at_level("WARNING", "orbax_safetensors.convert.decide"):
+    with caplog.at_level("WARNING", "orbax_safetensors.convert.into_files"):
         ost.convert(tmp_path, tmp_path / "to", to="safetensors")
     assert "strings are left out: ['name']" in caplog.text
     assert "random keys become their data: ['key']" in caplog.text
