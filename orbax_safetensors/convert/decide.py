@@ -13,7 +13,7 @@ from orbax_safetensors.streaming.pipeline import Work
 
 def decide(request: ConvertRequest | ReshardRequest) -> Work:
     """Return what `convert` or `reshard` does, whose source is to be closed; errors are theirs."""
-    path, from_orbax = request.source, is_orbax(request.source)
+    path, from_orbax = request.source, is_orbax(request.source, request.source_options)
     if isinstance(request, ReshardRequest):
         request.check_for(orbax=from_orbax)
         return orbax_from_orbax(request) if from_orbax else files_from_files(request)
@@ -22,6 +22,6 @@ def decide(request: ConvertRequest | ReshardRequest) -> Work:
             raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
         return orbax_from_files(request)
     if not from_orbax:
-        read_checkpoint(path)  # which says what is wrong if it is neither
+        read_checkpoint(path, request.storage_options)  # which says what is wrong if it is neither
         raise SafetensorsError(f"{path}: is not a checkpoint of Orbax; reshard lays out safetensors files anew")
     return files_from_orbax(request)

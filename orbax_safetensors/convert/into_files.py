@@ -25,7 +25,7 @@ from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.model_files import Beside, beside, copied
+from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
 from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, bundle_bytes, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -43,7 +43,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     path = request.source
     checkpoint = open_orbax(path, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(checkpoint.whole)
-    around = beside(request.config)
+    around = model_files(request.config, request.storage_options)
     if isinstance(request.family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
     family = registry.find(request.family, around.config or {})
@@ -59,7 +59,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     ]
     viewed, tensors = taken_apart(given, request.family, variant, around.config or {})
     max_file_bytes = MAX_FILE_BYTES
-    if store_of(request.destination, None)[0].whole:
+    if store_of(request.destination, request.storage_options)[0].whole:
         # There a file waits in memory until it is whole, as its tensors come in another order.
         max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
         # A chunk is read for every file that it has a part in, so that a file has what is stored together.
@@ -83,7 +83,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
 
 def files_from_files(request: ReshardRequest) -> Work:
     """Return the work that lays out safetensors files anew, in files of a size or of a device each."""
-    checkpoint = read_checkpoint(request.source)
+    checkpoint = read_checkpoint(request.source, request.storage_options)
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
     metadata = _METADATA | without_sharding_info(checkpoint.metadata)
@@ -98,7 +98,7 @@ def files_from_files(request: ReshardRequest) -> Work:
     else:
         files = _in_shards(stored, request.partition, metadata)
     is_file = checkpoint.files[0].path == checkpoint.path
-    around = Beside() if is_file else Beside(copies=copied(request.source))
+    around = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
     return _to_files(source, request, files, around, [(name,) for name in source.leaves])
 
 
@@ -116,11 +116,11 @@ def _to_files(
     source: TileSource,
     request: ConvertRequest | ReshardRequest,
     files: file_layout.Files,
-    around: Beside,
+    around: ModelFiles,
     groups: Sequence[tuple[str, ...]],
 ) -> Work:
     """Return the work that writes files; `groups` are leaves that interleave in them."""
-    store, destination = store_of(request.destination, None)
+    store, destination = store_of(request.destination, request.storage_options)
     if store.whole:
         return ToObjects(source, store, destination, files, around, request.memory_bytes)
     return ToSafetensors(source, destination, files, around, groups, request.memory_bytes)

@@ -39,7 +39,7 @@ _CHUNK_BYTES = 16 * 2**20
 
 def orbax_from_files(request: ConvertRequest) -> Work:
     """Return the work that makes a step of Orbax of safetensors files."""
-    checkpoint = read_checkpoint(request.source)
+    checkpoint = read_checkpoint(request.source, request.storage_options)
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)

@@ -14,6 +14,7 @@ from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
 
 
@@ -33,6 +34,7 @@ def plan_convert(
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> ConversionPlan:
     """What `convert` with the same arguments will cost each process; nothing is made, and no array is read.
 
@@ -60,6 +62,7 @@ def plan_convert(
         step=step,
         compression=compression,
         memory_bytes=memory_bytes,
+        options=options or SafetensorsOptions(),
     )
     return _plan(request, process_count)
 
@@ -75,6 +78,7 @@ def plan_reshard(
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> ConversionPlan:
     """What `reshard` with the same arguments will cost each process; see `plan_convert`."""
     request = ReshardRequest(
@@ -86,6 +90,7 @@ def plan_reshard(
         max_file_bytes=max_file_bytes,
         compression=compression,
         memory_bytes=memory_bytes,
+        options=options or SafetensorsOptions(),
     )
     return _plan(request, process_count)
 

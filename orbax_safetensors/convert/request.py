@@ -13,7 +13,8 @@ from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, part
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.family import Family
-from orbax_safetensors.storage.paths import PathLike, place
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.storage.paths import AZURE, GCS, HTTP, HUB, S3, PathLike, is_url, place, shown
 from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.pipeline import is_below
 
@@ -26,6 +27,14 @@ def location(argument: str, path: PathLike) -> str:
     if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
         raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
     return place(path)
+
+
+def _store(url: str) -> str:
+    """Return what tells the store of a URL from others: its kind, or a server's name."""
+    scheme, _, rest = url.partition("://")
+    if scheme in HTTP:
+        return rest.partition("/")[0]
+    return next((kind[0] for kind in (S3, GCS, AZURE, HUB) if scheme in kind), scheme)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,7 @@ class _Request:
     like: Any = field(repr=False)
     compression: bool
     memory_bytes: int
+    options: SafetensorsOptions = field(repr=False)
 
     def __post_init__(self) -> None:
         if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
@@ -59,6 +69,16 @@ class _Request:
         if self.mesh is None and not self.spec and self.like is None:
             return None
         return partition(self.mesh, self.spec, self.like)
+
+    @property
+    def storage_options(self) -> Mapping[str, Any] | None:
+        """How to reach safetensors files, on either side."""
+        return self.options.storage_options
+
+    @property
+    def source_options(self) -> Mapping[str, Any] | None:
+        """How to tell the format of the source."""
+        return self.storage_options
 
     @property
     def facts(self) -> str:
@@ -75,6 +95,16 @@ class _Request:
         """Raises `StorageError` if the destination is in the source."""
         if is_below(self.destination, source):
             raise StorageError(f"{self.destination}: is in the source, {source}")
+
+    def _check_storage_options(self, *paths: Any) -> None:
+        """Raises `SafetensorsError` if options would go to several stores, as none knows another's, or may see them."""
+        urls = [path for path in paths if isinstance(path, str) and is_url(path)]
+        stores = {_store(path): shown(path) for path in urls}
+        if self.storage_options and len(stores) > 1:
+            raise SafetensorsError(
+                f"storage_options are for one store, and {' and '.join(stores.values())} are in different ones: "
+                "set the environment's variables for them instead"
+            )
 
     def _refuse(self, what: str, **arguments: Any) -> None:
         for argument, value in arguments.items():
@@ -102,9 +132,15 @@ class ConvertRequest(_Request):
         elif self.to == "safetensors":
             sharding = {"mesh": self.mesh, "spec": self.spec, "like": self.like}
             self._refuse("to='safetensors'", **sharding, step=self.step, compression=not self.compression)
+            self._check_storage_options(self.destination, self.config)
         else:
             raise SafetensorsError(f"to is {self.to!r}, must be 'orbax' or 'safetensors'")
         _ = self.partition, self.casts
+
+    @property
+    def source_options(self) -> Mapping[str, Any] | None:
+        """None to safetensors: Orbax reaches the source, with credentials of the environment."""
+        return self.storage_options if self.to == "orbax" else None
 
     @cached_property
     def casts(self) -> Casts:
@@ -122,6 +158,7 @@ class ReshardRequest(_Request):
         super().__post_init__()
         if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {self.max_file_bytes!r}, must be an integer of at least 1")
+        self._check_storage_options(self.source, self.destination)
         _ = self.partition
 
     def check_for(self, *, orbax: bool) -> None:

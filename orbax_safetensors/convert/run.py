@@ -15,6 +15,7 @@ from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.streaming.pipeline import Progress, Work
@@ -63,6 +64,7 @@ def convert(
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     progress: Progress | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> Conversion:
     """Converts a checkpoint of safetensors files to one of Orbax, or back, in tiles.
 
@@ -93,6 +95,8 @@ def convert(
       resume: go on with what a call with the same arguments has left unfinished.
       progress: called now and then with the bytes that this process has moved, and those that it will. What it raises
         ends the conversion, and comes out as it is; other processes have a `StorageError` of it.
+      options: `storage_options` count, of safetensors files that are behind a URL and of a config. Orbax's checkpoints
+        are reached as Orbax reaches them, with credentials of the environment.
 
     Raises:
       StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
@@ -116,6 +120,7 @@ def convert(
             step=step,
             compression=compression,
             memory_bytes=memory_bytes,
+            options=options or SafetensorsOptions(),
         )
 
     return _run(request, resume, progress)
@@ -133,6 +138,7 @@ def reshard(
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     progress: Progress | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> Conversion:
     """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
 
@@ -155,7 +161,7 @@ def reshard(
       like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
         `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
-      compression, memory_bytes, resume, progress: as for `convert`.
+      compression, memory_bytes, resume, progress, options: as for `convert`.
 
     Raises: as `convert`.
     """
@@ -170,6 +176,7 @@ def reshard(
             max_file_bytes=max_file_bytes,
             compression=compression,
             memory_bytes=memory_bytes,
+            options=options or SafetensorsOptions(),
         )
 
     return _run(request, resume, progress)

@@ -27,7 +27,7 @@ from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.model_files import copied
+from orbax_safetensors.streaming.model_files import files_of_model
 from orbax_safetensors.streaming.pipeline import Progress
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,10 @@ def _make(
 def _beside(request: LinkRequest) -> list[str]:
     """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
-    return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
+    return [
+        *files_of_model(request.directory, None).copies.values(),
+        *(os.path.join(request.directory, name) for name in indexes),
+    ]
 
 
 def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:
