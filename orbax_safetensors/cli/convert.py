@@ -14,8 +14,8 @@ from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, p
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
-from orbax_safetensors.convert.decide import MEMORY_BYTES
 from orbax_safetensors.convert.plan import plan_convert
+from orbax_safetensors.convert.request import MEMORY_BYTES
 from orbax_safetensors.convert.run import Conversion, convert
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.link.run import Link

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 
 from orbax_safetensors.checkpoint.family import AskedFamily
-from orbax_safetensors.convert.decide import MEMORY_BYTES, Asked, conversion, resharding
+from orbax_safetensors.convert.decide import decide
+from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
 from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.pipeline import Work
 
 
 def plan_convert(
@@ -33,6 +34,7 @@ def plan_convert(
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> ConversionPlan:
     """What `convert` with the same arguments will cost each process; nothing is made, and no array is read.
 
@@ -46,10 +48,9 @@ def plan_convert(
 
     Raises: what `convert` raises before it moves the first byte, also where the destination is there already.
     """
-    asked = Asked(source, destination, memory_bytes)
-    count = _process_count(process_count)
-    work = conversion(
-        asked,
+    request = ConvertRequest(
+        source=location("source", source),
+        destination=location("destination", destination),
         to=to,
         family=family,
         variant=variant,
@@ -60,8 +61,10 @@ def plan_convert(
         like=like,
         step=step,
         compression=compression,
+        memory_bytes=memory_bytes,
+        options=options or SafetensorsOptions(),
     )
-    return _planned(work, count)
+    return _plan(request, process_count)
 
 
 def plan_reshard(
@@ -75,23 +78,29 @@ def plan_reshard(
     compression: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> ConversionPlan:
     """What `reshard` with the same arguments will cost each process; see `plan_convert`."""
-    asked = Asked(source, destination, memory_bytes)
-    count = _process_count(process_count)
-    work = resharding(asked, mesh=mesh, spec=spec, like=like, max_file_bytes=max_file_bytes, compression=compression)
-    return _planned(work, count)
+    request = ReshardRequest(
+        source=location("source", source),
+        destination=location("destination", destination),
+        mesh=mesh,
+        spec=spec,
+        like=like,
+        max_file_bytes=max_file_bytes,
+        compression=compression,
+        memory_bytes=memory_bytes,
+        options=options or SafetensorsOptions(),
+    )
+    return _plan(request, process_count)
 
 
-def _process_count(asked: int | None) -> int:
-    if asked is None:
-        return int(jax.process_count())
-    if type(asked) is not int or asked < 1:
-        raise SafetensorsError(f"process_count is {asked!r}, must be an integer of at least 1")
-    return asked
-
-
-def _planned(work: Work, process_count: int) -> ConversionPlan:
+def _plan(request: ConvertRequest | ReshardRequest, process_count: int | None) -> ConversionPlan:
+    if process_count is None:
+        process_count = jax.process_count()
+    elif type(process_count) is not int or process_count < 1:
+        raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
+    work = decide(request)
     try:
         return work.plan(process_count)
     finally:

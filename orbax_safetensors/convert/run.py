@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.checkpoint.family import AskedFamily
-from orbax_safetensors.convert.decide import MEMORY_BYTES, Asked, conversion, resharding
+from orbax_safetensors.convert.decide import decide
+from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.streaming.pipeline import Progress, Work
@@ -62,6 +64,7 @@ def convert(
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     progress: Progress | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> Conversion:
     """Converts a checkpoint of safetensors files to one of Orbax, or back, in tiles.
 
@@ -92,6 +95,8 @@ def convert(
       resume: go on with what a call with the same arguments has left unfinished.
       progress: called now and then with the bytes that this process has moved, and those that it will. What it raises
         ends the conversion, and comes out as it is; other processes have a `StorageError` of it.
+      options: `storage_options` count, of safetensors files that are behind a URL and of a config. Orbax's checkpoints
+        are reached as Orbax reaches them, with credentials of the environment.
 
     Raises:
       StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
@@ -99,11 +104,11 @@ def convert(
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
-    asked = Asked(source, destination, memory_bytes)
 
-    def decide() -> Work:
-        return conversion(
-            asked,
+    def request() -> ConvertRequest:
+        return ConvertRequest(
+            source=location("source", source),
+            destination=location("destination", destination),
             to=to,
             family=family,
             variant=variant,
@@ -114,10 +119,11 @@ def convert(
             like=like,
             step=step,
             compression=compression,
+            memory_bytes=memory_bytes,
+            options=options or SafetensorsOptions(),
         )
 
-    others = (to, family if isinstance(family, str) else None, variant, dtype, mesh, spec, step, compression)
-    return _run(asked, decide, others, resume, progress)
+    return _run(request, resume, progress)
 
 
 def reshard(
@@ -132,6 +138,7 @@ def reshard(
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     progress: Progress | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> Conversion:
     """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
 
@@ -154,35 +161,42 @@ def reshard(
       like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
         `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
       max_file_bytes: as for `SafetensorsSave`.
-      compression, memory_bytes, resume, progress: as for `convert`.
+      compression, memory_bytes, resume, progress, options: as for `convert`.
 
     Raises: as `convert`.
     """
-    asked = Asked(source, destination, memory_bytes)
 
-    def decide() -> Work:
-        return resharding(
-            asked, mesh=mesh, spec=spec, like=like, max_file_bytes=max_file_bytes, compression=compression
+    def request() -> ReshardRequest:
+        return ReshardRequest(
+            source=location("source", source),
+            destination=location("destination", destination),
+            mesh=mesh,
+            spec=spec,
+            like=like,
+            max_file_bytes=max_file_bytes,
+            compression=compression,
+            memory_bytes=memory_bytes,
+            options=options or SafetensorsOptions(),
         )
 
-    return _run(asked, decide, (mesh, spec, max_file_bytes, compression), resume, progress)
+    return _run(request, resume, progress)
 
 
-def _run(
-    asked: Asked, decide: Callable[[], Work], others: Sequence[Any], resume: bool, progress: Progress | None
-) -> Conversion:
-    """Decides, in all processes or in none, and does it; with `others`, arguments have to be alike in all of them."""
+def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, progress: Progress | None) -> Conversion:
+    """Builds the request, decides and does the work, in all processes or in none; their arguments have to be alike."""
     started = time.perf_counter()
     key = new_key("conversion")
     work: Work | None = None
 
-    def decided() -> None:
+    def decided() -> str:
         nonlocal work
-        work = decide()
+        request = build()
+        work = decide(request)
+        return f"resume={resume!r} {request.facts}"
 
     raised: list[BaseException] = []
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         try:
             if progress is not None:
                 progress(done, total)
@@ -190,14 +204,10 @@ def _run(
             raised.append(error)
             raise
 
-    def facts(_: None) -> str:
-        arguments = (asked.source, asked.destination, asked.memory_bytes, resume, *others)
-        return repr(arguments).replace("\n", " ")
-
     try:
-        together(key, decided, facts, otherwise="was called with other arguments than process 0")
+        together(key, decided, str, otherwise="was called with other arguments than process 0")
         assert work is not None
-        moved = work.run(resume=resume, progress=told)
+        moved = work.run(resume=resume, progress=report)
     except StorageError:
         if raised:
             raise raised[0] from raised[0].__cause__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -56,7 +56,7 @@ class Decision:
         stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
         # What a family makes of the files: its repr has the addresses of its functions, which differ between processes.
         mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
-        what = (stamps, mapped, replace(self.request, family=None))
+        what = (stamps, mapped, self.request.facts)
         return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
 
     def view(self, name: str) -> View:

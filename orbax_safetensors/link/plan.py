@@ -13,7 +13,7 @@ from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.decide import decide, nbytes
 from orbax_safetensors.link.objects import staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, link_request
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_places
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.link import item_files
 from orbax_safetensors.orbax_store.ocdbt import write_references
@@ -108,8 +108,16 @@ def plan_link(
     """
     if type(process_count) is not int or process_count < 1:
         raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
-    request = link_request(
-        source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links=False
+    request = LinkRequest(
+        **link_places(source, destination),
+        family=family,
+        variant=variant,
+        mesh=mesh,
+        spec=spec,
+        like=like,
+        chunk_bytes=chunk_bytes,
+        memory_bytes=memory_bytes,
+        hard_links=False,
     )
     decision, staging = decide(request), staging_of(request)
     staging.check_free()

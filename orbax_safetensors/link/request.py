@@ -1,4 +1,4 @@
-"""`LinkRequest`: what a caller of `link` asks for, checked."""
+"""What a caller of `link` asks for. A request that is not valid cannot be built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from orbax_safetensors.checkpoint.family import AskedFamily
@@ -24,9 +25,9 @@ _SNAPSHOT = re.compile(r".*/models--[^/]+/snapshots/[^/]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRequest:
-    """A link to make. `source` is a path; `destination` is a directory, that of the source if it is the same.
+    """The arguments of `link`: see `link_places` for `source` and `destination`, the others are as the caller has them.
 
-    Below `gs://` it has to be the same.
+    `destination` is a directory, that of the source if it is the same. Below `gs://` it has to be the same.
 
     Raises `StorageError` for a place that cannot be meant, and `SafetensorsError` for a number that is out of range.
     """
@@ -35,12 +36,15 @@ class LinkRequest:
     destination: str
     family: AskedFamily
     variant: Mapping[str, Any] | None
-    partition: Partition
+    mesh: AskedMesh
+    spec: Mapping[str, Spec] | None
+    like: Any
     chunk_bytes: int
     memory_bytes: int
     hard_links: bool
 
     def __post_init__(self) -> None:
+        _ = self.partition
         for path in (self.source, self.destination):
             if is_url(path) and not (is_remote(path) and self.beside):
                 raise StorageError(
@@ -57,10 +61,21 @@ class LinkRequest:
                 f"{self.destination}: is a snapshot in the Hub's cache, where nothing may be added; pass a destination"
             )
 
+    @cached_property
+    def partition(self) -> Partition:
+        """How the arrays are to be sharded."""
+        return partition(self.mesh, self.spec, self.like)
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What tells the link apart from others of the same files: equal in all processes, and when it is resumed."""
+        numbers = (self.chunk_bytes, self.memory_bytes, self.hard_links)
+        return self.source, self.destination, self.variant, self.partition, *numbers
+
     @property
     def directory(self) -> str:
         """The directory of the source's files."""
-        return os.path.dirname(self.source) if os.path.isfile(self.source) else self.source
+        return _directory(self.source)
 
     @property
     def beside(self) -> bool:
@@ -68,34 +83,19 @@ class LinkRequest:
         return self.destination == self.directory
 
 
+def link_places(source: PathLike, destination: PathLike | None) -> dict[str, str]:
+    """Return the source and the destination of a request: absolute paths, or URLs; by default the source's directory.
+
+    URLs that are not of a `gs://` directory stay as they are, and `LinkRequest` refuses them.
+    """
+    path = _absolute(source)
+    return {"source": path, "destination": _directory(path) if destination is None else _absolute(destination)}
+
+
 def _absolute(path: PathLike) -> str:
-    """An absolute path, or the URL of a `gs://` directory; another URL as it is, which `LinkRequest` refuses."""
     text = place(path)
     return absolute(text) if is_remote(text) else text
 
 
-def link_request(
-    source: PathLike,
-    destination: PathLike | None,
-    family: AskedFamily,
-    variant: Mapping[str, Any] | None,
-    mesh: AskedMesh,
-    spec: Mapping[str, Spec] | None,
-    like: Any,
-    chunk_bytes: int,
-    memory_bytes: int,
-    hard_links: bool,
-) -> LinkRequest:
-    """The request that `link` is called with; raises what it raises of arguments."""
-    own = _absolute(source)
-    beside = os.path.dirname(own) if os.path.isfile(own) else own
-    return LinkRequest(
-        source=own,
-        destination=beside if destination is None else _absolute(destination),
-        family=family,
-        variant=variant,
-        partition=partition(mesh, spec, like),
-        chunk_bytes=chunk_bytes,
-        memory_bytes=memory_bytes,
-        hard_links=hard_links,
-    )
+def _directory(path: str) -> str:
+    return os.path.dirname(path) if os.path.isfile(path) else path

@@ -19,7 +19,7 @@ from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.decide import Decision, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_request
+from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.link import item_files, step_files
@@ -27,7 +27,7 @@ from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.model_files import copied
+from orbax_safetensors.streaming.model_files import files_of_model
 from orbax_safetensors.streaming.pipeline import Progress
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,24 @@ def link(
     """
     started = time.perf_counter()
     key = new_key("link")
+
+    def decided() -> Decision:
+        request = LinkRequest(
+            **link_places(source, destination),
+            family=family,
+            variant=variant,
+            mesh=mesh,
+            spec=spec,
+            like=like,
+            chunk_bytes=chunk_bytes,
+            memory_bytes=memory_bytes,
+            hard_links=hard_links,
+        )
+        return decide(request)
+
     decision = together(
         f"{key}/decide",
-        lambda: decide(
-            link_request(source, destination, family, variant, mesh, spec, like, chunk_bytes, memory_bytes, hard_links)
-        ),
+        decided,
         lambda decision: decision.digest,
         otherwise="was called with other arguments than process 0",
     )
@@ -151,7 +164,10 @@ def _make(
 def _beside(request: LinkRequest) -> list[str]:
     """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
-    return [*copied(request.directory).values(), *(os.path.join(request.directory, name) for name in indexes)]
+    return [
+        *files_of_model(request.directory, None).copies.values(),
+        *(os.path.join(request.directory, name) for name in indexes),
+    ]
 
 
 def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:

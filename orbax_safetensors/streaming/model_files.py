@@ -16,6 +16,8 @@ from orbax_safetensors.checkpoint.family import CONFIG_NAME, as_config, parse_co
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, read_small, write_small
 
+StorageOptions = Mapping[str, Any] | None
+
 # What `save_pretrained` of transformers writes for tokenizers, processors and generation. Where a server does not list
 # what it has, it is asked for the names without a star.
 _PATTERNS = (
@@ -43,11 +45,15 @@ _MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The content of `config.json`, None where there is none, and files to copy besides: paths or URLs by name."""
+class ModelFiles:
+    """The content of `config.json`, None if there is none, and files to copy: paths or URLs by name.
+
+    `storage_options` are how to reach the files to copy.
+    """
 
     config: Mapping[str, Any] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
+    storage_options: StorageOptions = field(default=None, repr=False)
 
     @property
     def names(self) -> frozenset[str]:
@@ -55,14 +61,18 @@ class Beside:
         return frozenset(self.copies) | ({CONFIG_NAME} if self.config is not None else frozenset())
 
     def write(self, store: Store, directory: str) -> None:
-        """Writes all of it, so that it is on the disk; raises `StorageError` where that is not possible."""
+        """Writes all files; returns when they are on the disk."""
         for name, path in self.copies.items():
-            write_small(store, posixpath.join(directory, name), _read(path))
+            write_small(store, posixpath.join(directory, name), self._read(path))
         if self.config is not None:
             text = json.dumps(self.config, indent=2) + "\n"
             write_small(store, posixpath.join(directory, CONFIG_NAME), text.encode())
 
-    def stored_as(self, dtype: np.dtype) -> Beside:
+    def _read(self, path: str) -> bytes:
+        store, path = store_of(path, self.storage_options)
+        return read_small(store.open(path), _MAX_BYTES)
+
+    def stored_as(self, dtype: np.dtype) -> ModelFiles:
         """The same for tensors that are all cast to `dtype`: transformers loads a model in what its config says."""
         if self.config is None:
             return self
@@ -75,36 +85,39 @@ class Beside:
         return replace(self, config=own)
 
 
-def beside(config: Any) -> Beside:
-    """What a caller's `config` stands for.
+def model_files(config: Any, storage_options: StorageOptions) -> ModelFiles:
+    """Return what a caller's `config` stands for.
 
-    It is the content of a `config.json`, something with a `to_dict` that gives it, the path or URL of such a file, or
-    of a directory with one, whose tokenizer's files and their like are copied too. Raises `MappingError` where it is no
-    config, and `StorageError` where it cannot be read.
+    `config` is the content of a `config.json`, something with a `to_dict` that gives it, the path or URL of such a
+    file, or of a directory with one, whose tokenizer's files and their like are copied too. Raises `MappingError` if
+    it is not a config, and `StorageError` if it cannot be read.
     """
     if not isinstance(config, str | os.PathLike):
-        return Beside(as_config(config))
+        return ModelFiles(as_config(config))
     path = os.fsdecode(config)
     if path.endswith(".json") or os.path.isfile(path):
-        return Beside(as_config(_config(path)))
-    return Beside(as_config(_config(posixpath.join(path, CONFIG_NAME))), copied(path))
+        return ModelFiles(_config(path, storage_options))
+    content = _config(posixpath.join(path, CONFIG_NAME), storage_options)
+    return replace(files_of_model(path, storage_options), config=content)
 
 
-def copied(directory: str) -> dict[str, str]:
-    """The files of a directory that belong to a model besides its tensors, by name.
+def files_of_model(directory: str, storage_options: StorageOptions) -> ModelFiles:
+    """Return the files of a directory that belong to a model besides its tensors, to be copied.
 
-    Of a server that lists no names, those that most models have.
+    If a server does not list its names, these are the files that most models have.
     """
-    store, directory = store_of(directory, None)
+    store, directory = store_of(directory, storage_options)
     if not store.lists:
-        asked = (posixpath.join(directory, name) for name in _PATTERNS if "*" not in name)
-        return {posixpath.basename(path): path for path in asked if _is_there(store, path)}
-    paths = {name: posixpath.join(directory, name) for name in store.list(directory) or ()}
-    return {
-        name: path
-        for name, path in paths.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS) and not os.path.isdir(path)
-    }
+        usual = {name: posixpath.join(directory, name) for name in _PATTERNS if "*" not in name}
+        copies = {name: path for name, path in usual.items() if _is_there(store, path)}
+    else:
+        paths = {name: posixpath.join(directory, name) for name in store.list(directory) or ()}
+        copies = {
+            name: path
+            for name, path in paths.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS) and not os.path.isdir(path)
+        }
+    return ModelFiles(copies=copies, storage_options=storage_options)
 
 
 def _is_there(store: Store, path: str) -> bool:
@@ -114,11 +127,6 @@ def _is_there(store: Store, path: str) -> bool:
     return True
 
 
-def _read(path: str) -> bytes:
-    store, path = store_of(path, None)
-    return read_small(store.open(path), _MAX_BYTES)
-
-
-def _config(path: str) -> dict[str, Any]:
-    store, path = store_of(path, None)
-    return parse_config(store.open(path))
+def _config(path: str, storage_options: StorageOptions) -> dict[str, Any] | None:
+    store, path = store_of(path, storage_options)
+    return as_config(parse_config(store.open(path)))

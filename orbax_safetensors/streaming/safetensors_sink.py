@@ -13,7 +13,7 @@ from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.storage.store import NewFile, Store, write_small
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.model_files import Beside
+from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.pipeline import Tile, pace
 from orbax_safetensors.transfer.engine import Writer
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
@@ -84,13 +84,13 @@ class SafetensorsSink:
         finally:
             self._writer.close()
 
-    def finish(self, beside: Beside) -> None:
-        """Writes what belongs `beside` the files, the index and then the headers, and gives the directory its name.
+    def finish(self, model_files: ModelFiles) -> None:
+        """Writes `model_files`, the index and then the headers, and gives the directory its name.
 
         Called by one process, after all have closed. All is on the disk before it has that name.
         """
         directory = self._draft.directory
-        beside.write(self._store, directory)
+        model_files.write(self._store, directory)
         if (index := self._files.layout.index) is not None:
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):

@@ -35,7 +35,7 @@ from orbax_safetensors.storage.store import NewFile, Store, read_small, write_sm
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
 from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.model_files import Beside
+from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
     Moved,
@@ -82,19 +82,19 @@ class ToObjects:
         store: Store,
         destination: str,
         files: Files,
-        beside: Beside,
+        model_files: ModelFiles,
         memory_bytes: int,
     ) -> None:
         """Decides on tiles. Leaves are those of `files`."""
         self.source, self._store, self._destination = source, store, destination
-        self._files, self._beside = files, beside
+        self._files, self._model_files = files, model_files
         self._limit = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._parts = list(_parts(files, source, self._limit))
 
     def _draft(self) -> _Draft:
         # A file that is there is whole, however it was cut.
-        told = digest(self.source, self._files, self._beside, ())
-        return _Draft(self._store, self._destination, self._files, self._beside, told)
+        told = digest(self.source, self._files, self._model_files, ())
+        return _Draft(self._store, self._destination, self._files, self._model_files, told)
 
     def _check_outside(self) -> None:
         if is_below(self.source.path, self._destination):
@@ -184,7 +184,7 @@ class ToObjects:
         def finish() -> int:
             if not primary:
                 return 0
-            self._beside.write(store, destination)
+            self._model_files.write(store, destination)
             here = move(last)
             if (index := self._files.layout.index) is not None:
                 write_small(store, posixpath.join(destination, INDEX_NAME), index.encode())
@@ -212,10 +212,10 @@ def _bundles(parts: Sequence[_Part]) -> list[Bundle]:
 class _Draft:
     """What is unfinished. `begin` is called by one process."""
 
-    def __init__(self, store: Store, destination: str, files: Files, beside: Beside, digest: str) -> None:
+    def __init__(self, store: Store, destination: str, files: Files, model_files: ModelFiles, digest: str) -> None:
         self._store, self._destination, self.digest = store, destination, digest
         self._names = [name for name, _ in files.layout.files]
-        self._all_names = sorted({*self._names, *beside.names, INDEX_NAME})
+        self._all_names = sorted({*self._names, *model_files.names, INDEX_NAME})
         # The number of the file that is written last; none where that is the index.
         self.last_file = len(self._names) - 1 if files.layout.index is None else None
         self._record = posixpath.join(destination, INDEX_NAME if self.last_file is None else self._names[-1])

@@ -16,7 +16,7 @@ from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.draft import Draft
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.model_files import Beside
+from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
     Moved,
@@ -40,7 +40,7 @@ class ToSafetensors:
         source: TileSource,
         destination: str,
         files: Files,
-        beside: Beside,
+        model_files: ModelFiles,
         groups: Iterable[tuple[str, ...]],
         memory_bytes: int,
     ) -> None:
@@ -48,7 +48,7 @@ class ToSafetensors:
 
         Raises `SafetensorsError` where memory does not suffice.
         """
-        self.source, self._destination, self._files, self._beside = source, destination, files, beside
+        self.source, self._destination, self._files, self._model_files = source, destination, files, model_files
         self._memory_bytes = memory_bytes
         self._limit = batch_bytes(memory_bytes)
         grains = {name: (1,) * len(fact.shape) for name, fact in source.leaves.items()}
@@ -90,7 +90,7 @@ class ToSafetensors:
     def run(self, *, resume: bool, progress: Progress | None) -> Moved:
         """See `Work`."""
         source, numbers = self.source, self._numbers
-        told = digest(source, self._files, self._beside, self._cuts)
+        told = digest(source, self._files, self._model_files, self._cuts)
         key = new_key("convert", self._destination)
         process = jax.process_index()
         primary = process == 0
@@ -122,7 +122,7 @@ class ToSafetensors:
             def finish() -> None:
                 if primary:
                     draft.check_complete(len(numbers))
-                    sink.finish(self._beside)
+                    sink.finish(self._model_files)
 
             together(f"{key}/tiles", write)
             together(f"{key}/finish", finish)
@@ -131,10 +131,10 @@ class ToSafetensors:
         return Moved(self._destination, sink.nbytes, source.requests + sink.requests)
 
 
-def digest(source: TileSource, files: Files, beside: Beside, cuts: Sequence[Bundle]) -> str:
+def digest(source: TileSource, files: Files, model_files: ModelFiles, cuts: Sequence[Bundle]) -> str:
     """Equal where the same tiles of the same source go to the same places."""
     views = sorted(files.views.items())
-    hashed = hashlib.sha256(f"{source.identity}\0{beside}\0{views}\0".encode("utf-8", "backslashreplace"))
+    hashed = hashlib.sha256(f"{source.identity}\0{model_files}\0{views}\0".encode("utf-8", "backslashreplace"))
     for name, header in files.layout.files:
         hashed.update(f"{name}\0".encode())
         hashed.update(header.encode())

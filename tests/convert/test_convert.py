@@ -321,7 +321,7 @@ def test_elements_that_share_bytes_are_not_cut(tmp_path):
 def test_what_safetensors_cannot_hold_is_told(tmp_path, caplog):
     tree = {"w": np.ones(3, np.float32), "name": "a model", "key": jax.random.key(0)}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
-    with caplog.at_level("WARNING", "orbax_safetensors.convert.decide"):
+    with caplog.at_level("WARNING", "orbax_safetensors.convert.into_files"):
         ost.convert(tmp_path, tmp_path / "to", to="safetensors")
     assert "strings are left out: ['name']" in caplog.text
     assert "random keys become their data: ['key']" in caplog.text

@@ -1,0 +1,154 @@
+"""Conversions that make safetensors files: of a checkpoint of Orbax, or of other safetensors files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.family import taken_apart
+from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
+from orbax_safetensors.devices.partition import Partition
+from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.format.dtypes import DType, from_numpy
+from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
+from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.envelope import is_maxtext
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
+from orbax_safetensors.orbax_store.leaf import STRING
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.streaming import file_layout
+from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files
+from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
+from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, bundle_bytes, check_fits
+from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_objects import ToObjects
+from orbax_safetensors.streaming.to_safetensors import ToSafetensors
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = SafetensorsOptions().alignment
+_METADATA = {"format": "pt"}
+
+
+def files_from_orbax(request: ConvertRequest) -> Work:
+    """Return the work that makes safetensors files of an item of Orbax."""
+    path = request.source
+    checkpoint = open_orbax(path, memory_bytes=batch_bytes(request.memory_bytes))
+    request.check_outside(checkpoint.whole)
+    around = model_files(request.config, request.storage_options)
+    if isinstance(request.family, str) and around.config is None:
+        raise MappingError(f"{path}: a family needs the config of the model: pass config")
+    family = registry.find(request.family, around.config or {})
+    variant = dict(request.variant or {})
+    if is_maxtext(family) and "scan_layers" in checkpoint.custom_metadata:
+        variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
+    stored = _arrays(checkpoint, maxtext=is_maxtext(family))
+    source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
+    # Arrays without memory, which say shape and dtype.
+    given = [
+        Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
+        for name, fact in source.leaves.items()
+    ]
+    viewed, tensors = taken_apart(given, request.family, variant, around.config or {})
+    max_file_bytes = MAX_FILE_BYTES
+    if store_of(request.destination, request.storage_options)[0].whole:
+        # There a file waits in memory until it is whole, as its tensors come in another order.
+        max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
+        # A chunk is read for every file that it has a part in, so that a file has what is stored together.
+        tensors = {name: tensors[name] for leaf in viewed for name in leaf.view.tensors} | tensors
+    dtypes = request.casts.of({name: dtype for name, (dtype, _) in tensors.items()})
+    layout = lay_out(
+        [(name, _stored(path, name, dtypes[name]), shape) for name, (_, shape) in tensors.items()],
+        _METADATA,
+        max_file_bytes=max_file_bytes,
+        alignment=_ALIGNMENT,
+    )
+    if request.casts.everywhere is not None:
+        around = around.stored_as(request.casts.everywhere)
+    files = file_layout.whole(layout, {leaf.name: leaf.view for leaf in viewed})
+    groups = interleaved(files.views)
+    for names in groups:
+        for name in names:
+            check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, request.memory_bytes)
+    return _to_files(source, request, files, around, groups)
+
+
+def files_from_files(request: ReshardRequest) -> Work:
+    """Return the work that lays out safetensors files anew, in files of a size or of a device each."""
+    checkpoint = read_checkpoint(request.source, request.storage_options)
+    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes)
+    stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
+    metadata = _METADATA | without_sharding_info(checkpoint.metadata)
+    if request.partition is None:
+        layout = lay_out(
+            [(name, *facts) for name, facts in stored.items()],
+            metadata,
+            max_file_bytes=request.max_file_bytes,
+            alignment=_ALIGNMENT,
+        )
+        files = file_layout.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
+    else:
+        files = _in_shards(stored, request.partition, metadata)
+    is_file = checkpoint.files[0].path == checkpoint.path
+    around = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
+    return _to_files(source, request, files, around, [(name,) for name in source.leaves])
+
+
+def _in_shards(stored: file_layout.Tensors, sharding: Partition, metadata: dict[str, str]) -> file_layout.Files:
+    """Return files of a device each."""
+    sharding.check((name, shape) for name, (_, shape) in stored.items())
+    for name, (dtype, shape) in stored.items():
+        if dtype.bits < 8 and sharding.shard(name, shape) != shape:
+            raise TensorMismatchError(f"{name!r}: elements of {dtype.name} share bytes, so it cannot be sharded")
+    boxes = {name: sharding.boxes(name, shape) for name, (_, shape) in stored.items()}
+    return file_layout.in_pieces(stored, boxes, metadata, _ALIGNMENT)
+
+
+def _to_files(
+    source: TileSource,
+    request: ConvertRequest | ReshardRequest,
+    files: file_layout.Files,
+    around: ModelFiles,
+    groups: Sequence[tuple[str, ...]],
+) -> Work:
+    """Return the work that writes files; `groups` are leaves that interleave in them."""
+    store, destination = store_of(request.destination, request.storage_options)
+    if store.whole:
+        return ToObjects(source, store, destination, files, around, request.memory_bytes)
+    return ToSafetensors(source, destination, files, around, groups, request.memory_bytes)
+
+
+def _stored(path: str, name: str, dtype: np.dtype) -> DType:
+    try:
+        return from_numpy(dtype)
+    except TensorMismatchError as error:
+        raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
+
+
+def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
+    """The leaves to store as tensors, and the names of their arrays.
+
+    Of MaxText, parameters only, which families have below `params`. Its training states have them below
+    `params.params`, those of NNX below `params`, and the state of an NNX model by themselves.
+    """
+    names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
+    if not maxtext:
+        for what, lost in (
+            ("strings are left out", [name for name in checkpoint.leaves if name not in names]),
+            ("random keys become their data", [name for name in names if checkpoint.leaves[name].random_key]),
+        ):
+            if lost:
+                logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
+        return {name: name for name in names}
+    for above in ("params.params.", "params.", ""):
+        if parameters := [name for name in names if name.startswith(above)]:
+            break
+    return {f"params.{name.removeprefix(above)}": name for name in parameters}

@@ -1,0 +1,116 @@
+"""Conversions that make a checkpoint of Orbax: of safetensors files, or of another checkpoint of Orbax."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.family import mapped, read_config
+from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
+from orbax_safetensors.devices.partition import Partition, partition
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.envelope import envelope
+from orbax_safetensors.orbax_store import (
+    OrbaxCheckpoint,
+    OrbaxItem,
+    OrbaxLeaf,
+    array_name,
+    named_sharding,
+    open_step,
+)
+from orbax_safetensors.orbax_store.leaf import ARRAYS
+from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
+from orbax_safetensors.streaming.pipeline import Work, batch_bytes
+from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
+
+# What Orbax restores in one piece even if it wants a part, if nobody says how arrays will be sharded. TensorStore has a
+# chunk in buffers of its own as it is read and written, and glibc maps anew, page by page, what takes 32 MiB or more:
+# with 64 MiB, reading back took the system 1.7 times the time.
+_CHUNK_BYTES = 16 * 2**20
+
+
+def orbax_from_files(request: ConvertRequest) -> Work:
+    """Return the work that makes a step of Orbax of safetensors files."""
+    checkpoint = read_checkpoint(request.source, request.storage_options)
+    checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
+    dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
+    cut = request.partition or partition(None, None)
+    cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
+    around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
+    above = around.above
+    views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
+    casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
+
+    def leaf(name: str, view: View) -> OrbaxLeaf:
+        return _leaf(cut, name, view.shape, dtypes[name])
+
+    target = OrbaxTarget(
+        path=request.step_directory(str(request.step)),
+        items={"items": OrbaxItem(around.around(checkpoint.tree(leaf)))},
+        names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
+        metadata={"custom_metadata": around.custom_metadata},
+        others={},
+        compression=request.compression,
+        chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
+    )
+    source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes)
+    return ToOrbax(source, target, interleaved(views), request.memory_bytes)
+
+
+def orbax_from_orbax(request: ReshardRequest) -> Work:
+    """Return the work that stores a step or an item of Orbax anew, in other chunks."""
+    step = open_step(request.source, memory_bytes=batch_bytes(request.memory_bytes))
+    request.check_outside(step.whole)
+    items = {name: item for name, item in step.items.items() if item.leaves}
+    if not items:
+        raise SafetensorsError(f"{request.source}: has no leaf")
+    names = {
+        array_name(items, item, name): (item, name)
+        for item, checkpoint in items.items()
+        for name, leaf in checkpoint.leaves.items()
+        if leaf.kind in ARRAYS
+    }
+    stored = {array: (items[item], name) for array, (item, name) in names.items()}
+    source = OrbaxSource(step, stored, request.memory_bytes)
+    cut = request.partition or partition(None, None)
+    cut.check((name, item.leaves[name].shape) for item, name in stored.values())
+
+    def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
+        if facts.kind not in ARRAYS:
+            return item.value(name)
+        leaf = _leaf(cut, name, facts.shape, facts.dtype)
+        record = leaf.sharding if request.partition else facts.sharding
+        return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
+
+    target = OrbaxTarget(
+        path=request.destination if step.step is None else request.step_directory(step.step),
+        items={
+            name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
+            for name, item in items.items()
+        },
+        names=names,
+        metadata=step.metadata,
+        others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
+        compression=request.compression,
+        chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
+    )
+    return ToOrbax(source, target, [(name,) for name in source.leaves], request.memory_bytes)
+
+
+def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
+    """Return an array whose chunks are its shards."""
+    record = named_sharding(sharding.mesh, sharding.spec(name, shape))
+    return OrbaxLeaf(shape, dtype, sharding.shard(name, shape), sharding=record)
+
+
+def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
+    """Return the most that a chunk has if nobody says how arrays will be sharded; else a chunk is a device's shard."""
+    return memory_bytes if sharding.patterns or sharding.names else _CHUNK_BYTES

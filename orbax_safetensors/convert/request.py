@@ -1,0 +1,172 @@
+"""What a caller of `convert` or `reshard` asks for. A request that is not valid cannot be built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, partition
+from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.mapping.family import Family
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.storage.paths import AZURE, GCS, HTTP, HUB, S3, PathLike, is_url, place, shown
+from orbax_safetensors.streaming.casts import Casts
+from orbax_safetensors.streaming.pipeline import is_below
+
+MEMORY_BYTES = 2 * 2**30
+_LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
+
+
+def location(argument: str, path: PathLike) -> str:
+    """Return an absolute path, or a URL; raises `SafetensorsError` if an argument is neither."""
+    if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
+        raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
+    return place(path)
+
+
+def _store(url: str) -> str:
+    """Return what tells the store of a URL from others: its kind, or a server's name."""
+    scheme, _, rest = url.partition("://")
+    if scheme in HTTP:
+        return rest.partition("/")[0]
+    return next((kind[0] for kind in (S3, GCS, AZURE, HUB) if scheme in kind), scheme)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What `convert` and `reshard` have in common.
+
+    Attributes:
+      source, destination: absolute paths or URLs, see `location`.
+      others: as the caller passes them. Those without a `repr` are not compared between processes.
+
+    Raises `SafetensorsError` if arguments are not valid, or do not go together.
+    """
+
+    source: str
+    destination: str
+    mesh: AskedMesh
+    spec: Mapping[str, Spec] | None
+    like: Any = field(repr=False)
+    compression: bool
+    memory_bytes: int
+    options: SafetensorsOptions = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
+            raise SafetensorsError(
+                f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
+            )
+
+    @cached_property
+    def partition(self) -> Partition | None:
+        """How the arrays are to be sharded; None if the caller does not say."""
+        if self.mesh is None and not self.spec and self.like is None:
+            return None
+        return partition(self.mesh, self.spec, self.like)
+
+    @property
+    def storage_options(self) -> Mapping[str, Any] | None:
+        """How to reach safetensors files, on either side."""
+        return self.options.storage_options
+
+    @property
+    def source_options(self) -> Mapping[str, Any] | None:
+        """How to tell the format of the source."""
+        return self.storage_options
+
+    @property
+    def facts(self) -> str:
+        """The arguments that have to be alike in all processes. The `repr` of a `Family` is not."""
+        compared = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
+        text = repr({name: value for name, value in compared.items() if not isinstance(value, Family)})
+        return text.replace("\n", " ")
+
+    def step_directory(self, step: str) -> str:
+        """Return the directory of a step, if the destination is a directory of steps."""
+        return os.path.join(self.destination, step)
+
+    def check_outside(self, source: str) -> None:
+        """Raises `StorageError` if the destination is in the source."""
+        if is_below(self.destination, source):
+            raise StorageError(f"{self.destination}: is in the source, {source}")
+
+    def _check_storage_options(self, *paths: Any) -> None:
+        """Raises `SafetensorsError` if options would go to several stores, as none knows another's, or may see them."""
+        urls = [path for path in paths if isinstance(path, str) and is_url(path)]
+        stores = {_store(path): shown(path) for path in urls}
+        if self.storage_options and len(stores) > 1:
+            raise SafetensorsError(
+                f"storage_options are for one store, and {' and '.join(stores.values())} are in different ones: "
+                "set the environment's variables for them instead"
+            )
+
+    def _refuse(self, what: str, **arguments: Any) -> None:
+        for argument, value in arguments.items():
+            if value:
+                raise SafetensorsError(f"{argument} is not for {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertRequest(_Request):
+    """The arguments of `convert`."""
+
+    to: str
+    family: AskedFamily
+    variant: Mapping[str, Any] | None
+    config: Any = field(repr=False)
+    dtype: Any
+    step: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.to == "orbax":
+            self._refuse("to='orbax'", config=self.config)
+            if type(self.step) is not int or self.step < 0:
+                raise SafetensorsError(f"step is {self.step!r}, must be an integer of at least 0")
+        elif self.to == "safetensors":
+            sharding = {"mesh": self.mesh, "spec": self.spec, "like": self.like}
+            self._refuse("to='safetensors'", **sharding, step=self.step, compression=not self.compression)
+            self._check_storage_options(self.destination, self.config)
+        else:
+            raise SafetensorsError(f"to is {self.to!r}, must be 'orbax' or 'safetensors'")
+        _ = self.partition, self.casts
+
+    @property
+    def source_options(self) -> Mapping[str, Any] | None:
+        """None to safetensors: Orbax reaches the source, with credentials of the environment."""
+        return self.storage_options if self.to == "orbax" else None
+
+    @cached_property
+    def casts(self) -> Casts:
+        """The dtypes that arrays are cast to."""
+        return Casts(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardRequest(_Request):
+    """The arguments of `reshard`. `check_for` knows which of them the format of the source has no use for."""
+
+    max_file_bytes: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
+            raise SafetensorsError(f"max_file_bytes is {self.max_file_bytes!r}, must be an integer of at least 1")
+        self._check_storage_options(self.source, self.destination)
+        _ = self.partition
+
+    def check_for(self, *, orbax: bool) -> None:
+        """Raises `SafetensorsError` if an argument is not for the format of the source."""
+        limits_files = self.max_file_bytes != MAX_FILE_BYTES
+        if orbax:
+            self._refuse("checkpoints of Orbax", max_file_bytes=limits_files)
+            return
+        self._refuse("safetensors", compression=not self.compression)
+        if self.partition is not None:
+            self._refuse("a mesh, whose devices have a file each", max_file_bytes=limits_files)
