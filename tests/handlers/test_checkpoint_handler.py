@@ -27,9 +27,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.restore import fill
 from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from orbax_safetensors.storage import memory as arena
+from orbax_safetensors.transfer import engine
 from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
 RNG = np.random.default_rng(0)
@@ -425,7 +428,7 @@ def test_a_complex_tensor_stays_complex(tmp_path, checkpointer):
 @pytest.mark.parametrize("asked", [object, "S4", "nonsense", "M8[s]", np.longdouble, "float6_e2m3fn", "V4"])
 @pytest.mark.parametrize("kind", [jax.Array, np.ndarray])
 def test_a_dtype_that_no_tensor_has(directory, checkpointer, monkeypatch, asked, kind):
-    monkeypatch.setattr(ost.transfer.Reader, "run", None)  # it is refused before anything is read
+    monkeypatch.setattr(engine.Reader, "run", None)  # it is refused before anything is read
     args = {"layer": {"w": ocp.ArrayRestoreArgs(restore_type=kind, dtype=asked)}}
     with pytest.raises(ost.TensorMismatchError, match="'layer.w': expected a dtype that tensors can have"):
         checkpointer.restore(directory, restore_args=args, partial_restore=True)
@@ -704,9 +707,9 @@ def test_memory_for_accelerators_is_held_to_the_budget(tmp_path, mesh, monkeypat
     """As on a GPU, where host memory is given back once the transfer is done; here nothing is transferred."""
     arrays = {f"w{number}": random_bits(RNG, (64, 64), np.dtype("f4")) for number in range(10)}
     write(tmp_path / "x.safetensors", arrays)
-    monkeypatch.setattr(ost.restore.arrays, "on_host", lambda sharding: False)
+    monkeypatch.setattr(fill, "on_host", lambda sharding: False)
     waited = []
-    monkeypatch.setattr(ost.restore.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
+    monkeypatch.setattr(fill.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
     options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4)
     with ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
         restored = checkpointer.restore(tmp_path, restore_args=dict.fromkeys(arrays, ocp.ArrayRestoreArgs()))
@@ -783,7 +786,7 @@ def test_a_thread_that_cannot_be_started_stops_the_others(directory, monkeypatch
 
     read = []
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
-    monkeypatch.setattr(ost.transfer.Reader, "_move", lambda *_: (read.append(1), time.sleep(0.2)))
+    monkeypatch.setattr(engine.Reader, "_move", lambda *_: (read.append(1), time.sleep(0.2)))
     monkeypatch.setattr(local.LocalStore, "cost", dataclasses.replace(local.COST, max_request_bytes=16))
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(epath.Path(directory))
@@ -825,7 +828,7 @@ def test_a_file_that_changes_while_it_is_read(directory, mesh, monkeypatch, chan
 
 
 def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer, monkeypatch):
-    real = ost.checkpoint.Checkpoint.open_file
+    real = Checkpoint.open_file
 
     def replace_first(self, index):
         stored = self.files[index].path
@@ -833,7 +836,7 @@ def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer
         write(epath.Path(stored), {"other": W})
         return real(self, index)
 
-    monkeypatch.setattr(ost.checkpoint.Checkpoint, "open_file", replace_first)
+    monkeypatch.setattr(Checkpoint, "open_file", replace_first)
     with pytest.raises(ost.StorageError, match="changed while it was in use"):
         checkpointer.restore(directory)
 

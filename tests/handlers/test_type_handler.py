@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.handlers import type_handler
+from orbax_safetensors.restore import fill
 from tests.support.files import random_bits, write
 
 th = ocp.type_handlers
@@ -409,9 +410,9 @@ def test_a_limit_on_restores_holds_for_accelerators(tmp_path, checkpointer, monk
     """As on a GPU, where host memory is given back once the transfer is done; here nothing is transferred."""
     tree = {f"w{number}": jnp.full((64, 64), number, jnp.float32) for number in range(10)}
     checkpointer.save(tmp_path / "saved", tree)
-    monkeypatch.setattr(ost.restore.arrays, "on_host", lambda sharding: False)
+    monkeypatch.setattr(fill, "on_host", lambda sharding: False)
     waited = []
-    monkeypatch.setattr(ost.restore.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
+    monkeypatch.setattr(fill.jax, "block_until_ready", lambda batch: waited.append(len(batch)))
     handler = make_handler(restore_concurrent_gb=4 * 64 * 64 * 4 / 10**9)
     with ocp.Checkpointer(handler) as bounded:
         args = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding), tree)

@@ -993,7 +993,7 @@ STREAM = """
 import resource, sys
 import numpy as np
 from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
-from tests.sinks import step_sink
+from tests.support.sinks import step_sink
 
 def grown():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
