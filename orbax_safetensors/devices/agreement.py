@@ -9,13 +9,15 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
-# The key-value store and barriers of jax.distributed; Orbax's own barriers are these. They work from any thread and
-# involve no device.
-from orbax.checkpoint._src.multihost import multihost
+# The key-value store and barriers of `jax.distributed`, by which Orbax's processes agree, too. They work from any
+# thread and involve no device.
+# Waits for: a client that `jax.distributed` exports, or `ocp.multihost.get_jax_distributed_client`, which disappears
+# when a program imports the package `orbax.checkpoint.multihost`.
+from jax._src.distributed import global_state
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 
@@ -42,7 +44,7 @@ def forget(key: str) -> None:
     """Deletes an agreement that every process has left behind, which would else be kept as long as the program runs."""
     if jax.process_count() > 1 and jax.process_index() == 0:
         with contextlib.suppress(Exception):  # nothing depends on it
-            multihost.get_jax_distributed_client().key_value_delete(key)
+            _client().key_value_delete(key)
 
 
 # What is told of a process that has other facts than the first.
@@ -98,7 +100,7 @@ def exchange(key: str, own: str) -> list[str]:
     if jax.process_count() == 1:
         return [own]
     try:
-        client = multihost.get_jax_distributed_client()
+        client = _client()
         # A path may hold bytes that are no text, as surrogates.
         client.key_value_set(f"{key}/{jax.process_index()}", own.encode("utf-8", "backslashreplace").decode())
         _interruptibly(lambda: client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000))
@@ -129,12 +131,35 @@ def first(key: str, own: str) -> str:
     if jax.process_count() == 1:
         return own
     try:
-        client = multihost.get_jax_distributed_client()
+        client = _client()
         with contextlib.suppress(Exception):  # another process was first, or the next line says what is wrong
             client.key_value_set(key, own)
         return str(client.key_value_try_get(key))
     except Exception as error:
         raise StorageError(f"the other processes cannot be reached: {error}") from error
+
+
+def announce(key: str, text: str) -> None:
+    """Tell the other processes something that they see with `announced`, unless another has announced it before."""
+    with contextlib.suppress(Exception):
+        _client().key_value_set(key, text.encode("utf-8", "backslashreplace").decode())
+
+
+def announced(key: str) -> str | None:
+    """Return what a process has announced with `key`, or None; waits for nobody."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no such key
+        return str(_client().key_value_try_get(key))
+    return None
+
+
+def _client() -> Any:
+    """Return the client of the service by which processes find each other.
+
+    Raises `StorageError` if `jax.distributed` is not initialised.
+    """
+    if global_state.client is None:
+        raise StorageError("jax.distributed is not initialised")
+    return global_state.client
 
 
 def _check(told: Sequence[str], otherwise: str) -> None:

@@ -11,13 +11,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-# Orbax exports neither the future that waits for the directory of an asynchronous save nor a way to make tree metadata.
-from orbax.checkpoint._src.futures import future
-from orbax.checkpoint._src.metadata import tree as tree_metadata
-
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.handlers._compat import build_default_tree_metadata
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.run import restore
@@ -81,7 +78,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
                 name=name, directory=_directory(directory), shape=view.shape, sharding=None, dtype=view.dtype
             )
         )
-        return tree_metadata.build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
+        return build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
 
     def save(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> None:
         """Saves an item into `directory`; see `SafetensorsSave`. Called by every process.
@@ -103,7 +100,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         async def commit() -> None:
             write_save(plan, shards, directory)
 
-        return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
     def _plan(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
         args = _checked(args, SafetensorsSave)

@@ -17,19 +17,14 @@ from typing import Any, TypeVar
 import orbax.checkpoint as ocp
 from etils import epath
 
-# Orbax exports the metadata of a step, and not its form as a file.
-from orbax.checkpoint._src.metadata import step_metadata_serialization
-
 from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.discovery import STEP_FILE
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, step_record
 from orbax_safetensors.save.write import read_beside, write_beside
 from orbax_safetensors.storage.paths import as_text, is_url
-
-# What tells Orbax that a directory on an object store holds all that it shall.
-_FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 
 _Args = TypeVar("_Args")
 
@@ -80,7 +75,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self._step_file(began, custom_metadata)  # which may not be possible, before anything is written
         self._handler.save(url, _given(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
         finished = f"Checkpoint commit was successful to {url}"
-        files = {STEP_FILE: self._step_file(began, custom_metadata), _FINISHED_FILE: finished}
+        files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
         write_beside(url, files, options=self._options)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
@@ -100,20 +95,14 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:
-            return step_metadata_serialization.deserialize(json.loads(text), item_metadata=item_metadata)
+            return deserialize_step_metadata(json.loads(text), item_metadata=item_metadata)
         except (TypeError, ValueError, RecursionError) as error:
             raise StorageError(f"{url}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
         """What Orbax writes beside the files of a step that is finished now; `SafetensorsError` where it cannot."""
         try:
-            metadata = ocp.metadata.StepMetadata(
-                item_handlers=self._handler.typestr(),
-                init_timestamp_nsecs=began,
-                commit_timestamp_nsecs=time.time_ns(),
-                custom_metadata=custom_metadata or {},
-            )
-            return json.dumps(step_metadata_serialization.serialize(metadata))
+            return step_record(self._handler.typestr(), custom_metadata, began)
         except (TypeError, ValueError) as error:
             raise SafetensorsError(f"custom_metadata: {error}") from error
 

@@ -11,12 +11,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-# `ocp.type_handlers.register_type_handler` is its `add`, which warns of what is replaced, and cannot be told not to.
-from orbax.checkpoint._src.serialization.type_handler_registry import GLOBAL_TYPE_HANDLER_REGISTRY
-
 from orbax_safetensors.checkpoint.files import SUFFIX, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.handlers._compat import GLOBAL_TYPE_HANDLER_REGISTRY
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry
 from orbax_safetensors.orbax_store.discovery import TREE_FILE

@@ -10,15 +10,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-# Orbax does not export the future that waits for the directory of an asynchronous save.
-from orbax.checkpoint._src.futures import future
-
 from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.discovery import SHARDING_FILE
-from orbax_safetensors.orbax_store.reader import recorded_shardings
+from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.restore.run import restore_leaves
 from orbax_safetensors.save.index import IndexAs
 from orbax_safetensors.save.prepare import Shards, prepare_save
@@ -92,7 +88,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         async def commit() -> None:
             write_save(plan, shards, directory)
 
-        return [future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
         """Restores all leaves in one plan. Those without a sharding get that which was recorded, if one was."""
@@ -116,7 +112,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     def _shardings(self, directory: Any) -> dict[str, ocp.metadata.ShardingMetadata]:
         """The shardings that were recorded of the leaves in a directory."""
         content = read_beside(directory, SHARDING_FILE, options=self._options)
-        return recorded_shardings(content, str(directory))
+        return parse_shardings(content, str(directory))
 
     def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:
         """The options, with no more bytes in flight than `save_concurrent_gb` or `restore_concurrent_gb` allows."""

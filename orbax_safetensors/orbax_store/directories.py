@@ -18,10 +18,8 @@ from etils import epath
 from etils.epath import backend
 from etils.epath.gpath import PosixGPath
 
-# Orbax's own choice of a store for a path, without an array in it.
-from orbax.checkpoint._src.serialization import tensorstore_utils
-
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.operations import stored
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import PathLike
@@ -66,7 +64,7 @@ def check_literal(path: str) -> None:
     object's name, `epath` what has `**` in it for a pattern that it refuses, and gcsfs objects' names for patterns.
     """
     try:
-        spec = ts.KvStore.Spec(tensorstore_utils.build_kvstore_tspec(path, use_ocdbt=False)).to_json()
+        spec = ts.KvStore.Spec(build_kvstore_tspec(path, use_ocdbt=False)).to_json()
         reached = f"{_REMOTE}{spec['bucket']}/{spec.get('path', '')}".rstrip("/") if "bucket" in spec else spec["path"]
         others = {os.fspath(epath.Path(path)), reached} - {path}
         meaning = repr(others.pop()) if others else ""
@@ -112,20 +110,31 @@ def requests_at_once(path: str) -> int:
     return 32 if is_remote(path) else 128
 
 
-def read_json(path: epath.Path) -> Any:
-    """What a file says; None where it is not there."""
+def read_bytes(path: epath.Path) -> bytes | None:
+    """Return the content of a file, or None if it is missing."""
     with stored(os.fspath(path)):
         try:
-            text = path.read_bytes()
+            return bytes(path.read_bytes())
         except FileNotFoundError:
             return None
-        # Built, an empty list takes thirty times the memory of its text. What Orbax writes is names and numbers.
-        nested = text.count(b"[") + text.count(b"{")
-        if len(text) > _SMALL_BYTES and nested * _DENSE > len(text):
-            raise StorageError(
-                f"{path}: is not what Orbax writes: expected at most {len(text) // _DENSE} objects and lists in "
-                f"{len(text)} bytes, found {nested}"
-            )
+
+
+def read_json(path: epath.Path) -> Any:
+    """Return what a JSON file of Orbax says, or None if it is missing."""
+    text = read_bytes(path)
+    return None if text is None else parse_json(text, os.fspath(path))
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """Return what a JSON file of Orbax says, given its content; errors begin with `where`, its path."""
+    # Built, an empty list takes thirty times the memory of its text. What Orbax writes is names and numbers.
+    nested = text.count(b"[") + text.count(b"{")
+    if len(text) > _SMALL_BYTES and nested * _DENSE > len(text):
+        raise StorageError(
+            f"{where}: is not what Orbax writes: expected at most {len(text) // _DENSE} objects and lists in "
+            f"{len(text)} bytes, found {nested}"
+        )
+    with stored(f"{where}: is not what Orbax writes"):
         return json.loads(text)
 
 
@@ -181,7 +190,7 @@ def copy(source: epath.Path, destination: epath.Path) -> None:
 
 def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.KvStore:
     """What is below a directory: Orbax's database of chunks, or files."""
-    spec = tensorstore_utils.build_kvstore_tspec(directory, use_ocdbt=ocdbt)
+    spec = build_kvstore_tspec(directory, use_ocdbt=ocdbt)
     if not ocdbt:
         spec["path"] += "/"
     return ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result()

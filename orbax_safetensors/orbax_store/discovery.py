@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +13,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.orbax_store._compat import serialize_step_metadata
 from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, read_json
 
 TREE_FILE = "_METADATA"
-SHARDING_FILE = "_sharding"
 STEP_FILE = "_CHECKPOINT_METADATA"
 # What an unfinished checkpoint of this package is; it is there from the beginning to the end of the work.
 RECORD_FILE = "_in_progress.json"
@@ -109,6 +112,21 @@ def step_metadata(directory: epath.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StorageError(f"{path}: is not what Orbax writes: expected a dict, found {content!r:.80}")
     return {key: value for key, value in content.items() if not key.endswith("_timestamp_nsecs")}
+
+
+def step_record(handler: str, custom_metadata: Mapping[str, Any] | None, began: int) -> str:
+    """Return the content of `STEP_FILE` for a checkpoint of one item that is finished now.
+
+    `handler` is the `typestr` of the handler that wrote it, and `began` a time in nanoseconds. Raises `TypeError` or
+    `ValueError` if Orbax cannot record `custom_metadata`.
+    """
+    metadata = ocp.metadata.StepMetadata(
+        item_handlers=handler,
+        init_timestamp_nsecs=began,
+        commit_timestamp_nsecs=time.time_ns(),
+        custom_metadata=dict(custom_metadata or {}),
+    )
+    return json.dumps(serialize_step_metadata(metadata))
 
 
 def recorded(found: Found) -> dict[str, Any]:

@@ -14,21 +14,14 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-# `Checkpointer.save` does these steps in one, and would leave the other processes waiting where one of them fails.
-from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.futures import synchronization
-from orbax.checkpoint._src.path import atomicity_defaults
-from orbax.checkpoint._src.serialization import tensorstore_utils
-
 from orbax_safetensors.devices import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX, OperationIdGenerator, run_sync
 from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal, kvstore, names, remove
 from orbax_safetensors.orbax_store.discovery import RECORD_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.leaf import ARRAYS, OrbaxLeaf, box_of
 from orbax_safetensors.orbax_store.leaf_handlers import registry, streamed, write_spec
 from orbax_safetensors.orbax_store.operations import stored
-
-_PROCESS_PREFIX = tensorstore_utils.PROCESS_SUBDIR_PREFIX
 
 # A chunk's key, after the name of its array if that is not empty: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
 _CHUNK_KEYS = {
@@ -75,7 +68,7 @@ class ItemDraft:
         self._item, self._compression, self._where = item, compression, where
         self._final, self._path = checkpoint, None
         if name:
-            temporary_path = atomicity_defaults.get_default_temporary_path_class(checkpoint)
+            temporary_path = ocp.path.atomicity_defaults.get_default_temporary_path_class(checkpoint)
             self._final = checkpoint / name
             self._path = temporary_path.from_final(self._final)
         self._handler = ocp.PyTreeCheckpointHandler(
@@ -142,7 +135,7 @@ class ItemDraft:
     def create(self) -> None:
         """Makes the directory, in that of the checkpoint. As `reopen` and `finish`, called by one process only."""
         if self._path is not None:
-            asyncio_utils.run_sync(self._path.create())
+            run_sync(self._path.create())
 
     def reopen(self) -> None:
         """Brings it back to where only chunks are in it, however far `finish` had come."""
@@ -153,7 +146,7 @@ class ItemDraft:
             tops = {name.split("/")[0] for name in leaves}
             for name in names(self.directory):
                 if self._item.ocdbt:
-                    kept = name.startswith(_PROCESS_PREFIX)
+                    kept = name.startswith(PROCESS_SUBDIR_PREFIX)
                 else:  # an array without a name has its chunks beside the others' directories
                     kept = name in tops or ("" in leaves and bool(_CHUNK_KEYS[self._item.zarr3].fullmatch(name)))
                 if not kept and (self._path is not None or name not in (RECORD_FILE, STEP_FILE)):
@@ -189,7 +182,7 @@ class ItemDraft:
         if self._item.ocdbt:
             with stored(os.fspath(self.directory)):
                 inside = names(self.directory)
-            roots = [self.directory / name for name in inside if name.startswith(_PROCESS_PREFIX)]
+            roots = [self.directory / name for name in inside if name.startswith(PROCESS_SUBDIR_PREFIX)]
         return self._present(self._keys(roots))
 
     def _present(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
@@ -217,7 +210,7 @@ class ItemDraft:
     def save(self) -> None:
         """Lets Orbax write all that belongs to the arrays. Called by every process."""
         # As `Checkpointer.save` does, so that no signal of a save before is taken for one of this.
-        synchronization.OperationIdGenerator.next_operation_id()
+        OperationIdGenerator.next_operation_id()
         self._handler.save(
             self.directory, args=ocp.args.PyTreeSave(self._tree, custom_metadata=self._item.custom_metadata)
         )
@@ -231,7 +224,7 @@ class ItemDraft:
         self._handler.finalize(LiteralPath(self.directory))
         self._check_whole()
         if self._path is not None:
-            asyncio_utils.run_sync(self._path.finalize())
+            run_sync(self._path.finalize())
 
     def _check_whole(self) -> None:
         """Asks the store that a reader opens, which is listed once: no array is opened."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint._src.metadata.sharding import DeviceMetadata, DeviceMetadataMesh
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.view import Box
@@ -17,6 +17,9 @@ from orbax_safetensors.geometry.view import Box
 # Orbax's names of the kinds of leaves, as `_METADATA` has them.
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 ARRAYS = (JAX_ARRAY, NUMPY_ARRAY)
+
+# Orbax's names of the kinds of empty nodes, and what it restores them as.
+EMPTY_NODES: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "None": None, "NamedTuple": None}
 
 # Under this key Orbax records the implementation of random keys with their data.
 RANDOM_KEY = "random_key_impl"
@@ -64,13 +67,15 @@ def named_sharding(
     """
     sizes = list(mesh.values())
     devices = np.empty(prod(sizes), object)
-    devices[:] = [DeviceMetadata(id=number) for number in range(prod(sizes))]
-    return ocp.metadata.NamedShardingMetadata(
-        shape=np.array(sizes),
-        axis_names=list(mesh),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-        partition_spec=partition_spec(spec),
-        device_mesh=DeviceMetadataMesh(devices.reshape(sizes).tolist()),
+    devices[:] = [{"id": number} for number in range(prod(sizes))]
+    return ocp.metadata.NamedShardingMetadata.from_deserialized_dict(
+        {
+            "shape": sizes,
+            "axis_names": list(mesh),
+            "axis_types": [str(jax.sharding.AxisType.Auto)] * len(sizes),
+            "partition_spec": partition_spec(spec),
+            "device_mesh": {"mesh": devices.reshape(sizes).tolist()},
+        }
     )
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 from orbax.checkpoint import type_handlers
-from orbax.checkpoint._src.metadata import array_metadata_store
 
-# The public names of these return specs only, and not the record of how an array is stored that belongs to them.
-from orbax.checkpoint._src.serialization import tensorstore_utils
-
+from orbax_safetensors.orbax_store._compat import (
+    ArrayMetadataStore,
+    build_array_write_spec,
+)
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, RANDOM_KEY, OrbaxLeaf
+from orbax_safetensors.orbax_store.shardings import add_shardings
 
 
 class Streamed:
@@ -36,7 +36,7 @@ class StreamedNumpy(Streamed):
 
 def write_spec(info: type_handlers.ParamInfo, leaf: OrbaxLeaf, process: int | None) -> Any:
     """Orbax's own choice of how an array is stored, and its record of it."""
-    return tensorstore_utils.build_array_write_spec(
+    return build_array_write_spec(
         info,
         global_shape=leaf.shape,
         local_shape=leaf.chunk_shape,
@@ -52,16 +52,18 @@ class ArrayHandler(type_handlers.ArrayHandler):
 
     def __init__(self) -> None:
         """`BasePyTreeCheckpointHandler` looks for the store in the handler."""
-        super().__init__(array_metadata_store=array_metadata_store.Store())
+        self._metadata_store = ArrayMetadataStore()
+        super().__init__(array_metadata_store=self._metadata_store)
 
     async def serialize(
         self, values: Sequence[Streamed], infos: Sequence[type_handlers.ParamInfo], args: Any = None
     ) -> Sequence[Any]:
         """Called by every process, once for all arrays; all is written when it returns."""
         process = jax.process_index()
-        if process == self._primary_host:
-            await self._serialize_shardings(values, infos)
-        await self._array_metadata_store.write(
+        if process == 0:  # Orbax's own function takes shardings over devices, and a target's devices are not here
+            leaves = {info.name: value.leaf for value, info in zip(values, infos, strict=True)}
+            add_shardings(infos[0].parent_dir.as_posix(), leaves)
+        await self._metadata_store.write(
             checkpoint_dir=infos[0].parent_dir,
             array_metadatas=[
                 write_spec(info, value.leaf, process).metadata for value, info in zip(values, infos, strict=True)
@@ -73,17 +75,6 @@ class ArrayHandler(type_handlers.ArrayHandler):
     def memory_size(self, values: Sequence[Streamed]) -> Sequence[tuple[int, int]]:
         """Count no bytes: Orbax writes none of these arrays. Orbax 0.11 asks before it saves."""
         return [(0, 0)] * len(values)
-
-    async def _serialize_shardings(self, values: Sequence[Streamed], infos: Sequence[type_handlers.ParamInfo]) -> None:
-        # Orbax's own function takes shardings over devices, and those of the mesh of a target are not here.
-        transaction = ts.Transaction()
-        for value, info in zip(values, infos, strict=True):
-            if value.leaf.sharding is None:
-                continue
-            spec = tensorstore_utils.get_sharding_tensorstore_spec(info.parent_dir.as_posix(), info.name)
-            store = await ts.open(spec, open=True, context=info.ts_context)
-            await store.with_transaction(transaction).write(value.leaf.sharding.to_serialized_string())
-        await transaction.commit_async()
 
 
 class NumpyHandler(type_handlers.NumpyHandler):

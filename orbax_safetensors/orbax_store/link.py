@@ -6,7 +6,6 @@ and the arrays themselves, in Zarr's format 3, in an OCDBT database.
 
 from __future__ import annotations
 
-import base64
 import json
 import posixpath
 import time
@@ -19,15 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from orbax_safetensors.geometry.addresses import Chunks, chunks_in_place
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, SHARDING_FILE, STEP_FILE, TREE_FILE
-from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, TREE_FILE, step_record
+from orbax_safetensors.orbax_store.leaf import EMPTY_NODES, JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Entry, Range
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, sharding_file
 from orbax_safetensors.orbax_store.trust import TRUST_FILE
 
 ARRAYS_FILE = "array_metadatas/process_0"
@@ -148,26 +145,6 @@ def _zero(dtype: np.dtype) -> Any:
     return zero.item() if dtype.kind in "bui" else 0.0
 
 
-def _shardings(leaves: Mapping[str, OrbaxLeaf]) -> dict[str, str]:
-    """The content of `_sharding`: the shardings of arrays that have one."""
-    sharded = {name: leaf.sharding for name, leaf in leaves.items() if leaf.sharding is not None}
-    different = {id(own): own for own in sharded.values()}
-    text = {number: own.to_serialized_string() for number, own in different.items()}
-    return {base64.urlsafe_b64encode(name.encode()).decode(): text[id(own)] for name, own in sharded.items()}
-
-
-def record_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
-    """Adds the shardings of arrays to `_sharding`, to which Orbax may be adding those of others meanwhile."""
-    context, transaction = ts.Context(), ts.Transaction()
-    kvstore = tensorstore_utils.build_kvstore_tspec(directory, SHARDING_FILE, use_ocdbt=False)
-    with stored(f"{directory}/{SHARDING_FILE}"):
-        for key, sharding in _shardings(leaves).items():
-            spec = {"driver": "json", "kvstore": kvstore, "json_pointer": f"/{key}"}
-            entry = ts.open(spec, open=True, context=context).result()
-            entry.with_transaction(transaction).write(sharding).result()
-        transaction.commit_sync()
-
-
 def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
     """The small files of an item by their names; `_METADATA`, which makes it one, is the last.
 
@@ -199,7 +176,7 @@ def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
         "custom_metadata": None,
     }
     return {
-        SHARDING_FILE: json.dumps(_shardings(leaves)).encode(),
+        SHARDING_FILE: sharding_file(leaves),
         ARRAYS_FILE: json.dumps({"array_metadatas": arrays}).encode(),
         TREE_FILE: json.dumps(metadata).encode(),
     }
@@ -207,16 +184,8 @@ def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
 
 def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
     """The small files by which Orbax knows a checkpoint that is finished, by their names."""
-    now = time.time_ns()
-    metadata = {
-        "item_handlers": ocp.PyTreeCheckpointHandler().typestr(),
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": now,
-        "commit_timestamp_nsecs": now,
-        "custom_metadata": custom_metadata or {},
-    }
-    return {STEP_FILE: json.dumps(metadata).encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
+    record = step_record(ocp.PyTreeCheckpointHandler().typestr(), custom_metadata, time.time_ns())
+    return {STEP_FILE: record.encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
 
 
 def _is_empty(node: Any) -> bool:
@@ -224,12 +193,9 @@ def _is_empty(node: Any) -> bool:
 
 
 def _empty_kind(node: Any) -> str:
-    """Orbax's name of an empty node; it has none of a named tuple."""
-    if isinstance(node, Mapping):
-        return "Dict"
-    if isinstance(node, list):
-        return "List"
-    return "Tuple" if type(node) is tuple else "None"
+    """Return Orbax's name of an empty node; it has none for a named tuple."""
+    node = {} if isinstance(node, Mapping) else node
+    return next((kind for kind, empty in EMPTY_NODES.items() if type(node) is type(empty)), "None")
 
 
 def _entry(path: Sequence[Any], leaf: Any) -> dict[str, Any]:

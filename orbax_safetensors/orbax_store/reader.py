@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import copy
-import json
-import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,18 +13,11 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-# Orbax has no public way to a checkpoint's tree that does not also look every leaf up in the global registry of type
-# handlers, where other packages, and this one, have put their own.
-from orbax.checkpoint._src.metadata import empty_values
-from orbax.checkpoint._src.metadata import sharding as sharding_metadata
-from orbax.checkpoint._src.metadata import tree as tree_metadata
-from orbax.checkpoint._src.serialization import tensorstore_utils
-
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import Box
-from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_json, state
+from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
+from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
 from orbax_safetensors.orbax_store.discovery import (
-    SHARDING_FILE,
     TREE_FILE,
     Found,
     find,
@@ -37,7 +26,6 @@ from orbax_safetensors.orbax_store.discovery import (
     step_number,
 )
 from orbax_safetensors.orbax_store.leaf import (
-    ARRAYS,
     JAX_ARRAY,
     RANDOM_KEY,
     SCALAR,
@@ -48,14 +36,13 @@ from orbax_safetensors.orbax_store.leaf import (
     check_memory,
     chunks_of,
     cut,
-    partition_spec,
     slices,
     touched_nbytes,
 )
 from orbax_safetensors.orbax_store.operations import Budget, Operations, stored
+from orbax_safetensors.orbax_store.recorded_tree import RecordedLeaf, RecordedTree
+from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.storage.paths import PathLike
-
-logger = logging.getLogger(__name__)
 
 _STRINGS_FILE = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
@@ -65,13 +52,6 @@ _READ_BYTES = 64 << 20
 
 # Encoded and decoded, a chunk is in memory twice before it is in that of the caller.
 _COPIES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Empty:
-    """Stands for a leaf's place in the tree, where the tree has an empty node instead."""
-
-    node: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +64,7 @@ class OrbaxCheckpoint:
       step: the number of the step it is of; None where its directories are not named so.
       leaves: by key path, joined by dots.
       custom_metadata: what the user has given with the step.
-      tree_custom_metadata: what the user has given with the item.
-      ocdbt, zarr3: how its arrays are stored.
+      ocdbt: whether arrays are stored in Orbax's database rather than in one file for each chunk.
     """
 
     path: str
@@ -93,18 +72,25 @@ class OrbaxCheckpoint:
     step: int | None
     leaves: Mapping[str, OrbaxLeaf]
     custom_metadata: dict[str, Any]
-    tree_custom_metadata: Any
     ocdbt: bool
-    zarr3: bool
-    _structure: Any = field(repr=False)
+    _recorded: RecordedTree = field(repr=False)
     _stores: Mapping[str, ts.TensorStore] = field(repr=False)
     _budget: Budget = field(repr=False)
     _read_bytes: int = field(repr=False)
 
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
         """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
+        return self._recorded.map(lambda name: leaf(name, self.leaves[name]))
 
-        return _mapped(self._structure, None, lambda name: leaf(name, self.leaves[name]))
+    @property
+    def tree_custom_metadata(self) -> Any:
+        """What the user has given with the item."""
+        return self._recorded.custom_metadata
+
+    @property
+    def zarr3(self) -> bool:
+        """Whether arrays are stored in version 3 of Zarr."""
+        return self._recorded.zarr3
 
     def read(self, name: str, box: Box, out: np.ndarray) -> Future[int]:
         """Begins to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
@@ -154,7 +140,7 @@ class OrbaxCheckpoint:
             with stored(f"{self.path}: {name!r}"):
                 spec = {
                     "driver": "json",
-                    "kvstore": tensorstore_utils.build_kvstore_tspec(self.path, _STRINGS_FILE, use_ocdbt=False),
+                    "kvstore": build_kvstore_tspec(self.path, _STRINGS_FILE, use_ocdbt=False),
                     "json_pointer": f"/{name}",  # unescaped, as Orbax writes it
                 }
                 return str(ts.open(spec, read=True, open=True).result().read().result().item())
@@ -218,47 +204,6 @@ class OrbaxStep:
             if self.others or "" in self.items:
                 return state(self.path)
             return {f"{name}/{file}": now for name in self.items for file, now in self.items[name].state().items()}
-
-
-@dataclass(frozen=True)
-class RecordedTree:
-    """The tree of an item without its arrays.
-
-    Attributes:
-      kinds: of its leaves, by key path joined by dots.
-      shardings: of its arrays, as far as they are recorded.
-    """
-
-    kinds: Mapping[str, str]
-    shardings: Mapping[str, ocp.metadata.ShardingMetadata]
-    _structure: Any = field(repr=False)
-
-    def tree(self, leaf: Callable[[str], Any]) -> Any:
-        """As of an `OrbaxCheckpoint`, of names alone."""
-        return _mapped(self._structure, None, leaf)
-
-
-def recorded_tree(tree: bytes, shardings: bytes | None, directory: str) -> RecordedTree:
-    """What the small files of the item in a directory say of its tree, given their content.
-
-    Raises `StorageError` if they are not what Orbax writes, and `TensorMismatchError` as `open_orbax`.
-    """
-    with stored(f"{directory}/{TREE_FILE}: is not what Orbax writes"):
-        nested = tree_metadata.InternalTreeMetadata.from_json(json.loads(tree)).as_nested_tree()
-        entries: dict[str, Any] = {}
-        structure = _structure(nested, None, entries, directory)
-    kinds = {name: entry.value_type for name, entry in entries.items()}
-    return RecordedTree(kinds, recorded_shardings(shardings, directory), structure)
-
-
-def recorded_shardings(content: bytes | None, directory: str) -> dict[str, ocp.metadata.ShardingMetadata]:
-    """The shardings of an item's arrays, by name, given the content of the file that records them; none if it is None.
-
-    Raises `StorageError` if it is not what Orbax writes.
-    """
-    path = f"{directory}/{SHARDING_FILE}"
-    with stored(f"{path}: is not what Orbax writes"):
-        return _sharding_metadata(json.loads(b"{}" if content is None else content), path)
 
 
 def open_orbax(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
@@ -325,30 +270,28 @@ def _open_item(
     """The item `name`; passes the fault of each array that does not open to `report`, and leaves the array out."""
     directory = found.item(name)
     item = os.fspath(directory)
-    metadata = _tree_metadata(directory)
-    with stored(f"{directory / TREE_FILE}: is not what Orbax writes"):
-        nested = metadata.as_nested_tree()
-    entries: dict[str, Any] = {}
-    with stored(f"{directory / TREE_FILE}"):  # a tree can be too deep
-        structure = _structure(nested, None, entries, item)
-    ocdbt = metadata.use_ocdbt
+    tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
+    ocdbt = tree.ocdbt
     if ocdbt is None:
         with stored(item):
             ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(directory)
-    zarr3 = bool(metadata.use_zarr3)
     context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
     opening = {}
-    for name, entry in entries.items():
-        if entry.value_type == STRING:
+    for name, leaf in tree.leaves.items():
+        if leaf.kind == STRING:
             continue
         info = ocp.type_handlers.ParamInfo(
-            name=name, parent_dir=directory, is_ocdbt_checkpoint=ocdbt, use_zarr3=zarr3, ts_context=context
+            name=name,
+            parent_dir=directory,
+            is_ocdbt_checkpoint=ocdbt,
+            use_zarr3=tree.zarr3,
+            ts_context=context,
         )
         with stored(f"{item}: {name!r}"):
             spec = ocp.type_handlers.get_json_tspec_read(
                 info,
                 use_ocdbt=ocdbt,
-                raise_array_data_missing_error=metadata.store_array_data_equal_to_fill_value,
+                raise_array_data_missing_error=tree.zeros_stored,
             )
             opening[name] = ts.open(ts.Spec(spec), open=True, read=True, context=context)
     stores = {}
@@ -358,12 +301,13 @@ def _open_item(
                 stores[name] = future.result()
         except StorageError as fault:
             report(fault)
-            del entries[name]
     with stored(item):
-        shardings, random_keys = _shardings(directory), _random_keys(directory)
+        shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item)
+        random_keys = _random_keys(directory)
     leaves = {
-        name: _leaf(entry, stores.get(name), shardings.get(name), random_keys.get(name))
-        for name, entry in entries.items()
+        name: _leaf(leaf, stores.get(name), shardings.get(name), random_keys.get(name))
+        for name, leaf in tree.leaves.items()
+        if name in stores or leaf.kind == STRING
     }
     recorded_with = step_metadata(directory) or step_metadata(found.whole)
     return OrbaxCheckpoint(
@@ -372,62 +316,15 @@ def _open_item(
         step=step_number(found.step or directory.name),
         leaves=leaves,
         custom_metadata=recorded_with.get("custom_metadata") or {},
-        tree_custom_metadata=metadata.custom_metadata,
         ocdbt=ocdbt,
-        zarr3=zarr3,
-        _structure=structure,
+        _recorded=tree,
         _stores=stores,
         _budget=budget,
         _read_bytes=min(_READ_BYTES, budget.nbytes // (2 * _COPIES)),
     )
 
 
-def _tree_metadata(item: epath.Path) -> Any:
-    path = item / TREE_FILE
-    content = read_json(path)
-    with stored(f"{path}: is not what Orbax writes"):
-        return tree_metadata.InternalTreeMetadata.from_json(content)
-
-
-def _mapped(node: Any, name: str | None, leaf: Callable[[str], Any]) -> Any:
-    """A tree as `_structure` makes it, with `leaf` of their names for its leaves, and with its empty nodes."""
-    below = "" if name is None else f"{name}."
-    if isinstance(node, _Empty):
-        return copy.copy(node.node)
-    if isinstance(node, dict):
-        return {key: _mapped(child, f"{below}{key}", leaf) for key, child in node.items()}
-    if isinstance(node, list):
-        return [_mapped(child, f"{below}{number}", leaf) for number, child in enumerate(node)]
-    return leaf(name or "")
-
-
-def _structure(node: Any, name: str | None, entries: dict[str, Any], item: str) -> Any:
-    """A tree of dicts and lists with None for leaves and `_Empty` for empty nodes; fills `entries` by name.
-
-    The root has no name; the name of a leaf may be empty.
-    """
-    below = "" if name is None else f"{name}."
-    if isinstance(node, dict):
-        return {key: _structure(child, f"{below}{key}", entries, item) for key, child in node.items()}
-    if isinstance(node, list | tuple):
-        return [_structure(child, f"{below}{number}", entries, item) for number, child in enumerate(node)]
-    name = name or ""
-    kind = getattr(node, "value_type", None)
-    if isinstance(kind, str) and empty_values.is_empty_typestr(kind):
-        with stored(f"{item}: {name!r}"):
-            return _Empty(empty_values.get_empty_value_from_typestr(kind, tree_metadata.PYTREE_METADATA_OPTIONS))
-    if kind not in (*ARRAYS, SCALAR, STRING) or node.skip_deserialize:
-        raise TensorMismatchError(
-            f"{item}: {name!r}: is a leaf of kind {kind!r}, which only what has written it can read; known are "
-            f"{', '.join((*ARRAYS, SCALAR, STRING))} and empty nodes"
-        )
-    if name in entries:
-        raise TensorMismatchError(f"{item}: two leaves of the tree have the name {name!r}")
-    entries[name] = node
-    return None
-
-
-def _leaf(entry: Any, store: ts.TensorStore | None, sharding: Any, random_key: str | None) -> OrbaxLeaf:
+def _leaf(leaf: RecordedLeaf, store: ts.TensorStore | None, sharding: Any, random_key: str | None) -> OrbaxLeaf:
     if store is None:
         return OrbaxLeaf((), np.dtype(np.str_), (), STRING)
     return OrbaxLeaf(
@@ -435,33 +332,11 @@ def _leaf(entry: Any, store: ts.TensorStore | None, sharding: Any, random_key: s
         dtype=np.dtype(store.dtype.numpy_dtype),
         # What is decoded as one; Zarr 3 may keep several in what it writes as one.
         chunk_shape=tuple(int(size or 0) for size in store.chunk_layout.read_chunk.shape or ()),
-        kind=entry.value_type,
-        write_shape=None if entry.write_shape is None else tuple(entry.write_shape),
-        sharding=sharding if entry.value_type == JAX_ARRAY else None,
+        kind=leaf.kind,
+        write_shape=leaf.write_shape,
+        sharding=sharding if leaf.kind == JAX_ARRAY else None,
         random_key=random_key,
     )
-
-
-def _shardings(item: epath.Path) -> dict[str, ocp.metadata.ShardingMetadata]:
-    """What is recorded of shardings, by leaf; those of kinds that this Orbax has no record for are left out."""
-    path = item / SHARDING_FILE
-    content = read_json(path) or {}
-    with stored(f"{path}: is not what Orbax writes"):
-        return _sharding_metadata(content, os.fspath(path))
-
-
-def _sharding_metadata(content: Mapping[str, str], path: str) -> dict[str, ocp.metadata.ShardingMetadata]:
-    shardings: dict[str, ocp.metadata.ShardingMetadata] = {}
-    for key, text in content.items():
-        try:
-            sharding = sharding_metadata.from_serialized_string(text)
-        except (ValueError, NotImplementedError) as error:
-            logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
-            continue
-        if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
-            sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
-        shardings[base64.urlsafe_b64decode(key).decode()] = sharding
-    return shardings
 
 
 def _random_keys(item: epath.Path) -> dict[str, str]:

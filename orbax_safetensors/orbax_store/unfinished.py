@@ -24,11 +24,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-# `Checkpointer.save` does these steps in one, and would leave the other processes waiting where one of them fails.
-from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.path import atomicity_defaults
-
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store._compat import run_sync
 from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_remote, make, names, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
@@ -55,7 +52,7 @@ class Draft:
         self.path, self._others = path, others
         final = epath.Path(path)
         self._metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
-        temporary_path = atomicity_defaults.get_default_temporary_path_class(final)
+        temporary_path = ocp.path.atomicity_defaults.get_default_temporary_path_class(final)
         self._step_path = temporary_path.from_final(final, checkpoint_metadata_store=self._metadata)
         self.items = {
             name: ItemDraft(
@@ -140,7 +137,7 @@ class Draft:
                 if resume:
                     logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
                 self._empty()
-            asyncio_utils.run_sync(self._step_path.create())
+            run_sync(self._step_path.create())
             for item in self.items.values():
                 item.create()
             self._write_record({"run": self._run, **record})
@@ -232,7 +229,7 @@ class Draft:
             for item in self.items.values():
                 item.finish()
             if self._in_place:
-                asyncio_utils.run_sync(self._step_path.finalize())
+                run_sync(self._step_path.finalize())
             else:
                 self._rename(unfinished)
             # A record does no harm in what is finished; without it, nothing could be taken up.

@@ -16,10 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-# The key-value store of jax.distributed, which asks without waiting.
-from orbax.checkpoint._src.multihost import multihost
-
-from orbax_safetensors.devices.agreement import agree, forget, new_key, together
+from orbax_safetensors.devices.agreement import agree, announce, announced, forget, new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.orbax_store.directories import absolute
@@ -182,9 +179,8 @@ class OrbaxSink:
             raise self._failure
         if jax.process_count() > 1 and time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no such key
-                told = multihost.get_jax_distributed_client().key_value_try_get(self._given_up)
-                raise StorageError(f"{self.path}: {told}")
+            if (reason := announced(self._given_up)) is not None:
+                raise StorageError(f"{self.path}: {reason}")
 
     @property
     def _given_up(self) -> str:
@@ -233,11 +229,7 @@ class OrbaxSink:
         self._stores = {}
         failure = failure or self._failure or StorageError(f"{self.path}: was given up before all was written")
         if jax.process_count() > 1:
-            told = f"process {self._process} failed: {type(failure).__name__}: {failure}"
-            with contextlib.suppress(Exception):  # another may have said so first
-                multihost.get_jax_distributed_client().key_value_set(
-                    self._given_up, told.encode("utf-8", "backslashreplace").decode()
-                )
+            announce(self._given_up, f"process {self._process} failed: {type(failure).__name__}: {failure}")
             with contextlib.suppress(Exception):
                 agree(f"{self._key}/tiles", failure)
 

@@ -16,9 +16,10 @@ from orbax_safetensors.checkpoint.family import AskedFamily, read_config
 from orbax_safetensors.checkpoint.files import Checkpoint
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.orbax_store.discovery import SHARDING_FILE, TREE_FILE
+from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
-from orbax_safetensors.orbax_store.reader import RecordedTree, recorded_tree
+from orbax_safetensors.orbax_store.recorded_tree import RecordedTree
+from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.orbax_store.trust import read_note
 from orbax_safetensors.storage.store import read_small
 
@@ -41,15 +42,16 @@ class SavedTree:
     family: str
     variant: Mapping[str, Any]
     _recorded: RecordedTree
+    _shardings: Mapping[str, ocp.metadata.ShardingMetadata]
 
     def restore_args(self, checkpoint: Checkpoint) -> Any:
         """The tree with the `ocp.RestoreArgs` with which each leaf comes back as it was saved."""
-        return self._recorded.tree(lambda name: self._of_leaf(checkpoint, name))
+        return self._recorded.map(lambda name: self._of_leaf(checkpoint, name))
 
     def _of_leaf(self, checkpoint: Checkpoint, name: str) -> ocp.RestoreArgs:
-        kind = self._recorded.kinds[name]
+        kind = self._recorded.leaves[name].kind
         if kind == JAX_ARRAY:
-            return _array(self._recorded.shardings.get(name), f"{checkpoint.path}: {name!r}")
+            return _array(self._shardings.get(name), f"{checkpoint.path}: {name!r}")
         view = checkpoint.leaves.get(name)
         if kind == SCALAR and view is not None and view.dtype.kind in _SCALARS:
             return ocp.RestoreArgs(restore_type=_SCALARS[view.dtype.kind])
@@ -79,7 +81,8 @@ def saved_tree(
         return None
     for fault in note.changed(checkpoint.store, checkpoint.path):
         raise fault
-    return SavedTree(*own, recorded_tree(tree, _beside(checkpoint, SHARDING_FILE), checkpoint.path))
+    shardings = parse_shardings(_beside(checkpoint, SHARDING_FILE), checkpoint.path)
+    return SavedTree(*own, RecordedTree.parse(tree, checkpoint.path), shardings)
 
 
 def _beside(checkpoint: Checkpoint, name: str) -> bytes | None:

@@ -20,8 +20,9 @@ from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
-from orbax_safetensors.orbax_store.link import Linked, item_files, linked, linked_entries, misread, record_shardings
+from orbax_safetensors.orbax_store.link import Linked, item_files, linked, linked_entries, misread
 from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
+from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprint, noted
 from orbax_safetensors.transfer.plan import Location
 
@@ -77,7 +78,7 @@ class SavedIndex:
         )
         write_references(self._entries(), write)
         if self.tree is None:
-            record_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
+            add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
             return
         whole = all(array.is_whole for array in self.arrays.values())
         for name, content in item_files(self.tree, whole=whole).items():

@@ -1,0 +1,78 @@
+"""The file `_sharding` of an item, in which Orbax records the shardings of its arrays: written and read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from orbax_safetensors.orbax_store._compat import get_sharding_tensorstore_spec
+from orbax_safetensors.orbax_store.directories import parse_json
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, partition_spec
+from orbax_safetensors.orbax_store.operations import stored
+
+logger = logging.getLogger(__name__)
+
+SHARDING_FILE = "_sharding"
+
+# Orbax's names of the kinds of shardings that it can record.
+_KINDS: dict[str, type[ocp.metadata.ShardingMetadata]] = {
+    "NamedSharding": ocp.metadata.NamedShardingMetadata,
+    "SingleDeviceSharding": ocp.metadata.SingleDeviceShardingMetadata,
+}
+
+
+def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
+    """Return the content of `SHARDING_FILE` for the arrays of an item, by name."""
+    texts = _texts(leaves)
+    return json.dumps({base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in texts.items()}).encode()
+
+
+def add_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
+    """Add the shardings of arrays to `SHARDING_FILE` in a directory, to which Orbax may be adding others meanwhile."""
+    context, transaction = ts.Context(), ts.Transaction()
+    with stored(f"{directory}/{SHARDING_FILE}"):
+        for name, text in _texts(leaves).items():
+            spec = get_sharding_tensorstore_spec(directory, name)
+            entry = ts.open(spec, open=True, context=context).result()
+            entry.with_transaction(transaction).write(text).result()
+        transaction.commit_sync()
+
+
+def parse_shardings(content: bytes | None, directory: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+    """Return the shardings of an item's arrays by name, given the content of its `SHARDING_FILE`; none if it is None.
+
+    Shardings of a kind that this Orbax cannot describe are left out with a warning. Raises `StorageError` if the file
+    is not what Orbax writes.
+    """
+    path = f"{directory}/{SHARDING_FILE}"
+    shardings = {}
+    with stored(f"{path}: is not what Orbax writes"):
+        for key, text in ({} if content is None else parse_json(content, path)).items():
+            record = json.loads(text)
+            kind = record["sharding_type"]
+            try:
+                if kind not in _KINDS:
+                    raise ValueError(f"{kind!r} is not one of {list(_KINDS)}")
+                sharding = _KINDS[kind].from_deserialized_dict(record)
+            except ValueError as error:
+                logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
+                continue
+            if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
+                sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
+            shardings[base64.urlsafe_b64decode(key).decode()] = sharding
+    return shardings
+
+
+def _texts(leaves: Mapping[str, OrbaxLeaf]) -> dict[str, str]:
+    """Return the record of each sharding by the name of its array; one that many arrays share is encoded once."""
+    sharded = {name: leaf.sharding for name, leaf in leaves.items() if leaf.sharding is not None}
+    different: dict[int, Any] = {id(sharding): sharding for sharding in sharded.values()}
+    texts = {number: sharding.to_serialized_string() for number, sharding in different.items()}
+    return {name: texts[id(sharding)] for name, sharding in sharded.items()}
