@@ -51,7 +51,8 @@ class SafetensorsOptions:
         `default_headers` go to the server of a URL, and not to others that it leads to.
         Besides, `max_retries` and `retry_timeout`, in seconds, say how often and for how long a request that failed in
         passing is made again: 9 times and for 120 seconds. For the Hugging Face Hub, `endpoint` and `token` (False for
-        none) come before `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600. Not for local files.
+        none) come before `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600; proxies and certificates
+        come from the environment (`HTTPS_PROXY`, `SSL_CERT_FILE`). Not for local files.
 
     Raises:
       SafetensorsError: a number is out of range, or a header cannot be sent.

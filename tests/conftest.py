@@ -4,6 +4,8 @@ import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Otherwise huggingface_hub asks the public Hub for something that goes into its name.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import hypothesis
 import jax

@@ -23,6 +23,7 @@ FLOORS = (
 )
 JOBS = FLOORS[5]
 WITHOUT_JAX = ("errors", "format", "geometry", "mapping", "options", "storage", "transfer")
+OF_STORES = {"boto3", "botocore", "huggingface_hub", "obstore"}
 MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 
@@ -80,8 +81,8 @@ def test_one_room_knows_each_library():
     for module in MODULES:
         found, room = libraries(module), room_of(module)
         assert room == "orbax_store" or "tensorstore" not in found, module
-        assert room == "storage" or not found & {"obstore", "boto3", "botocore"}, module
-        assert room not in WITHOUT_JAX or found <= {"boto3", "botocore", "ml_dtypes", "numpy", "obstore"}, module
+        assert room == "storage" or not found & OF_STORES, module
+        assert room not in WITHOUT_JAX or found <= OF_STORES | {"ml_dtypes", "numpy"}, module
 
 
 def test_only_handlers_subclass_orbax():

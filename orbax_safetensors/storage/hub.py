@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub, read by range requests.
+"""Models on the Hugging Face Hub, read by range requests, or from the cache of the user who has downloaded them.
 
 A revision is pinned to a commit once, and all files are of that commit. The Hub says where a large file is: behind a
 signed link to another host, which is good for some time. It is used for all ranges until it is refused, so that the
@@ -19,26 +19,42 @@ from obstore.store import HTTPStore
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage import hub_path
 from orbax_safetensors.storage.event_loop import Requests
-from orbax_safetensors.storage.hub_api import Contents, HubApi
-from orbax_safetensors.storage.redirects import Link, Links, link_to
+from orbax_safetensors.storage.hub_api import Contents, HubApi, cached_copy
+from orbax_safetensors.storage.links import Link, Links, link_to
+from orbax_safetensors.storage.local import LocalFile
 from orbax_safetensors.storage.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
 from orbax_safetensors.storage.retries import Retries, WrongAnswerError
-from orbax_safetensors.storage.store import Stamp
+from orbax_safetensors.storage.store import File, Stamp
 
 
 def hub_store(url: str, api: HubApi, client: Mapping[str, Any], retries: Retries) -> tuple[HubStore, str]:
-    """The repository of an `hf://` URL at the commit that it stands for now, and the URL with that commit.
+    """Return the repository of an `hf://` URL at the commit that it stands for now, and the URL with that commit.
 
-    `client` are the options of obstore's HTTP client. Raises `StorageError` where the Hub does not tell.
+    `client` are the options of obstore's HTTP client. Raises `StorageError` if the Hub does not tell.
     """
     named = hub_path.parse(url)
-    asked = retries.run(url, "asking the Hub", lambda: api.contents(named.repository, named.revision))
     try:
-        contents = Requests().run(asked)
+        contents = Requests().run(retries.run(url, "asking the Hub", lambda: api.contents(named)))
     except CancelledError:
         raise StorageError(f"{url}: asking the Hub was cancelled") from None
     store = HubStore(api, contents, client, retries)
     return store, f"{store.root}/{named.path}".rstrip("/")
+
+
+class CachedFile(LocalFile):
+    """A file of a commit in the user's cache. Its stamp is the commit's, the same in processes without such a cache."""
+
+    def __init__(self, path: str, commit: str) -> None:
+        """Open `path`, the copy in the cache; `StorageError` if it cannot be read."""
+        super().__init__(path)
+        self._on_disk = self.stamp
+        self.stamp = Stamp(self.stamp.nbytes, commit)
+
+    def check(self, stamp: Stamp) -> None:
+        """Raise `StorageError` if the copy has changed, or is not as long as the file that `stamp` was taken of."""
+        super().check(self._on_disk)
+        if stamp != self.stamp:
+            raise changed(self.path, stamp, f"{self.stamp.nbytes} bytes of version {self.stamp.version}")
 
 
 class HubStore:
@@ -66,17 +82,28 @@ class HubStore:
         return path[len(self.root) + 1 :].strip("/")
 
     def list(self, path: str) -> list[str] | None:
-        """Names in a directory of the repository, sorted; None where there is no such directory."""
+        """Return the names in a directory of the repository, sorted; None if there is no such directory."""
         key = self._key(path)
         prefix = f"{key}/" if key else ""
         names = {file[len(prefix) :].partition("/")[0] for file in self._contents.files if file.startswith(prefix)}
         return sorted(names) if names or not key else None
 
-    def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
-        """Opens a file with two requests, for the place and the first bytes; with none where its state is known."""
+    def open(self, path: str, stamp: Stamp | None = None) -> File:
+        """Open a file of the cache, or with two requests, for the place and the first bytes.
+
+        No request is made if the file's state is known.
+        """
         key = self._key(path)
         if key not in self._contents.files:
             raise MissingError(f"{path}: cannot be opened: there is no such file in the repository")
+        if (copy := cached_copy(self._contents, key)) is not None:
+            file = CachedFile(copy, self._contents.commit)
+            try:
+                file.check(stamp or file.stamp)
+            except BaseException:
+                file.close()
+                raise
+            return file
         head: Bytes | None = None
         if stamp is None:
             try:
@@ -85,8 +112,8 @@ class HubStore:
                 raise StorageError(f"{path}: opening was cancelled") from None
         return RemoteFile(path, stamp, head, partial(self._fetch, path, stamp), self.cost)
 
-    def find(self, path: str) -> RemoteFile | None:
-        """`open`, or None where there is no such file."""
+    def find(self, path: str) -> File | None:
+        """Return `open`, or None if there is no such file."""
         return self.open(path) if self._key(path) in self._contents.files else None
 
     def cancel(self) -> None:
@@ -119,9 +146,9 @@ class HubStore:
         key = self._key(path)
 
         async def find() -> Link:
-            found, link = await self._place(path, key)
-            if found != stamp:
-                raise changed(path, stamp, f"{found.nbytes} bytes of version {found.version}")
+            now, link = await self._place(path, key)
+            if now != stamp:
+                raise changed(path, stamp, f"{now.nbytes} bytes of version {now.version}")
             return link
 
         async def ranged(objects: HTTPStore) -> Bytes:
@@ -138,13 +165,14 @@ class HubStore:
         )
 
     async def _place(self, path: str, key: str) -> tuple[Stamp, Link]:
-        """Asks the Hub for a file: for its state, and a link to it."""
-        own = self._contents
+        """Ask the Hub for a file: for its state, and a link to it."""
+        contents = self._contents
 
         async def attempt() -> tuple[Stamp, Link]:
-            place = await self._api.place(own.repository, own.commit, key)
+            place = await self._api.place(contents.repository, contents.commit, key)
             # Headers are for the Hub: neither they nor the token go to where it sends us.
             link = link_to("the Hub", place.url, place.headers, self._client, expires=True)
-            return Stamp(place.nbytes, place.etag), link
+            # The commit fixes the content, whether it comes from the Hub or from a cache.
+            return Stamp(place.nbytes, contents.commit), link
 
         return await self._retries.run(path, "asking the Hub", attempt)

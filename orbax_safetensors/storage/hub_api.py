@@ -1,33 +1,50 @@
-"""What is asked of the Hugging Face Hub itself: what a repository holds, and where a file's bytes are.
+"""What `huggingface_hub` tells of a repository: the commit of a revision, its files, and where their bytes are.
 
-The Hub gives small files itself and for large ones signs links to other hosts, to which its token must not go: so
-redirects are followed within the Hub only.
+Tokens, redirects within the Hub, proxies, certificates, offline mode and the cache are its business. Its errors end
+here, because they hold requests with the token.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from email.message import Message
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, TypeVar
 
-from orbax_safetensors.errors import SafetensorsError
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    get_token,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage.event_loop import in_thread
-from orbax_safetensors.storage.redirects import Answer, Client
+from orbax_safetensors.storage.hub_path import HubPath
+from orbax_safetensors.storage.links import origin, timeout_seconds
 from orbax_safetensors.storage.retries import RefusedError, WrongAnswerError
 
-_ENDPOINT = "https://huggingface.co"
-_TRUE = ("1", "ON", "YES", "TRUE")
+_T = TypeVar("_T")
+
+# What a checkpoint can be made of: a snapshot in the cache without other files of its commit is complete.
+_CHECKPOINT_FILES = ["*.safetensors", "*.json"]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A commit of a repository, whatever it was found by: the repository's own name, the commit's hash, its files."""
+    """A commit of a repository: the name that the Hub has for the repository, the commit's hash, its files."""
 
     repository: str
     commit: str
@@ -36,134 +53,182 @@ class Contents:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file's bytes are, and which state of it these are.
+    """Where a file's bytes are.
 
     Attributes:
       url: where ranges of it can be had; a secret, as it may be signed.
       headers: what goes with requests to `url`, secrets among them.
-      nbytes, etag: of the file, by which the Hub knows its content; where it tells none, the commit, which fixes it.
+      nbytes: of the file.
     """
 
     url: str = field(repr=False)
-    headers: Mapping[str, str] = field(repr=False)
+    headers: Mapping[str, Any] = field(repr=False)
     nbytes: int
-    etag: str
 
 
 class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
-    def __init__(self, endpoint: str, token: str | None, client: Mapping[str, Any]) -> None:
-        """Of `client`, options of obstore's HTTP client, timeouts, headers, the proxy and certificates count."""
-        self.endpoint = endpoint
-        self._token = token
-        self._headers = dict(client.get("default_headers", {}))
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._client = Client("the Hub", self._headers, client)
+    def __init__(self, endpoint: str, token: Any, client: Mapping[str, Any]) -> None:
+        """Take the token of `huggingface_hub` if it is None, and none if it is False.
 
-    async def contents(self, repository: str, revision: str) -> Contents:
-        """The commit that `revision` stands for now."""
-        target = f"/api/models/{quote(repository)}/revision/{quote(revision, safe='')}"
-        answer = await in_thread(lambda: self._client.ask("GET", self.endpoint + target, reads=True))
-        if answer.status != 200:
-            raise self._refused(answer, repository, revision)
+        Of `client`, options of obstore's HTTP client, headers, the name of this program and `read_timeout` count.
+        """
+        self._endpoint = endpoint
+        self._headers = _headers(token, client)
+        self._token = self._headers.get("authorization", "").removeprefix("Bearer ")
+        self._timeout = timeout_seconds(client)
+        self._program = client.get("user_agent", "orbax-safetensors")
+        self._api = HfApi(endpoint=endpoint, token=False, user_agent=self._program, headers=self._headers)
+
+    async def contents(self, named: HubPath) -> Contents:
+        """Return the commit that a revision stands for now; in offline mode, that which it stands for in the cache."""
         try:
-            told = json.loads(answer.body)
-            name, commit = told.get("id", repository), told["sha"]
-            files = frozenset(sibling["rfilename"] for sibling in told["siblings"])
-            if not (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and re.fullmatch("[0-9a-f]+", commit)):
-                raise ValueError
-            if not all(isinstance(file, str) for file in files):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise WrongAnswerError("what the Hub tells of the repository cannot be understood") from None
+            info = await self._ask(
+                named.repository,
+                named.revision,
+                lambda: self._api.model_info(named.repository, revision=named.revision, timeout=self._timeout),
+            )
+        except OfflineModeIsEnabled:
+            return _cached_contents(named)
+        name, commit, siblings = info.id, info.sha or "", info.siblings
+        files = frozenset(sibling.rfilename for sibling in siblings or ())
+        if siblings is None or not all(isinstance(text, str) for text in (name, commit, *files)):
+            raise _not_understood()
+        if not (re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and re.fullmatch("[0-9a-f]+", commit)):
+            raise _not_understood()
         return Contents(name, commit, files)
 
     async def place(self, repository: str, commit: str, file: str) -> Place:
-        """Where a file of a commit is now.
-
-        Asked by HEAD and for no range: a link may be signed for the range that was asked for.
-        """
-        target = f"/{quote(repository)}/resolve/{quote(commit, safe='')}/{quote(file)}"
-        answer = await in_thread(lambda: self._client.ask("HEAD", self.endpoint + target, reads=False))
-        if answer.status != 200 and answer.link is None:
-            raise self._refused(answer, repository, commit)
-        linked = {name.lower(): text for given in answer.given for name, text in given.items()}
-        if linked.get("x-repo-commit", commit) != commit:
-            raise WrongAnswerError(f"the Hub gave the file as of commit {linked['x-repo-commit']}")
-        nbytes = linked.get("x-linked-size", "" if answer.link else answer.headers.get("Content-Length", ""))
-        if not nbytes.isdecimal():
+        """Return where a file of a commit is now."""
+        url = hf_hub_url(repository, file, revision=commit, endpoint=self._endpoint)
+        metadata = await self._ask(
+            repository,
+            commit,
+            lambda: get_hf_file_metadata(
+                url, token=False, headers=self._headers, user_agent=self._program, timeout=self._timeout
+            ),
+        )
+        if metadata.commit_hash not in (None, commit):
+            raise WrongAnswerError(f"the Hub gave the file as of commit {metadata.commit_hash}")
+        of_the_hub = origin(metadata.location) == origin(self._endpoint)
+        # Older versions give the length of an answer that only leads elsewhere, which is none.
+        if metadata.size is None or (metadata.size == 0 and not of_the_hub):
             raise WrongAnswerError("the Hub does not tell the size of the file")
-        etag = linked.get("x-linked-etag", answer.headers.get("ETag", commit)).removeprefix("W/").strip('"')
-        if answer.link:
-            return Place(answer.link, {}, int(nbytes), etag)
-        return Place(answer.url, self._headers, int(nbytes), etag)
+        return Place(metadata.location, self._headers if of_the_hub else {}, metadata.size)
 
-    def _refused(self, answer: Answer, repository: str, revision: str) -> RefusedError:
-        """What the Hub said, and what one can do about it."""
-        status, code = answer.status, answer.headers.get("X-Error-Code", "")
-        said = self._shown(answer.headers.get("X-Error-Message", ""))
-        page = f"{self.endpoint}/{repository}"
-        wait = _wait(answer.headers) if status in (429, 503) else 0.0
+    async def _ask(self, repository: str, revision: str, function: Callable[[], _T]) -> _T:
+        """Return what a function of `huggingface_hub` returns; one that blocks.
+
+        Raises `RefusedError`, `WrongAnswerError`, `StorageError` or `OfflineModeIsEnabled`.
+        """
+        fault: Exception
+        try:
+            return await in_thread(function)
+        except OfflineModeIsEnabled:
+            fault = OfflineModeIsEnabled()
+        except HfHubHTTPError as error:
+            fault = self._refused(error, repository, revision)
+        except HFValidationError:
+            fault = StorageError(f"hf://{repository}: is not a name that a repository of the Hub can have")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            fault = _not_understood()
+        except Exception as error:  # of an HTTP client that is not the same in all versions of `huggingface_hub`
+            kind = type(error).__name__
+            fault = RefusedError(
+                "no answer of the Hub in time" if "Timeout" in kind else f"no usable answer of the Hub ({kind})"
+            )
+        # Out of the handler: the error holds the request.
+        raise fault
+
+    def _refused(self, error: HfHubHTTPError, repository: str, revision: str) -> RefusedError:
+        """Say what the Hub said, and what one can do about it."""
+        status, headers = error.response.status_code, error.response.headers
+        said, code = self._shown(headers.get("X-Error-Message", "")), headers.get("X-Error-Code", "")
+        page = f"{self._endpoint}/{repository}"
+        wait = _wait(headers) if status in (429, 503) else 0.0
         hint = f"it asks to wait for {wait:.0f} s" if wait else ""
-        if code == "GatedRepo":
+        if isinstance(error, GatedRepoError):
             hint = f"ask for access at {page}" + ("" if self._token else ", and set HF_TOKEN")
-        elif code == "RevisionNotFound":
+        elif isinstance(error, RevisionNotFoundError):
             hint = f"{page} has no revision {revision!r}"
         elif status == 401 and said.startswith("Invalid credentials"):
             hint = "the token is not valid; it is that of HF_TOKEN or of `hf auth login`"
-        elif code == "RepoNotFound" or status == 401:
+        elif isinstance(error, RepositoryNotFoundError) or status == 401:
             hint = f"there is no {page}, or it is private"
             hint += ", and the owner of the token may not see it" if self._token else ": then set HF_TOKEN"
         text = f"the Hub answered {status}" + (f" {code}" if code.isalnum() else "") + (f" ({said})" if said else "")
         return RefusedError(f"{text}: {hint}" if hint else text, status, wait)
 
     def _shown(self, text: str) -> str:
-        """What the Hub said, in one line and without secrets that it might repeat."""
+        """Return what the Hub said in one line, without secrets that it might repeat."""
         if self._token:
             text = text.replace(self._token, "***")
         return re.sub(r"\?\S+", "?...", " ".join(text.split()))[:300]
 
 
+def cached_copy(contents: Contents, file: str) -> str | None:
+    """Return where the user's cache has a file of a commit; None if it has none."""
+    copy = try_to_load_from_cache(contents.repository, file, revision=contents.commit)
+    return copy if isinstance(copy, str) else None
+
+
+def _cached_contents(named: HubPath) -> Contents:
+    try:
+        root = snapshot_download(
+            named.repository, revision=named.revision, local_files_only=True, allow_patterns=_CHECKPOINT_FILES
+        )
+    except (OSError, ValueError):
+        pass
+    else:
+        files = frozenset(
+            os.path.relpath(os.path.join(directory, name), root)
+            for directory, _, names in os.walk(root)
+            for name in names
+        )
+        return Contents(named.repository, os.path.basename(root), files)
+    raise StorageError(
+        f"hf://{named.repository}@{named.revision}: is not, or not all of it, in the cache, and HF_HUB_OFFLINE is set: "
+        f"{constants.HF_HUB_CACHE}"
+    )
+
+
 def endpoint(given: Any) -> str:
-    """The Hub's URL: what was given, or `HF_ENDPOINT`, or that of the public Hub."""
-    url = given or os.environ.get("HF_ENDPOINT") or _ENDPOINT
+    """Return the Hub's URL: what is given, or `HF_ENDPOINT`, or that of the public Hub."""
+    url = given or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     if not isinstance(url, str) or not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", url):
-        raise SafetensorsError("the Hub's endpoint, HF_ENDPOINT, must be an URL like https://huggingface.co")
+        raise SafetensorsError("the Hub's endpoint, HF_ENDPOINT, must be a URL like https://huggingface.co")
     return url.rstrip("/")
 
 
-def token(given: Any) -> str | None:
-    """The token to send: what was given; False for none; else what `huggingface_hub` would find.
-
-    That is `HF_TOKEN`, or the file that a login has left, unless `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
-    """
-    if given is False or (given is None and os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").upper() in _TRUE):
-        return None
-    if given is None:
-        given = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or _stored_token()
-    if not isinstance(given, str):
+def _headers(token: Any, client: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of all requests to the Hub; `SafetensorsError` if the token cannot be had or sent."""
+    if token is None and not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        token = _stored_token()
+    if not (token is None or token is False or isinstance(token, str)):
         raise SafetensorsError("storage_options: token must be text, or False to send none")
-    found = given.strip()
-    if not (found.isascii() and found.isprintable()):
+    text = (token or "").strip()
+    if not (text.isascii() and text.isprintable()):
         raise SafetensorsError("the token of the Hub has characters that no token has")
-    return found or None
+    headers = {name.lower(): value for name, value in client.get("default_headers", {}).items()}
+    return headers | ({"authorization": f"Bearer {text}"} if text else {})
 
 
-def _stored_token() -> str:
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
-    path = os.environ.get("HF_TOKEN_PATH", os.path.join(home, "token"))
+def _stored_token() -> str | None:
     try:
-        return Path(os.path.expanduser(os.path.expandvars(path))).read_text(encoding="utf-8")
-    except (OSError, UnicodeError):
-        return ""
+        return get_token()
+    except Exception as error:  # a login may have to be renewed
+        kind = type(error).__name__
+    raise SafetensorsError(f"huggingface_hub cannot get the token of the Hub ({kind})")
 
 
-def _wait(headers: Message) -> float:
-    """The seconds after which the Hub wants to be asked again, 0 where it does not say."""
-    told = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})\b", headers.get("RateLimit", ""))
+def _not_understood() -> WrongAnswerError:
+    return WrongAnswerError("what the Hub tells of the repository cannot be understood")
+
+
+def _wait(headers: Mapping[str, str]) -> float:
+    """Return the seconds after which the Hub wants to be asked again, 0 if it does not say."""
+    limited = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})\b", headers.get("RateLimit", ""))
     after = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("Retry-After", ""))
-    found = told or after
-    return float(found[1]) if found else 0.0
+    seconds = limited or after
+    return float(seconds[1]) if seconds else 0.0

@@ -7,6 +7,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -14,7 +15,7 @@ from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.storage import credentials, hub, hub_api, hub_path
+from orbax_safetensors.storage import credentials, hub_path
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import AZURE, GCS, HTTP, HUB, S3, SCHEMES, PathLike, as_text, is_url, shown
 from orbax_safetensors.storage.remote import RemoteStore
@@ -50,6 +51,10 @@ _CLIENT_OPTIONS = frozenset(
         "timeout",
         "user_agent",
     }
+)
+# Of these, what `huggingface_hub` takes from the environment, as obstore does if it has no such option.
+_OF_ENVIRONMENT = frozenset(
+    {"allow_invalid_certificates", "proxy_ca_certificate", "proxy_excludes", "proxy_url", "root_certificate"}
 )
 # A connection that brings nothing for half a minute is dead; one that brings little is left alone for longer, because
 # many share a link that may be slow.
@@ -164,8 +169,19 @@ def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
 
 
 def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
-    endpoint = hub_api.endpoint(options.pop("endpoint", None))
-    token = hub_api.token(options.pop("token", None))
+    """Return a repository at a commit, and the URL with that commit."""
+    if find_spec("huggingface_hub") is None:
+        raise StorageError(
+            f"{url}: the Hub is read with huggingface_hub, which is not installed: pip install 'orbax-safetensors[hub]'"
+        )
+    from orbax_safetensors.storage import hub, hub_api  # which import it
+
+    if theirs := [name for name in options if name in _OF_ENVIRONMENT]:
+        raise SafetensorsError(
+            f"storage_options: {', '.join(map(repr, theirs))} are not for the Hub: huggingface_hub has proxies and "
+            "certificates from the environment (HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE)"
+        )
+    endpoint, token = hub_api.endpoint(options.pop("endpoint", None)), options.pop("token", None)
     client, retries = _client(options, endpoint.startswith("http://"), _HUB_RETRIES)
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for the Hub")

@@ -10,7 +10,8 @@ from urllib.parse import quote
 import obstore
 
 from orbax_safetensors.storage.event_loop import in_thread
-from orbax_safetensors.storage.redirects import Client, Link, Links, link_to
+from orbax_safetensors.storage.links import Link, Links, link_to
+from orbax_safetensors.storage.redirects import Client
 from orbax_safetensors.storage.remote import RemoteStore
 from orbax_safetensors.storage.retries import RefusedError, Retries, code_of
 
@@ -35,7 +36,7 @@ class WebStore(RemoteStore):
         self._query = f"?{query}" if query else ""
         self._headers = client.get("default_headers", {})
         self._options = client
-        self._client = Client(_SERVER, self._headers, client)
+        self._client = Client(_SERVER, client)
         self._links = Links()
 
     async def _get(self, key: str, options: GetOptions) -> GetResult:
@@ -50,12 +51,12 @@ class WebStore(RemoteStore):
         asked for. The body is not read.
         """
         url = f"{self.root}/{quote(key, safe=_PLAIN)}{self._query}"
-        answer = await in_thread(lambda: self._client.ask("GET", url, reads=False))
+        answer = await in_thread(lambda: self._client.get(url))
         if answer.link is not None:
             return link_to(_SERVER, answer.link, {}, self._options, expires=True)
         if answer.status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError
         if answer.status != HTTPStatus.OK:  # which may be another time, and lead elsewhere then
-            said = code_of(answer.body.decode(errors="replace"))
+            said = code_of(answer.refusal.decode(errors="replace"))
             raise RefusedError(f"{_SERVER} answered {answer.status}{said}", answer.status)
         return link_to(_SERVER, answer.url, self._headers, self._options, expires=False)

@@ -3,6 +3,7 @@
 import json
 import os
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -82,7 +83,6 @@ def test_everything_comes_back(hub, commit, path):
 
 
 def test_bits_are_those_of_the_file_that_others_download(hub, commit, tmp_path):
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
     found = restored(f"{hub.url}/{SECOND}")
     path = huggingface_hub.hf_hub_download(
         hub.name, SECOND, endpoint=hub.server.url, token=hub.environment["HF_TOKEN"], cache_dir=tmp_path / "cache"

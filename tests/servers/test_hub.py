@@ -5,15 +5,13 @@ import os
 import urllib.error
 import urllib.request
 
+import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub import errors
 
-huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-
-from huggingface_hub import errors  # noqa: E402 - needs huggingface_hub
-
-from tests.support.servers.faults import Answer, Cut  # noqa: E402
-from tests.support.servers.hub import STRANGER, TOKEN  # noqa: E402
+from tests.support.servers.faults import Answer, Cut
+from tests.support.servers.hub import STRANGER, TOKEN
 
 WEIGHTS = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
 FILES = {
