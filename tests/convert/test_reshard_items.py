@@ -20,7 +20,7 @@ from tests.support.steps import F4, OPT, PARAMS, SMALL, B, W, arrays, files, is_
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
-@pytest.fixture(params=["local", "gs"])
+@pytest.fixture(params=["local", pytest.param("gs", marks=pytest.mark.server)])
 def root(request, tmp_path):
     return epath.Path(request.getfixturevalue("orbax_gcs").url if request.param == "gs" else tmp_path)
 

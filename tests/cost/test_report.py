@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.cost import report
@@ -19,6 +19,7 @@ from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer import plan
 from orbax_safetensors.transfer.plan import Block, Location, gather_at, transfer_plan
+from tests.support.strategies import examples
 from tests.support.views import boxes, compositions
 
 F4, F2 = np.dtype("f4"), np.dtype("f2")
@@ -87,7 +88,7 @@ def check(leaves, places, gap, process_count):
     return counted
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data(), st.sampled_from([0, 64]), st.integers(1, 3))
 def test_the_report_counts_what_is_planned(data, gap, per_file):
     leaves, tensors = [], []
@@ -231,7 +232,7 @@ def dealt(draw, shape, process_count, devices):
     return [tuple(boxes[at : at + each]) for at in range(0, devices, each)]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.data(), st.sampled_from([0, 16, 64]), st.integers(1, 9), st.sampled_from([1, 2, 4]), st.sampled_from([4, 6, 8])
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec
 
@@ -30,6 +30,7 @@ from tests.support.crafted import (
     Crafted,
 )
 from tests.support.strategies import (
+    examples,
     file_of,
     files_with_a_wrong_field,
     files_with_wrong_bytes,
@@ -127,7 +128,7 @@ def test_valid_files_say_what_they_say_to_the_reference(content: bytes) -> None:
     assert_same_facts(parse(content), content)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.one_of(files_with_a_wrong_field(), files_with_wrong_bytes()))
 def test_same_verdict_on_almost_valid_files(content: bytes) -> None:
     try:

@@ -5,11 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.geometry.addresses import MIN_CHUNK_BYTES, Chunks, chunks_in_place
 from orbax_safetensors.geometry.view import View
+from tests.support.strategies import examples
 from tests.support.views import compositions
 
 F4 = np.dtype("f4")
@@ -42,7 +43,7 @@ def limits(draw, shape):
     return shard, draw(st.sampled_from([1, 16, 100, 4096, 16 * MiB]))
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(st.data())
 def test_what_lies_at_the_addresses_is_numpys_array(data):
     made = data.draw(compositions())
@@ -59,7 +60,7 @@ def test_what_lies_at_the_addresses_is_numpys_array(data):
     np.testing.assert_array_equal(read(chunks, made.stored), array)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.lists(st.integers(0, 10), min_size=1, max_size=3).map(lambda powers: tuple(2**power for power in powers)),
     st.permutations(range(3)),

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.geometry import coalesce
 from orbax_safetensors.geometry.coalesce import Direct, Staged, gather, touching
 from orbax_safetensors.geometry.strided import Copy, Runs, source_runs
 from orbax_safetensors.geometry.view import View
+from tests.support.strategies import examples
 from tests.support.views import boxes, compositions
 
 F4 = np.dtype("f4")
@@ -29,7 +30,7 @@ def needed(copies, itemsize):
     return {byte for copy, _ in copies for byte in bytes_of(source_runs(copy, itemsize))}
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data(), st.sampled_from([0, 4, 16, 1000]), st.booleans())
 def test_what_is_read_holds_what_is_needed(data, max_gap_bytes, same_bits):
     made = data.draw(compositions())
@@ -67,7 +68,7 @@ def elements(copy):
     return list(zip(np.broadcast_to(source, count).tolist(), np.broadcast_to(into, count).tolist(), strict=True))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data(), st.sampled_from([0, 8, 1000]))
 def test_shards_of_a_grid_are_read_once(data, max_gap_bytes):
     """Any subset of the blocks of a sharded tensor, as the devices of one process hold them."""

@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.errors import MappingError
@@ -15,6 +15,7 @@ from orbax_safetensors.geometry.coalesce import gather_encoded
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.view import View
 from tests.support import quantized, views
+from tests.support.strategies import examples
 
 F8, F4, F32, BF16, U8 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "BF16", "U8"))
 FLOAT32 = np.dtype(np.float32)
@@ -83,7 +84,7 @@ def seen(draw, tensor):
     return view, array
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(st.data(), st.sampled_from([0, 1, 4, 16, 1000]), st.sampled_from([256, 1024, 2**20]))
 def test_boxes_of_views_are_those_of_the_decoded_array(data, max_gap_bytes, staged_bytes):
     tensor = Tensor(data.draw(encodings()), np.random.default_rng(data.draw(st.integers(0, 3))))
@@ -142,7 +143,7 @@ def gathered_of(tensor, *wanted, max_gap_bytes=0):
     return gather_encoded(tuple((copy, False) for copy in copies_of(tensor, *wanted)), tensor.encoding, max_gap_bytes)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_a_box_needs_its_units_and_their_scales_and_nothing_else_is_read(data):
     tensor = Tensor(data.draw(encodings()), np.random.default_rng(0))

@@ -4,10 +4,11 @@ from math import inf, prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, exchange
+from tests.support.strategies import examples
 
 
 def linear(sizes, coordinates, axes):
@@ -89,7 +90,7 @@ def check(shape, axes, sizes, order, padding, owners):
     return made, parts
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_every_device_gets_its_shard(data):
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=3))

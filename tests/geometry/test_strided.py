@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.geometry.strided import (
@@ -18,6 +18,7 @@ from orbax_safetensors.geometry.strided import (
     split,
     subrange,
 )
+from tests.support.strategies import examples
 from tests.support.views import boxes, compositions
 
 modes_lists = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 40)), max_size=4).map(tuple)
@@ -78,7 +79,7 @@ def test_every_takes_every_nth(modes, step, data):
     assert found == wanted
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data())
 def test_parts_of_a_copy_make_the_copy(data):
     made = data.draw(compositions())
@@ -94,7 +95,7 @@ def test_parts_of_a_copy_make_the_copy(data):
         assert sorted(found) == elements(copy)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data())
 def test_runs_are_the_bytes_a_copy_reads(data):
     made = data.draw(compositions())

@@ -2,18 +2,19 @@
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.strided import row_major
 from orbax_safetensors.geometry.view import View
+from tests.support.strategies import examples
 from tests.support.views import boxes, compositions, run, run_backwards
 
 F4 = np.dtype("f4")
 
 
-@settings(max_examples=1500)
+@examples(1500)
 @given(st.data())
 def test_any_composition_is_numpys_array(data):
     made = data.draw(compositions())
@@ -28,7 +29,7 @@ def test_any_composition_is_numpys_array(data):
     np.testing.assert_array_equal(out, made.array[tuple(slice(*ends) for ends in box)])
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.data())
 def test_a_box_fills_only_the_corner_of_a_larger_destination(data):
     made = data.draw(compositions())
@@ -42,7 +43,7 @@ def test_a_box_fills_only_the_corner_of_a_larger_destination(data):
     np.testing.assert_array_equal(out, expected)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(compositions())
 def test_reversed_copies_give_the_sources_back(made):
     whole = tuple((0, size) for size in made.array.shape)

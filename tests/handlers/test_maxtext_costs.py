@@ -23,6 +23,7 @@ from tests.support.maxtext_trees import (
     ON_TWO_AXES,
     assert_restored,
     checkpointer,
+    cross,
     named,
     on_one_axis,
     stored,
@@ -71,7 +72,7 @@ def shards_of_processes(tree, item, processes=8):
     return out
 
 
-@pytest.fixture(scope="module", params=MOVED)
+@pytest.fixture(scope="module", params=cross(MOVED, {"deepseek3_mtp", "gpt-oss"}))
 def positions(request, tmp_path_factory):
     shapes = {name: tensor.shape for name, tensor in stored(stored_directory(request.param)).items()}
     return Positions(tmp_path_factory.mktemp("positions") / "model", config_of(request.param), shapes)

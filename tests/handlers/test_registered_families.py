@@ -17,7 +17,7 @@ from orbax_safetensors.mapping import registry
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
 from tests.support.family_samples import FAMILY, SAMPLES
 from tests.support.files import write
-from tests.support.maxtext_trees import assert_restored, assert_same_bits
+from tests.support.maxtext_trees import COVER, assert_restored, assert_same_bits, cross
 
 MODES = ("scanned", "unscanned")
 
@@ -54,7 +54,7 @@ SCALE = ("params", "decoder", "decoder_norm", "scale")
 # --- trees ---
 
 
-@pytest.mark.parametrize(("sample", "mode"), list(itertools.product(SAMPLES, MODES)))
+@pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(SAMPLES, MODES), COVER))
 def test_the_tree_that_maxtexts_converter_made(sample, mode, line):
     """Whole on each device, and eight ways."""
     ost.register("maxtext")

@@ -23,7 +23,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.storage import local
 from tests.support.files import DTYPES, nothing_left, random_bits, stored_arrays
+from tests.support.strategies import examples
 
 RNG = np.random.default_rng(0)
 W = random_bits(RNG, (16, 8), np.dtype("f4"))
@@ -294,7 +295,7 @@ def fitting(mesh, shape, order):
     return NamedSharding(mesh, P(*spec))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     trees, st.integers(1, 400), st.permutations("xy"), st.permutations("xy"), st.permutations(range(8)), st.booleans()
 )

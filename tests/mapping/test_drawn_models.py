@@ -1,13 +1,14 @@
 """The families against the model of MaxText's converter, on configs of any small sizes."""
 
 import numpy as np
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.maxtext_reference import converted
+from tests.support.strategies import examples
 
 NAMES = sorted(family.name.removeprefix("maxtext.") for family in FAMILIES)
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
@@ -45,7 +46,7 @@ def configs(draw, name):
     return config
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_any_model_is_what_maxtext_makes_of_it(data):
     name = data.draw(st.sampled_from(NAMES))

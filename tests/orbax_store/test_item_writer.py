@@ -47,6 +47,7 @@ from tests.support.orbax_items import (
 )
 from tests.support.roots import ROOT
 from tests.support.sinks import step_sink
+from tests.support.strategies import examples
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
@@ -217,7 +218,7 @@ def test_bits_of_every_dtype(tmp_path, name, zarr3):
     same_bits(ocp.PyTreeCheckpointer().restore(tmp_path / "0" / "items", restore_args=args)["a"], array)
 
 
-@hypothesis.settings(max_examples=25)
+@examples(25)
 @hypothesis.given(st.data())
 def test_any_shape_in_any_chunks(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 7), max_size=3).map(tuple))

@@ -41,6 +41,7 @@ from tests.support.orbax_items import (
 )
 from tests.support.roots import ROOT
 from tests.support.sinks import step_sink
+from tests.support.strategies import examples
 
 
 @pytest.fixture(scope="module", params=["PyTree", "Standard"])
@@ -85,7 +86,7 @@ def test_boxes(saved, ocdbt, zarr3):
     checkpoint = open_orbax(saved(ocdbt, zarr3), memory_bytes=64)
     arrays = values()
 
-    @hypothesis.settings(max_examples=40)
+    @examples(40)
     @hypothesis.given(st.data())
     def check(data):
         name = data.draw(st.sampled_from(sorted(LEAVES)))

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.orbax_store import ocdbt
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range, merge, write_references
+from tests.support.strategies import examples
 
 # The sizes of files that there are ranges of. Paths are below the database's directory.
 FILES = {
@@ -79,7 +80,7 @@ class Database:
             assert read.result().value == self.value(key), key
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(DATABASES, st.sampled_from([1, 40, 200, 2**18]), st.data())
 @example({b"": b""}, 1, None)
 @example({b"": Range("empty", 0, 0), b"\0": b""}, 1, None)
@@ -170,7 +171,7 @@ def test_tensorstore_writes_a_later_version_on_top(node_bytes, tmp_path, monkeyp
     database.assert_reads(first)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(DATABASES, st.dictionaries(KEYS, st.binary(max_size=2000), max_size=20))
 def test_a_database_below_is_merged(entries, below):
     with tempfile.TemporaryDirectory() as scratch:

@@ -122,14 +122,13 @@ def test_each_process_would_write_what_the_plan_says(monkeypatch, family, partit
 
 
 @pytest.fixture
-def stored(request, monkeypatch):
+def stored(gcs, monkeypatch):
     """The checkpoint on an object store."""
-    place = request.getfixturevalue("gcs")
-    for name, value in place.environment.items():
+    for name, value in gcs.environment.items():
         monkeypatch.setenv(name, value)
     for path in QWEN3.iterdir():
-        obstore.put(place.store(), f"x/{path.name}", path.read_bytes())
-    return place
+        obstore.put(gcs.store(), f"x/{path.name}", path.read_bytes())
+    return gcs
 
 
 def test_to_an_object_store_in_parts(stored, monkeypatch):

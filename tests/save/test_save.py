@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -27,7 +27,7 @@ from orbax_safetensors.storage import local
 from tests.support import files
 from tests.support.files import DTYPES, other_names, random_bits, stored_arrays
 from tests.support.saves import BF16, INDEX, RNG, TREE, assert_same_bits, content, save, sharded, temporary
-from tests.support.strategies import tensor_names
+from tests.support.strategies import examples, tensor_names
 
 
 def test_one_file(tmp_path):
@@ -99,7 +99,7 @@ host_arrays = st.builds(
 flat_trees = st.dictionaries(tensor_names, host_arrays, min_size=1, max_size=6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(flat_trees, st.integers(1, 400), st.sampled_from([{"format": "pt"}, {"format": "é"}]))
 def test_the_bytes_are_the_references(tree, max_file_bytes, metadata):
     with temporary() as directory, temporary() as scratch:
@@ -303,7 +303,7 @@ def array_shardings(draw, shape):
     return NamedSharding(mesh, P(*spec))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(sharded_trees(), st.integers(1, 4), st.integers(1, 300), st.booleans(), st.randoms(use_true_random=False))
 def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file_bytes, copied, random):
     """As if each part were the share of one process: it writes its own boxes, each byte once, and nothing else."""

@@ -91,6 +91,7 @@ def test_none_and_no_boto3(monkeypatch):
         store.open(path)
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("fault", [Answer(404), Answer(403), Cut(None, "stall")], ids=str)
 def test_a_machine_without_a_role(monkeypatch, fault):
     with Server(lambda request: Response(404)) as metadata:
@@ -103,6 +104,7 @@ def test_a_machine_without_a_role(monkeypatch, fault):
         assert len(metadata.log) == 1
 
 
+@pytest.mark.server
 def test_a_machine_with_a_role(monkeypatch, signed):
     role = {"AccessKeyId": "AKROLE", "SecretAccessKey": "x", "Token": "y", "Expiration": "2100-01-01T00:00:00Z"}
 

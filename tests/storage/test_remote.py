@@ -106,6 +106,7 @@ def test_what_is_in_flight_is_bounded(server, monkeypatch):
     assert max(most) <= 2
 
 
+@pytest.mark.server
 def test_short_ranges_of_many_reads_are_not_all_asked_for_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_more", asyncio.Semaphore(3))
     (tmp_path / "file").write_bytes(DATA)

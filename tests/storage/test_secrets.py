@@ -80,6 +80,7 @@ def read(store, path):
 QUICK = {"read_timeout": timedelta(seconds=0.2), "max_retries": 1, "default_headers": HEADER}
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("scheme", PLACES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_stores(scheme, fault, caplog):

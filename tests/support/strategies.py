@@ -8,9 +8,17 @@ import math
 import struct
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from orbax_safetensors.format.dtypes import DTYPES, DType
+from tests.support import tiers
+
+
+def examples(count: int) -> settings:
+    """As many examples, or a tenth of them in the fast tier."""
+    return settings(max_examples=max(20, count // 10) if tiers.only_fast else count)
+
 
 type_names = st.sampled_from(sorted(DTYPES))
 

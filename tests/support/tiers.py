@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.roots import ROOT
@@ -23,25 +24,31 @@ from tests.support.roots import ROOT
 MARKS = {
     "process": "starts Python processes",
     "server": "needs a server on this machine",
-    "full_size": "plans with the tensors of published models in full size",
+    "full_size": "takes as many tensors as the largest models have",
+    "cross": "is of a cross of parameters that other cases cover",
 }
-FAST = " and ".join(f"not {mark}" for mark in MARKS)
-
 _FOLDERS = {"multiprocess": "process", "servers": "server"}
 _FIXTURES = {
     **dict.fromkeys(("azure", "gcs", "hub", "moto", "orbax_gcs", "s3", "server", "web"), "server"),
     "by_stock_orbax": "process",
     "full_size_model": "full_size",
 }
+only_fast = False
 _running: pytest.Item | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for mark, reason in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: {reason}")
-    named = config.args_source is pytest.Config.ArgsSource.ARGS
-    if config.option.markexpr == FAST and named and not hasattr(config, "workerinput"):
-        config.option.markexpr = ""
+    global only_fast
+    only_fast = config.option.markexpr in config.getini("addopts")
+    named = config.args_source is pytest.Config.ArgsSource.ARGS and not hasattr(config, "workerinput")
+    if only_fast and named:
+        only_fast, config.option.markexpr = False, ""
+    # Shared machines stall for longer than any deadline.
+    hypothesis.settings.register_profile("all", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("all"), max_examples=20)
+    hypothesis.settings.load_profile("fast" if only_fast else "all")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

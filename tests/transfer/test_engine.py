@@ -1,0 +1,271 @@
+"""Transfers of which storage fails: the first error is raised, nothing goes on after it, and all files are closed."""
+
+import threading
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.storage.store import Stamp
+from orbax_safetensors.transfer import engine
+from orbax_safetensors.transfer.engine import Reader, WholeFileWriter, Writer
+from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
+
+F4 = np.dtype(np.float32)
+ROWS, REQUEST_BYTES = 6, 16
+SECONDS = 30
+FIRST = Stamp(0, "first")
+
+
+@dataclass
+class FakeFile:
+    """A file in memory that records what it is asked for; what it `does` at a request may raise."""
+
+    path: str
+    content: bytearray
+    does: object = lambda file, offset: None
+    stamp: Stamp = FIRST
+    requests: list = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    closed: int = 0
+
+    def read(self, ranges):
+        for offset, buffers in ranges:
+            self._ask(offset)
+            for buffer in buffers:
+                buffer[:] = self.content[offset : offset + buffer.nbytes]
+                offset += buffer.nbytes
+
+    def write(self, offset, buffers):
+        self._ask(offset)
+        for buffer in buffers:
+            self.content[offset : offset + buffer.nbytes] = buffer
+            offset += buffer.nbytes
+
+    def sync(self):
+        self._ask("sync")
+
+    def check(self, stamp):
+        if stamp != self.stamp:
+            raise StorageError(f"{self.path}: changed while it was in use")
+
+    def _ask(self, what):
+        self.requests.append(what)
+        self.does(self, what)
+
+    def cancel(self):
+        self.cancelled.set()
+
+    def close(self):
+        self.closed += 1
+
+
+def until_cancelled(file, what):
+    """A request that takes for ever unless it is cancelled."""
+    assert file.cancelled.wait(SECONDS)
+    raise StorageError(f"{file.path}: cancelled")
+
+
+def fails_at(*requests, error=StorageError):
+    def does(file, what):
+        if what in requests:
+            raise error(f"{file.path}: failed at {what}")
+
+    return does
+
+
+class Case:
+    """Two files of a matrix each, of which every row is a request, and memory for both."""
+
+    def __init__(self, *does, dtype=F4):
+        self.arrays = [np.arange(ROWS * 4, dtype=F4).reshape(ROWS, 4) + 120.5 * number for number in range(2)]
+        self.files = [
+            FakeFile(f"file{number}", bytearray(array.tobytes()), *does[number : number + 1])
+            for number, array in enumerate(self.arrays)
+        ]
+        self.blocks = [
+            Block(View.tensor(f"t{number}", (ROWS, 4), F4), ((0, ROWS), (0, 4)), (ROWS, 4), np.dtype(dtype))
+            for number in range(2)
+        ]
+        self.memory = [np.zeros(block.nbytes, np.uint8) for block in self.blocks]
+        self.plan = transfer_plan(
+            self.blocks, lambda name: Location(int(name[1]), 0, F4), max_gap_bytes=0, max_request_bytes=REQUEST_BYTES
+        )
+
+    def open(self, number):
+        return self.files[number]
+
+    def read(self, reader, lossless=False):
+        reader.read(self.plan, self.blocks, self.memory, [lossless] * 2)
+
+    def write(self, writer):
+        for memory, array in zip(self.memory, self.arrays, strict=True):
+            memory[:] = array.reshape(-1).view(np.uint8)
+        for file in self.files:
+            file.content[:] = bytes(len(file.content))
+        writer.run(self.plan, self.blocks, self.memory)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_counters_are_what_storage_was_asked_for(threads):
+    case = Case()
+    with Reader(case.open, threads) as reader:
+        case.read(reader)
+    assert [memory.tobytes() for memory in case.memory] == [array.tobytes() for array in case.arrays]
+    assert sorted(case.files[0].requests) == list(range(0, ROWS * 16, 16))
+    assert (reader.counters.num_requests, reader.counters.nbytes) == (2 * ROWS, 2 * ROWS * 16)
+    assert [file.closed for file in case.files] == [1, 1]
+
+
+def test_nothing_is_asked_for_after_a_failure():
+    case = Case(fails_at(32))
+    with pytest.raises(StorageError, match="file0: failed at 32"), Reader(case.open, 1) as reader:
+        case.read(reader)
+    assert (case.files[0].requests, case.files[1].requests) == ([0, 16, 32], [])
+    assert case.files[0].cancelled.is_set()
+    assert case.files[0].closed == 1
+
+
+def test_a_failure_ends_requests_of_other_threads_and_is_the_one_that_is_raised():
+    stalled = threading.Event()
+
+    def stall(file, what):
+        stalled.set()
+        until_cancelled(file, what)
+
+    def fail(file, what):
+        assert stalled.wait(SECONDS)
+        raise MemoryError("no memory")
+
+    case = Case(fail, stall)
+    case.plan = replace(case.plan, extents=case.plan.extents[::ROWS])  # a request of each file
+    with pytest.raises(MemoryError, match="no memory"), Reader(case.open, 2) as reader:
+        case.read(reader)
+    assert [file.closed for file in case.files] == [1, 1]
+
+
+def test_an_interrupt_ends_requests_and_is_raised_when_they_have_ended(monkeypatch):
+    asked = threading.Event()
+    case = Case(lambda file, what: asked.set() or until_cancelled(file, what))
+
+    def interrupted(futures):
+        assert asked.wait(SECONDS)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), Reader(case.open, 1) as reader:
+        case.read(reader)
+    assert (case.files[0].requests, case.files[1].requests) == ([0], [])
+
+
+def test_a_file_that_cannot_be_opened_fails_the_transfer():
+    case = Case()
+
+    def open_file(number):
+        if number:
+            raise StorageError("file1: cannot be opened")
+        return case.files[0]
+
+    with pytest.raises(StorageError, match="file1: cannot be opened"), Reader(open_file, 1) as reader:
+        case.read(reader)
+    assert case.files[0].closed == 1
+
+
+def test_a_file_that_cannot_be_closed_keeps_no_other_open():
+    case = Case()
+    reader = Reader(case.open, 2)
+    case.read(reader)
+    closed = []
+    for file in case.files:
+        file.close = lambda file=file: closed.append(file) or fails_at("close")(file, "close")
+    with pytest.raises(StorageError, match="failed at close"):
+        reader.close()
+    assert len(closed) == 2
+    reader.close()
+    assert len(closed) == 2
+
+
+def test_files_that_changed_are_noticed_afterwards():
+    case = Case()
+    with Reader(case.open, 2) as reader:
+        case.read(reader)
+        reader.check({number: file.stamp for number, file in enumerate(case.files)})
+        case.files[1].stamp = Stamp(0, "second")
+        with pytest.raises(StorageError, match="file1: changed"):
+            reader.check(dict.fromkeys(range(2), FIRST))
+
+
+def test_a_value_that_a_cast_would_lose_names_file_and_tensor():
+    case = Case(dtype=np.int8)  # which ends at 127
+    with pytest.raises(TensorMismatchError, match="^file1: 't1': "), Reader(case.open, 1) as reader:
+        case.read(reader, lossless=True)
+
+
+def test_each_file_is_written_by_one_thread_at_a_time():
+    threads = [set(), set()]
+    together = threading.Barrier(2, timeout=SECONDS)
+
+    def record(number):
+        def does(file, offset):
+            threads[number].add(threading.get_ident())
+            together.wait()  # for the other file
+
+        return does
+
+    case = Case(record(0), record(1))
+    with Writer(case.open, 8) as writer:
+        case.write(writer)
+        assert writer.useful_threads(2) == 2
+    assert [bytes(file.content) for file in case.files] == [array.tobytes() for array in case.arrays]
+
+
+def test_a_write_that_fails_is_the_last():
+    case = Case(fails_at(16, error=OSError))
+    with pytest.raises(OSError, match="failed at 16"), Writer(case.open, 1) as writer:
+        case.write(writer)
+    assert case.files[0].requests == [0, 16]
+    assert case.files[1].requests == [0]  # files are written in turn
+    assert [file.cancelled.is_set() for file in case.files] == [True, True]
+
+
+def test_a_flush_that_fails_is_made_again():
+    case = Case(fails_at("sync"))
+    with Writer(case.open, 2) as writer:
+        case.write(writer)
+        with pytest.raises(StorageError, match="file0: failed at sync"):
+            writer.sync()
+        case.files[0].does = lambda file, what: None
+        writer.sync()
+        asked = [file.requests.count("sync") for file in case.files]
+        writer.sync()  # of nothing
+    assert asked[0] == 2
+    assert asked == [file.requests.count("sync") for file in case.files]
+
+
+def test_whole_files_are_written_in_order_and_finished_if_they_are_empty():
+    case = Case()
+    empty = FakeFile("empty", bytearray())
+    with WholeFileWriter(lambda number: [*case.files, empty][number], 4) as writer:
+        case.write(writer)
+        writer.finish(range(3))
+    for file in case.files:
+        assert file.requests == [*range(0, ROWS * 16, 16), "sync"]
+    assert (empty.requests, empty.closed) == (["sync"], 1)
+
+
+def test_a_whole_file_that_fails_is_given_up_with_all_others():
+    case = Case(fails_at(48))
+    with pytest.raises(StorageError, match="failed at 48"), WholeFileWriter(case.open, 1) as writer:
+        case.write(writer)
+    assert case.files[0].requests == [0, 16, 32, 48]
+    assert case.files[1].requests == []
+    assert case.files[0].closed == 1
