@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.family import AskedFamily, mapped, read_config, taken_apart
-from orbax_safetensors.checkpoint.files import SUFFIX, read_checkpoint
-from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.family import AskedFamily, mapped, taken_apart
+from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.source import Source
 from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, partition
 from orbax_safetensors.errors import MappingError, SafetensorsError, StorageError, TensorMismatchError
