@@ -6,7 +6,7 @@ of strided copies out of stored tensors; `transfer/engine.py` executes it.
 """
 
 from orbax_safetensors import mapping
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.checkpoint.verify import verify
 from orbax_safetensors.convert.plan import plan_convert, plan_reshard

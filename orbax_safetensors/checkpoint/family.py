@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import posixpath
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -11,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.config import quantization_config, read_config, stored_dtype
 from orbax_safetensors.checkpoint.source import Source
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_same
 from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
@@ -23,14 +21,6 @@ from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check
 from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
 from orbax_safetensors.mapping.inference import fit
 from orbax_safetensors.mapping.quantization import quantization
-from orbax_safetensors.storage.store import File, read_small
-
-CONFIG_NAME = "config.json"
-# Configs are a few kilobytes. What is much longer is something else.
-_MAX_CONFIG_BYTES = 4 * 2**20
-
-# `transformers`' name of it, and that of `compressed-tensors` in older files.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 AskedFamily = Family | str | None
 
@@ -135,23 +125,13 @@ def _mapped(
 def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
     """The checkpoint with its quantised tensors decoded, and the names of tensors that it needs for nothing then."""
     facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
-    found = quantization(_quantization_config(config), facts)
+    found = quantization(quantization_config(config), facts)
     for quantized in found.tensors.values():
         for name in (quantized.codes, quantized.scales):
             if len(checkpoint[name].pieces) > 1:
                 raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
-    dtype = _dtype(config, checkpoint.decoded_dtype)
+    dtype = stored_dtype(config, checkpoint.decoded_dtype)
     return replace(checkpoint, quantized=found.tensors, decoded_dtype=dtype), found.unused
-
-
-def _quantization_config(config: Mapping[str, Any]) -> Any:
-    """How tensors are quantised: by the whole model's config, or that of its text."""
-    text = config.get("text_config")
-    for own in (config, text if isinstance(text, Mapping) else {}):
-        for key in _QUANTIZATION_KEYS:
-            if own.get(key) is not None:
-                return own[key]
-    return None
 
 
 def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
@@ -195,7 +175,7 @@ def taken_apart(
             if piece.tensor is None:
                 continue
             casts = any(isinstance(op, Cast) for op in piece.ops)
-            dtype = _dtype(config, source.dtype) if casts and not asked_for else source.dtype
+            dtype = stored_dtype(config, source.dtype) if casts and not asked_for else source.dtype
             if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
                 raise MappingError(
                     f"{family.name}: {source.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
@@ -207,65 +187,9 @@ def taken_apart(
     return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
 
 
-def _dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
-    """The dtype that a config says the model's tensors are stored with."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    try:
-        return np.dtype(name) if name else otherwise
-    except TypeError:
-        raise MappingError(f"config.json: dtype {name!r} is not one that tensors can have") from None
-
-
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-
-def as_config(config: Any) -> dict[str, Any] | None:
-    """A config that somebody passed, as the content of the `config.json` of what is saved.
-
-    Raises `MappingError` where it is neither a dict that JSON can hold nor something with a `to_dict` that gives one.
-    """
-    if config is None:
-        return None
-    given = config.to_dict() if hasattr(config, "to_dict") else config
-    try:
-        config = json.loads(json.dumps(given))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise MappingError(f"config: cannot be stored as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise MappingError(f"config: expected the content of a config.json, found {shown(given)}")
-    # It says how tensors were stored that have been decoded since.
-    for own in (config, config.get("text_config")):
-        if isinstance(own, dict):
-            for key in _QUANTIZATION_KEYS:
-                own.pop(key, None)
-    return config
-
-
-def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The `config.json` beside a checkpoint's files, {} where there is none.
-
-    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read or is too long.
-    """
-    directory = posixpath.dirname(checkpoint.files[0].path) or "."
-    path = posixpath.join(directory, CONFIG_NAME)
-    file = checkpoint.store.find(path)
-    if file is None:
-        return {}
-    return parse_config(file)
-
-
-def parse_config(file: File) -> dict[str, Any]:
-    """What a `config.json` says. The file is closed; raises as `read_config`."""
-    text = read_small(file, _MAX_CONFIG_BYTES)
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MappingError(f"{file.path}: is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise MappingError(f"{file.path}: expected a JSON object, found {shown(config)}")
-    return config
 
 
 def _renamed(family: Family, name: str) -> str:

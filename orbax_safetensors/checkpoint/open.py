@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import AskedFamily, mapped
-from orbax_safetensors.checkpoint.files import SUFFIX, Checkpoint, read_checkpoint
-from orbax_safetensors.errors import StorageError
-from orbax_safetensors.format.index import INDEX_SUFFIX
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.directories import is_remote
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.storage.schemes import store_of
 
 
 def open_checkpoint(
@@ -47,21 +43,6 @@ def open_checkpoint(
     options = options or SafetensorsOptions()
     checkpoint = read_checkpoint(path, options.storage_options)
     return mapped(checkpoint, family, variant, complete=True, dequantize=options.dequantize)
-
-
-def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
-    if is_remote(path):
-        if path.endswith(SUFFIX):  # who may read an object may not be allowed to list what is beside it
-            return False
-        store, path = store_of(path, storage_options)
-        names = store.list(path)
-    else:
-        try:
-            names = os.listdir(path) if os.path.isdir(path) else None
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
-    return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
-from typing import Any
 
-from orbax_safetensors.checkpoint.files import find_faults, read_checkpoint
-from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.checkpoint.read import examine
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
@@ -18,7 +17,7 @@ from orbax_safetensors.storage.paths import PathLike, place
 
 
 def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
-    """Every fault of a checkpoint: headers, sizes, the index and its files. An empty list where there is none.
+    """Return every fault of a checkpoint: of headers, sizes, the index and its files. The list is empty if it is valid.
 
     If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, and each address of
     that index has to be in a tensor.
@@ -32,19 +31,20 @@ def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list
     storage_options = (options or SafetensorsOptions()).storage_options
     if is_orbax(place(path), storage_options):
         return find_step_faults(path)
-    faults = find_faults(path, storage_options)
-    return faults or _index_faults(path, storage_options)
+    checkpoint = examine(path, storage_options)
+    if isinstance(checkpoint, list):
+        return checkpoint
+    # TensorStore finds an object store without options only.
+    index_opens = checkpoint.store.maps or (is_remote(checkpoint.path) and not storage_options)
+    return _index_faults(checkpoint, index_opens)
 
 
-def _index_faults(path: PathLike, storage_options: Mapping[str, Any] | None) -> list[SafetensorsError]:
-    """What is wrong with the index that makes sound files a checkpoint of Orbax; nothing if there is none of ours."""
-    checkpoint = read_checkpoint(path, storage_options)
+def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:
+    """Return the faults of the index that makes sound files a checkpoint of Orbax; none if there is none of ours."""
     if checkpoint.files[0].path == checkpoint.path or (note := read_note(checkpoint.store, checkpoint.path)) is None:
         return []
-    changed = note.changed(checkpoint.store, checkpoint.path)
-    # TensorStore finds an object store without options only.
-    reads = checkpoint.store.maps or (is_remote(checkpoint.path) and not storage_options)
-    if changed or not reads:
+    changed = note.changed(checkpoint.path, checkpoint.fingerprints)
+    if changed or not index_opens:
         return list(changed)
     tensors = {
         posixpath.basename(file.path): [

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.picture import draw
 from orbax_safetensors.cli.tables import Output, Share, Size, clean
 from orbax_safetensors.errors import SafetensorsError, StorageError

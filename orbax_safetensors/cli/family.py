@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from orbax_safetensors.checkpoint import family as mapped
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.mapping import registry
 
@@ -67,7 +67,7 @@ def variant(args: argparse.Namespace) -> dict[str, Any]:
 
 def full_name(checkpoint: Checkpoint, asked: str) -> str:
     """The name of the family that `checkpoint` was opened with."""
-    family = registry.find(asked, mapped.read_config(checkpoint))
+    family = registry.find(asked, read_config(checkpoint))
     return asked if family is None else family.name
 
 

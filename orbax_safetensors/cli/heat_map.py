@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.cli.heat_page import PAGE
 from orbax_safetensors.cli.partition import mesh_text
 from orbax_safetensors.cli.plan_tables import Scenario, worst_leaves

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint.files import Checkpoint, StoredFile, read_checkpoint
-from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.files import StoredFile, is_orbax
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli import inspect_orbax, inspect_tree
 from orbax_safetensors.cli.family import FAMILY_HELP, add_family
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text

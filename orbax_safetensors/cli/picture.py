@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.cli.byte_map import amounts, owners
 from orbax_safetensors.cli.page import PAGE
 from orbax_safetensors.cli.partition import axes_text, spread

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors.checkpoint.family import read_config
-from orbax_safetensors.checkpoint.files import Checkpoint
-from orbax_safetensors.checkpoint.open import is_orbax, open_checkpoint, stored_arrays
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.checkpoint.open import open_checkpoint, stored_arrays
 from orbax_safetensors.cli import plan_orbax
 from orbax_safetensors.cli.family import FAMILY_HELP, add_family, full_name, switches_text, variant
 from orbax_safetensors.cli.partition import (

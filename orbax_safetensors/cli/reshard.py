@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli import cluster, convert_plan
 from orbax_safetensors.cli.convert import (
     PARTITIONS_HELP,

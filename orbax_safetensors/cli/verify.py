@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from orbax_safetensors.checkpoint.files import read_checkpoint
-from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.verify import verify
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.orbax_store import open_step

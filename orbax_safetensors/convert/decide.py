@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orbax_safetensors.checkpoint.files import SUFFIX, read_checkpoint
-from orbax_safetensors.checkpoint.open import is_orbax
+from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_safetensors.checkpoint.family import taken_apart
-from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.source import Source
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.family import mapped, read_config
-from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.family import mapped
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError

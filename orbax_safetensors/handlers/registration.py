@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.files import SUFFIX, read_checkpoint
+from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.handlers._compat import GLOBAL_TYPE_HANDLER_REGISTRY
@@ -179,7 +180,7 @@ def _stored_names(directory: Any) -> Container[str]:
         return _Everything()
     checkpoint = read_checkpoint(directory)
     if (note := read_note(checkpoint.store, checkpoint.path)) is not None:
-        for fault in note.changed(checkpoint.store, checkpoint.path):
+        for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
             raise fault
         if not note.names_tensors:
             return frozenset()

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions

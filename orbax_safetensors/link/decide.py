@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.family import mapped, read_config
-from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.family import mapped
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.request import LinkRequest

@@ -24,7 +24,7 @@ from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.link import item_files, step_files
 from orbax_safetensors.orbax_store.ocdbt import merge, write_references
-from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprints
+from orbax_safetensors.orbax_store.trust import TRUST_FILE, noted
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.streaming.model_files import files_of_model
@@ -177,13 +177,12 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         merge(staging.made, staging.path)
         staging.keep_data()
     checkpoint = decision.checkpoint
-    files = [file.path for file in checkpoint.files]
-    staging.write(TRUST_FILE, fingerprints(checkpoint.store, files, names_tensors=checkpoint.mapped is None))
+    staging.write(TRUST_FILE, noted(checkpoint.fingerprints, names_tensors=checkpoint.mapped is None))
     small = item_files(decision.tree(made), whole=decision.whole)
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.beside:
-        staging.link_files([*files, *_beside(decision.request)])
+        staging.link_files([*(file.path for file in checkpoint.files), *_beside(decision.request)])
     for file in checkpoint.files:
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # which says if it has changed since its header was read

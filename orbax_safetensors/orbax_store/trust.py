@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.format.header import PREFIX_BYTES, header_length
+from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.store import Store, read_small
 
 # Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and of a save
@@ -21,11 +20,6 @@ from orbax_safetensors.storage.store import Store, read_small
 TRUST_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
-
-
-def fingerprints(store: Store, paths: Iterable[str], *, names_tensors: bool) -> bytes:
-    """The content of `TRUST_FILE` for some files of one directory."""
-    return noted({posixpath.basename(path): _fingerprint(store, path) for path in paths}, names_tensors)
 
 
 def noted(files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None) -> bytes:
@@ -56,23 +50,19 @@ class Note:
     names_tensors: bool
     saved: Mapping[str, Any] | None
 
-    def changed(self, store: Store, directory: str) -> list[StorageError]:
-        """What is wrong with the files, one error each: those that are no longer what the index was made of."""
-        faults = []
-        for name, own in self.files.items():
-            path = posixpath.join(directory, name)
-            try:
-                found = _fingerprint(store, path)
-            except SafetensorsError as error:
-                faults.append(StorageError(str(error)))
-                continue
-            if found != own:
-                faults.append(
-                    StorageError(
-                        f"{path}: is not the file that the index beside it is of: expected {own}, found {found}"
-                    )
-                )
-        return faults
+    def changed(self, directory: str, present: Mapping[str, Mapping[str, Any]]) -> list[StorageError]:
+        """Return an error for each file in a directory that is no longer the one that the index was made of.
+
+        `present` are the fingerprints of the files that are there, by name.
+        """
+        return [
+            StorageError(
+                f"{posixpath.join(directory, name)}: is not the file that the index beside it is of: expected "
+                f"{expected}, found {present.get(name, 'no such file in the checkpoint')}"
+            )
+            for name, expected in self.files.items()
+            if present.get(name) != expected
+        ]
 
 
 def read_note(store: Store, directory: str) -> Note | None:
@@ -93,16 +83,3 @@ def read_note(store: Store, directory: str) -> Note | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
     return Note(files, names_tensors, saved)
-
-
-def _fingerprint(store: Store, path: str) -> dict[str, Any]:
-    file = store.open(path)
-    try:
-        nbytes = file.stamp.nbytes
-        prefix = bytearray(min(PREFIX_BYTES, nbytes))
-        file.read([(0, [memoryview(prefix)])])
-        header = bytearray(header_length(bytes(prefix), nbytes, file=path))
-        file.read([(PREFIX_BYTES, [memoryview(header)])])
-    finally:
-        file.close()
-    return fingerprint(nbytes, header)

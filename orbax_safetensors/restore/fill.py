@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import assemble, on_host, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.groups import by_tensors

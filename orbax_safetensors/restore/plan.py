@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import AskedFamily, mapped
-from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead, deal
 from orbax_safetensors.cost.report import Cooperation, Leaf, RestorePlan, WayCost, restore_plan
 from orbax_safetensors.devices.sharding import device_boxes, device_owners, is_abstract, plain

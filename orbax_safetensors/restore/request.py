@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import default_sharding, is_abstract
 from orbax_safetensors.devices.trees import empty_nodes, flatten
 from orbax_safetensors.errors import TensorMismatchError

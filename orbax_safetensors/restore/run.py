@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import AskedFamily, fitted, mapped
-from orbax_safetensors.checkpoint.files import Checkpoint, read_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.agreement import first, new_key
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions

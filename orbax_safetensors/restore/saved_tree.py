@@ -12,8 +12,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.family import AskedFamily, read_config
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.family import AskedFamily
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
@@ -79,7 +80,7 @@ def saved_tree(
         return None
     if (asked is not None and registry.find(asked, config) != found) or (variant is not None and variant != own[1]):
         return None
-    for fault in note.changed(checkpoint.store, checkpoint.path):
+    for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
         raise fault
     shardings = parse_shardings(_beside(checkpoint, SHARDING_FILE), checkpoint.path)
     return SavedTree(*own, RecordedTree.parse(tree, checkpoint.path), shardings)

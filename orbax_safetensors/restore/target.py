@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.layout import Format, Layout
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import forget, together
 from orbax_safetensors.devices.sharding import assemble, box_of, on_host

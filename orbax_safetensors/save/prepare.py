@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, as_config, taken_apart
+from orbax_safetensors.checkpoint.config import as_config
+from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, taken_apart
 from orbax_safetensors.checkpoint.source import Source, resolve
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import local_holders, local_shards, on_host, placement

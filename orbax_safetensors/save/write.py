@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import jax
 
-from orbax_safetensors.checkpoint.family import CONFIG_NAME
+from orbax_safetensors.checkpoint.config import CONFIG_NAME
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.format.layout import INDEX_NAME

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.family import CONFIG_NAME, as_config, parse_config
+from orbax_safetensors.checkpoint.config import CONFIG_NAME, as_config, parse_config
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, read_small, write_small
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.files import Checkpoint
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View

@@ -9,7 +9,7 @@ import pytest
 import safetensors
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.files import find_faults
+from orbax_safetensors.checkpoint.read import examine
 from orbax_safetensors.storage import local
 from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
 
@@ -177,11 +177,11 @@ def test_a_fault_is_one_typed_error(tmp_path, make, error, message):
     make(tmp_path)
     with pytest.raises(error, match=message):
         ost.open_checkpoint(tmp_path)
-    assert {type(fault) for fault in find_faults(tmp_path)} == {error}
+    assert {type(fault) for fault in examine(tmp_path)} == {error}
 
 
 def test_an_empty_directory_has_no_faults_but_is_an_error(tmp_path):
-    for call in (ost.open_checkpoint, find_faults):
+    for call in (ost.open_checkpoint, examine):
         with pytest.raises(ost.StorageError, match="holds no .safetensors file"):
             call(tmp_path)
 
@@ -203,7 +203,7 @@ def test_faults_are_found_together(tmp_path):
     corrupt(tmp_path / "model-00001-of-00003.safetensors")
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     write(tmp_path / "model-00003-of-00003.safetensors", {"d": C})
-    faults = find_faults(tmp_path)
+    faults = examine(tmp_path)
     assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, ost.IndexFileError]
 
 

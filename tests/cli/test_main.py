@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"

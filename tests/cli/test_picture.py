@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from orbax_safetensors.checkpoint.files import read_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.picture import draw
 from tests.support.pages import HOSTILE, Page
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import family as mapped
 from orbax_safetensors.checkpoint import source as sources
-from orbax_safetensors.checkpoint.family import read_config
+from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.format.layout import file_names

@@ -1,0 +1,178 @@
+"""`Checkpoint`: the tensors of safetensors files, as they are stored or as a family makes a model's tree of them."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from orbax_safetensors.checkpoint.files import StoredFile
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import DType, held
+from orbax_safetensors.format.header import TensorEntry
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping.quantization import Quantized
+from orbax_safetensors.storage.store import File, Store
+from orbax_safetensors.transfer.plan import Location
+
+# Between a tensor's name and the number of its piece, if a view has several. No header can hold this character, so no
+# tensor has the name of a piece.
+_PIECE = "\ud800"
+
+_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+
+
+class Piece(NamedTuple):
+    """A tensor of a file: `file` is its position in `Checkpoint.files`, `start` where it begins in the whole tensor."""
+
+    file: int
+    entry: TensorEntry
+    start: tuple[int, ...]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, in one piece except in PyTorch's sharded files, where its pieces tile it."""
+
+    stored_dtype: DType
+    stored_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in which the tensor is held: as stored; packed where an element is less than a byte."""
+        return held(self.stored_dtype, self.stored_shape)[0]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy dtype in which the tensor is held; `uint8` where an element is less than a byte."""
+        return held(self.stored_dtype, self.stored_shape)[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return sum(piece.entry.nbytes for piece in self.pieces)
+
+    @property
+    def file(self) -> int:
+        """Position in `Checkpoint.files` of the file that has the tensor, or its first piece."""
+        return self.pieces[0].file
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them.
+
+    `leaves` is what is restored of it.
+    """
+
+    path: str
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    store: Store
+    mapped: Mapping[str, View] | None = None  # what a family makes of the tensors, by path in the model's tree
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)  # tensors that are decoded, by name
+    decoded_dtype: np.dtype = _BFLOAT16  # that they have where no other is asked for
+
+    @cached_property
+    def leaves(self) -> Mapping[str, View]:
+        """What can be restored, by name: the tensors as they are held, or the tree that a family makes of them."""
+        return {name: self.view(name) for name in self.tensors} if self.mapped is None else self.mapped
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of all files; the first file that has a key gives its value."""
+        return {key: text for file in reversed(self.files) for key, text in file.header.metadata.items()}
+
+    @cached_property
+    def fingerprints(self) -> dict[str, Mapping[str, Any]]:
+        """What tells whether the files are still the same, by the name of each file."""
+        return {posixpath.basename(file.path): file.fingerprint for file in self.files}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def tree(self, leaf: Callable[[str, View], Any]) -> dict[str, Any]:
+        """`leaf(name, view)` of all leaves: in a flat dict by stored name, or nested as the family has them."""
+        if self.mapped is None:
+            return {name: leaf(name, view) for name, view in self.leaves.items()}
+        tree: dict[str, Any] = {}
+        for path, view in self.mapped.items():
+            *parents, last = path.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = leaf(path, view)
+        return tree
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """The tensor `name`; `TensorMismatchError` where there is none."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise TensorMismatchError(f"{self.path}: there is no tensor {name!r}") from None
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that there is a view of; those that encode others are not among them."""
+        encoding = {name for tensor in self.quantized.values() for name in (tensor.codes, tensor.scales)}
+        plain = {name: tensor.shape for name, tensor in self.tensors.items() if name not in encoding}
+        decoded = {
+            name: tuple(tensor.encoding.shape[axis] for axis in tensor.axes) for name, tensor in self.quantized.items()
+        }
+        return plain | decoded
+
+    def view(self, name: str) -> View:
+        """The tensor `name` as it is held. `location` knows the tensors of the view."""
+        if name in self.quantized:
+            quantized = self.quantized[name]
+            return View.tensor(name, quantized.encoding.shape, self.decoded_dtype).transpose(quantized.axes)
+        tensor = self[name]
+        if len(tensor.pieces) == 1:
+            return View.tensor(name, *held(tensor.stored_dtype, tensor.stored_shape))
+        parts = [
+            (piece.start, View.tensor(_key(name, number), piece.entry.shape, tensor.dtype))
+            for number, piece in enumerate(tensor.pieces)
+        ]
+        return View.tile(tensor.shape, parts)
+
+    def whole(self, name: str) -> str:
+        """The name of the tensor that a view's tensor is, or is a piece of."""
+        return name if name in self.quantized or name in self.tensors else name.rpartition(_PIECE)[0]
+
+    def location(self, name: str) -> Location:
+        """Where a tensor lies, or a piece of one as a view names it."""
+        if name in self.quantized:
+            quantized = self.quantized[name]
+            return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
+        tensor, piece = self._piece(name)
+        return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
+
+    def begin(self, name: str) -> tuple[int, int]:
+        """The file in which a tensor or a piece of one lies, as a view names it, and the offset of its first byte."""
+        if name in self.quantized:
+            name = self.quantized[name].codes
+        _, piece = self._piece(name)
+        return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
+
+    def _piece(self, name: str) -> tuple[StoredTensor, Piece]:
+        tensor = self.tensors.get(name)
+        if tensor is not None:
+            return tensor, tensor.pieces[0]
+        whole, _, number = name.rpartition(_PIECE)
+        return self[whole], self[whole].pieces[int(number)]
+
+    def open_file(self, index: int) -> File:
+        """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
+        stored = self.files[index]
+        return self.store.open(stored.path, stored.stamp)
+
+
+def _key(name: str, number: int) -> str:
+    return f"{name}{_PIECE}{number}"

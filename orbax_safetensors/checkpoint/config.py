@@ -1,0 +1,88 @@
+"""`config.json`, which says what model a checkpoint's files are: read, and made of what a caller passes."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.storage.store import File, read_small
+
+CONFIG_NAME = "config.json"
+# Configs are a few kilobytes. What is much longer is something else.
+_MAX_CONFIG_BYTES = 4 * 2**20
+
+# `transformers`' name of it, and that of `compressed-tensors` in older files.
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
+def as_config(config: Any) -> dict[str, Any] | None:
+    """A config that somebody passed, as the content of the `config.json` of what is saved.
+
+    Raises `MappingError` where it is neither a dict that JSON can hold nor something with a `to_dict` that gives one.
+    """
+    if config is None:
+        return None
+    given = config.to_dict() if hasattr(config, "to_dict") else config
+    try:
+        config = json.loads(json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MappingError(f"config: cannot be stored as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise MappingError(f"config: expected the content of a config.json, found {shown(given)}")
+    # It says how tensors were stored that have been decoded since.
+    for own in (config, config.get("text_config")):
+        if isinstance(own, dict):
+            for key in _QUANTIZATION_KEYS:
+                own.pop(key, None)
+    return config
+
+
+def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The `config.json` beside a checkpoint's files, {} where there is none.
+
+    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read or is too long.
+    """
+    directory = posixpath.dirname(checkpoint.files[0].path) or "."
+    path = posixpath.join(directory, CONFIG_NAME)
+    file = checkpoint.store.find(path)
+    if file is None:
+        return {}
+    return parse_config(file)
+
+
+def parse_config(file: File) -> dict[str, Any]:
+    """What a `config.json` says. The file is closed; raises as `read_config`."""
+    text = read_small(file, _MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MappingError(f"{file.path}: is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise MappingError(f"{file.path}: expected a JSON object, found {shown(config)}")
+    return config
+
+
+def quantization_config(config: Mapping[str, Any]) -> Any:
+    """How tensors are quantised: by the whole model's config, or that of its text."""
+    text = config.get("text_config")
+    for own in (config, text if isinstance(text, Mapping) else {}):
+        for key in _QUANTIZATION_KEYS:
+            if own.get(key) is not None:
+                return own[key]
+    return None
+
+
+def stored_dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
+    """The dtype that a config says the model's tensors are stored with."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    try:
+        return np.dtype(name) if name else otherwise
+    except TypeError:
+        raise MappingError(f"config.json: dtype {name!r} is not one that tensors can have") from None

@@ -1,0 +1,152 @@
+"""`read_checkpoint`: the headers of safetensors files put together, with the index that names their tensors."""
+
+from __future__ import annotations
+
+import posixpath
+import warnings
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Piece, StoredTensor
+from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers
+from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError
+from orbax_safetensors.format.index import Index
+from orbax_safetensors.format.sharding_info import saved_offsets
+from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import UNKNOWN
+
+
+def read_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+    """`open_checkpoint`, without a family. `storage_options` are as in `SafetensorsOptions`."""
+
+    def fail(fault: SafetensorsError) -> None:
+        raise fault
+
+    return _open(path, storage_options, fail)
+
+
+def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | list[SafetensorsError]:
+    """Return a checkpoint, or everything for which `read_checkpoint` would refuse it, which stops at the first.
+
+    Raises `StorageError` if there is no checkpoint, or nothing can be said of it.
+    """
+    faults: list[SafetensorsError] = []
+    try:
+        checkpoint = _open(path, storage_options, faults.append)
+    except StorageError:
+        raise
+    except SafetensorsError as fault:
+        faults.append(fault)
+    return faults or checkpoint
+
+
+def _open(
+    path: PathLike,
+    storage_options: Mapping[str, Any] | None,
+    report: Callable[[SafetensorsError], None],
+) -> Checkpoint:
+    """`read_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
+    store, path = store_of(path, storage_options)
+    paths, index = checkpoint_files(store, path, report)
+    files = []
+    # Nothing but the caller, or the usual name, says that there is such a file.
+    assumed = paths == [path] or (index is None and not store.lists)
+    for stored_or_fault in read_headers(store, paths):
+        if assumed and isinstance(stored_or_fault, StorageError):
+            raise stored_or_fault
+        if isinstance(stored_or_fault, SafetensorsError):
+            report(stored_or_fault)
+        else:
+            files.append(stored_or_fault)
+    if any(stored.stamp.version == UNKNOWN for stored in files):
+        warnings.warn(
+            f"{path}: the server gives neither an ETag nor a Last-Modified, so that a file that changes while it is "
+            "read goes unnoticed unless its size changes",
+            stacklevel=2,
+        )
+    with no_collection():
+        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store)
+
+
+def _tensors(
+    path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
+) -> dict[str, StoredTensor]:
+    """The tensors of `files` by name, those that the index names where there is one."""
+    pieces: dict[str, list[Piece]] = {}
+    for number, stored in enumerate(files):
+        offsets = saved_offsets(stored.header, file=stored.path)
+        base_name = posixpath.basename(stored.path)
+        for name, entry in stored.header.tensors.items():
+            if index is not None and index.weight_map.get(name) != base_name:
+                continue
+            if name not in pieces:
+                pieces[name] = [Piece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])]
+            elif offsets is not None:
+                pieces[name].append(Piece(number, entry, offsets[name]))
+            else:
+                other = files[pieces[name][0].file].path
+                report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
+    tensors = {}
+    for name, own in pieces.items():
+        if len(own) == 1 and not any(own[0].start):
+            tensors[name] = StoredTensor(own[0].entry.dtype, own[0].entry.shape, (own[0],))
+            continue
+        try:
+            tensors[name] = _whole(name, own, files)
+        except SafetensorsError as fault:
+            report(fault)
+    if index is not None:
+        read = {posixpath.basename(stored.path) for stored in files}
+        for name, file in index.weight_map.items():
+            if name not in tensors and file in read:
+                report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
+    return tensors
+
+
+def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTensor:
+    """The tensor that `pieces` make; `IndexFileError` where they do not tile it."""
+    first, first_file = pieces[0].entry, pieces[0].file
+    for piece in pieces:
+        where = f"{files[piece.file].path}: {name!r}"
+        if piece.entry.dtype != first.dtype or len(piece.entry.shape) != len(first.shape):
+            raise IndexFileError(
+                f"{where}: expected a piece of {len(first.shape)} dimensions of {first.dtype.name}, found shape "
+                f"{piece.entry.shape} of {piece.entry.dtype.name}"
+            )
+        if first.dtype.numpy is None:
+            raise IndexFileError(f"{where}: pieces of {first.dtype.name}, which is packed, cannot be put together")
+    shape = tuple(max(_end(piece, axis) for piece in pieces) for axis in range(len(first.shape)))
+    filled = tuple(piece for piece in pieces if prod(piece.entry.shape))
+    # How many pieces hold each cell of the grid that their edges make.
+    edges = [
+        sorted({0, shape[axis]} | {piece.start[axis] for piece in filled} | {_end(piece, axis) for piece in filled})
+        for axis in range(len(shape))
+    ]
+    numbers = [{cut: number for number, cut in enumerate(cuts)} for cuts in edges]
+    held_by = np.zeros([len(cuts) - 1 for cuts in edges], np.int64)
+    for piece in filled:
+        cells = (slice(at[piece.start[axis]], at[_end(piece, axis)]) for axis, at in enumerate(numbers))
+        held_by[tuple(cells)] += 1
+    if prod(shape) and (held_by != 1).any():
+        cell = np.argwhere(held_by != 1)[0]
+        at = tuple(cuts[number] for cuts, number in zip(edges, cell.tolist(), strict=True))
+        raise IndexFileError(
+            f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found "
+            f"{held_by[tuple(cell)]} of them at {at}"
+        )
+    return StoredTensor(first.dtype, shape, filled or tuple(pieces[:1]))
+
+
+def _end(piece: Piece, axis: int) -> int:
+    return piece.start[axis] + piece.entry.shape[axis]
+
+
+@lru_cache
+def _origin(rank: int) -> tuple[int, ...]:
+    return (0,) * rank
