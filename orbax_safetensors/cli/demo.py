@@ -16,13 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli.picture import draw
+from orbax_safetensors.cli.heat_map import draw, stretches
 from orbax_safetensors.cli.tables import Output, Share, Size, clean
+from orbax_safetensors.cost.heat import Heat
 from orbax_safetensors.errors import SafetensorsError, StorageError
 
 PROCESSES = 2
@@ -80,15 +84,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise StorageError(f"{path}: has no tensors to restore")
     reports = work(path, timeout_s=_START_SECONDS + sum(_sizes(checkpoint)) / _BYTES_PER_SECOND)
     faults = verdict(reports)
-    page = draw(checkpoint, reports, faults, {"process": PROCESSES, "device": DEVICES})
-    picture.write_text(page, encoding="utf-8")
+    picture.write_text(drawn(checkpoint, reports, faults), encoding="utf-8")
     _print(checkpoint, reports, output)
     output.line("")
-    for fault in faults:
-        output.line(fault)
-    if not faults:
-        shards = sum(report["shards"] for report in reports)
-        output.line(f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads.")
+    for line in faults or [_all_equal(reports)]:
+        output.line(line)
     output.line(f"Which bytes each process read: {picture}")
     return 1 if faults else 0
 
@@ -182,6 +182,50 @@ def verdict(reports: list[dict[str, Any]]) -> list[str]:
                 f"picture shows {report['requested_bytes']:,}"
             )
     return faults
+
+
+def _all_equal(reports: list[dict[str, Any]]) -> str:
+    shards = sum(report["shards"] for report in reports)
+    return f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads."
+
+
+def drawn(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str]) -> str:
+    """Return the page with the bytes that each process has read, and what went wrong, a line for each fault.
+
+    What a process needs is spread evenly over what it has read.
+    """
+    cuts = stretches(checkpoint)
+    read = np.stack([_read(report["ranges"], cuts) for report in reports])
+    needed = np.stack(
+        [
+            row * (report["needed_bytes"] / max(report["planned_bytes"], 1))
+            for row, report in zip(read, reports, strict=True)
+        ]
+    )
+    size = sum(_sizes(checkpoint))
+    facts = []
+    for report in reports:
+        process, nbytes = report["process"], report["measured_bytes"]
+        facts.append((f"needed by process {process}", f"{report['needed_bytes']:,} bytes"))
+        facts.append((f"read by process {process}", f"{nbytes:,} bytes, {nbytes / size:.2%} of all"))
+    summary = (
+        f"What {PROCESSES} processes have read to restore {len(checkpoint.tensors):,} arrays, sharded over "
+        f"{PROCESSES * DEVICES} devices."
+    )
+    lines = "<br>".join(escape(clean(line)) for line in faults or [_all_equal(reports)])
+    verdict = f'<p class="{"bad" if faults else "good"}">{lines}</p>'
+    return draw(checkpoint, Heat(needed, read), summary=summary, facts=facts, verdict=verdict)
+
+
+def _read(ranges: dict[str, list[tuple[int, int]]], cuts: list[np.ndarray]) -> np.ndarray:
+    """Return the bytes between neighbouring cuts of all files; `ranges` are sorted, disjoint and not empty."""
+    out = []
+    for number, cut in enumerate(cuts):
+        edges = np.array(ranges.get(str(number), [(0, 0)]), np.int64).ravel()
+        nbytes = np.diff(edges, prepend=edges[0])
+        nbytes[::2] = 0  # between two ranges
+        out.append(np.diff(np.interp(cut, edges, np.cumsum(nbytes))))
+    return np.concatenate(out)
 
 
 def _sizes(checkpoint: Checkpoint) -> list[int]:

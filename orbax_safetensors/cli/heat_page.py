@@ -4,8 +4,6 @@
 to light.
 """
 
-from orbax_safetensors.cli.style import STYLE
-
 # fmt: off
 PAGE = """\
 <!doctype html>
@@ -15,7 +13,40 @@ PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Which process reads which bytes: {{title}}</title>
 <style>
-""" + STYLE + """\
+:root {
+  color-scheme: light dark;
+  --page: #fbfbfa; --text: #1d2126; --quiet: #626a73; --line: #dfe2e6;
+  --good: #1b7a3d; --bad: #b3261e;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #15181c; --text: #e7eaed; --quiet: #9aa3ad; --line: #31373e;
+    --good: #62c584; --bad: #f28b82;
+  }
+}
+body { margin: 2rem auto; max-width: 68rem; padding: 0 1.5rem; background: var(--page); color: var(--text);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.55rem; line-height: 1.2; margin: 0 0 .3rem; }
+h2 { font-size: 1rem; margin: 1.6rem 0 .5rem; overflow-wrap: anywhere; }
+p { margin: .4rem 0; max-width: 52rem; }
+.name { font-family: ui-monospace, "SF Mono", "DejaVu Sans Mono", monospace; font-size: .88em; }
+.path { color: var(--quiet); overflow-wrap: anywhere; }
+.good { color: var(--good); font-weight: 600; }
+.bad { color: var(--bad); font-weight: 600; }
+.quiet { color: var(--quiet); font-weight: 400; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .22rem 0 .22rem 1.5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
+th { color: var(--quiet); font-weight: 500; }
+th.left, td.left { text-align: left; }
+th:first-child, td:first-child { padding-left: 0; }
+td.name { white-space: normal; overflow-wrap: anywhere; }
+.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.6rem; margin: 1.2rem 0 0; padding: 0; list-style: none; }
+.swatch { display: inline-block; width: .8rem; height: .8rem; margin-right: .45rem; border-radius: 2px; }
+#tip { position: fixed; display: none; z-index: 1; max-width: 32rem; padding: .5rem .7rem; pointer-events: none;
+  background: var(--page); border: 1px solid var(--quiet); border-radius: 6px; box-shadow: 0 3px 14px #0004;
+  font-size: 13px; white-space: pre-line; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+#tip b { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; }
+.scroll { overflow-x: auto; font-size: 13px; }
 :root { --none: #e9ebee; --low: #cfe0f7; --high: #0d3f8f; --over-low: #fbdcb8; --over-high: #a33c00; }
 @media (prefers-color-scheme: dark) {
   :root { --none: #23282e; --low: #213a5f; --high: #a9cdff; --over-low: #573a1a; --over-high: #ffc27d; }
@@ -34,10 +65,11 @@ canvas { display: block; height: {{height}}px; image-rendering: pixelated; curso
 <h1>Which process reads which bytes</h1>
 <p class="path name">{{title}}</p>
 <p>{{summary}}</p>
+{{verdict}}
 <table><tbody>{{facts}}</tbody></table>
 <ul class="legend">
 <li>Share of a stretch that a process reads: {{least}}<span class="ramp read"></span>all of it</li>
-<li>The same, where it needs less than nine tenths of what it reads:<span class="ramp over"></span></li>
+<li>The same, if it needs less than nine tenths of what it reads:<span class="ramp over"></span></li>
 <li><span class="swatch none"></span>nothing</li>
 </ul>
 <p class="quiet">A box is a file, from its first byte at the left to its last at the right{{widths}}. Its rows are the

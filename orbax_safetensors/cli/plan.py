@@ -30,6 +30,7 @@ from orbax_safetensors.cli.partition import (
     parse_rule,
     spread,
 )
+from orbax_safetensors.cli.plan_picture import draw_plan
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
@@ -255,9 +256,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         if args.save:
             return _run_save(scenarios[0], tree, args, switches, output)
         if args.picture is not None:
-            from orbax_safetensors.cli.heat_map import draw  # only who asks for a picture waits for it
-
-            page = draw(scenarios[0], tree[0][1] if tree else None)
+            page = draw_plan(scenarios[0], tree[0][1] if tree else None)
             Path(args.picture).write_text(page, encoding="utf-8")
         if args.json:
             named = {} if family is None else {"family": family, "variant": switches}

@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+import humanize
+
 from orbax_safetensors.cli.units import human_seconds
 
 # Spaces between the columns of a listing.
 _GAP = 2
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Size(int):
@@ -33,12 +34,8 @@ Cell = str | int | float
 
 
 def human_bytes(nbytes: int) -> str:
-    """`nbytes` with three digits or more and a binary unit, as `86.7 MiB`."""
-    value, unit = float(nbytes), 0
-    # 1023.95 would be rounded to 1024.0.
-    while value >= 1023.95 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:,.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
+    """Return `nbytes` with a binary unit, as `86.7 MiB`."""
+    return humanize.naturalsize(nbytes, binary=True)
 
 
 def clean(text: str) -> str:

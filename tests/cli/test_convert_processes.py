@@ -169,7 +169,7 @@ def test_a_process_in_a_pipe(tmp_path):
     assert json.loads(done.stdout)["nbytes"] == NBYTES
     lines = done.stderr.splitlines()
     assert len(lines) > 5
-    assert lines[0] == "convert: 0 B of 135.2 KiB"
+    assert lines[0] == "convert: 0 Bytes of 135.2 KiB"
     assert lines[-1].startswith("convert: 135.2 KiB of 135.2 KiB, ")
     for line in lines[1:-1]:
         assert line.endswith(" left")
@@ -216,7 +216,7 @@ def test_several_processes(tmp_path):
     document = json.loads(out)
     assert document["processes"] == 2
     assert 0 < document["nbytes"] < NBYTES
-    assert "convert, process 0 of 2: 0 B of " in err
+    assert "convert, process 0 of 2: 0 Bytes of " in err
     assert silent[0] == ""
     assert "convert" not in silent[1]
     arrays = restored(tmp_path / "to" / "0" / "items")

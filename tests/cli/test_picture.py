@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli.picture import draw
+from orbax_safetensors.cli.heat_map import draw
 from tests.support.pages import HOSTILE, Page
 
 MESH = {"process": 2, "device": 4}

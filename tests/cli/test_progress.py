@@ -57,7 +57,7 @@ def test_a_warning_is_a_line_like_an_error(cli, tmp_path):
     assert warning.startswith(f"warning: {tmp_path / 'from'}: safetensors files hold arrays only, so strings are left ")
     planned = cli("convert", tmp_path / "from", tmp_path / "planned", "--to", "safetensors", "--plan")
     assert planned.err == f"{warning}\n"
-    assert [line.split(" of ")[0] for line in progress] == ["convert: 0 B", "convert: 64 B"]
+    assert [line.split(" of ")[0] for line in progress] == ["convert: 0 Bytes", "convert: 64 Bytes"]
     assert list(stored(tmp_path / "to")) == ["w"]
 
 
@@ -86,7 +86,7 @@ def test_what_progress_says(monkeypatch):
             reporter((seconds - 100) << 30, 13 << 30)
         assert reporter.begun
     assert stream.getvalue().splitlines() == [
-        "convert: 0 B of 13.0 GiB",
+        "convert: 0 Bytes of 13.0 GiB",
         "convert: 6.0 GiB of 13.0 GiB, 1.0 GiB/s, 7 s left",
         "convert: 12.0 GiB of 13.0 GiB, 1.0 GiB/s, 1 s left",
         "convert: 13.0 GiB of 13.0 GiB, 1.0 GiB/s",
@@ -102,4 +102,4 @@ def test_a_bar_of_nothing_is_full(monkeypatch):
     with progress.Reporter("convert", stream) as reporter:
         reporter(0, 0)
     assert "100%" in stream.getvalue()
-    assert "0 B of 0 B" in stream.getvalue()
+    assert "0 Bytes of 0 Bytes" in stream.getvalue()

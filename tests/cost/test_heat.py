@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.open import open_checkpoint
-from orbax_safetensors.cli.byte_map import requested, union
+from orbax_safetensors.cli.demo_worker import requested, union
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cost.heat import below, heat
 from orbax_safetensors.geometry.strided import runs_of

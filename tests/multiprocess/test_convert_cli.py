@@ -171,7 +171,7 @@ def test_several_make_what_one_makes(tmp_path, alone, kind, processes):
     document = json.loads(first.out)
     assert document["processes"] == processes
     assert 0 < document["nbytes"] < 1.5 * NBYTES / processes
-    assert f"{command(kind, '')[0]}, process 0 of {processes}: 0 B of " in first.err
+    assert f"{command(kind, '')[0]}, process 0 of {processes}: 0 Bytes of " in first.err
     assert {(process.out, process.err) for process in others} == {("", "")}
 
 
