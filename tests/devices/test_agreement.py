@@ -1,10 +1,25 @@
-"""Agreement in one process; `tests/multiprocess` has it among several."""
+"""Agreement in one process, and between threads that take themselves for processes."""
 
 import pytest
 
 from orbax_safetensors.devices import agreement
-from orbax_safetensors.devices.agreement import agree, new_key, together
-from orbax_safetensors.errors import HeaderError, StorageError
+from orbax_safetensors.devices.agreement import (
+    agree,
+    announce,
+    announced,
+    exchange,
+    first,
+    forget,
+    new_key,
+    together,
+)
+from orbax_safetensors.errors import HeaderError, StorageError, TensorMismatchError
+from tests.support.processes import Processes
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    return Processes(3, monkeypatch)
 
 
 def test_keys_are_never_the_same():
@@ -38,3 +53,107 @@ def test_facts_may_be_told_of_the_result(monkeypatch):
     with pytest.raises(StorageError):
         together("key", lambda: 1 // 0, lambda result: f"made {result}")
     assert told == ["made 3\n", "\nZeroDivisionError: integer division or modulo by zero"]
+
+
+def kinds(outcomes):
+    return [type(outcome) for outcome in outcomes]
+
+
+def test_every_process_is_told_what_all_have_said(processes):
+    assert processes.run(lambda index: exchange("key", f"process {index}")) == [[f"process {n}" for n in range(3)]] * 3
+
+
+def test_bytes_of_a_path_that_are_no_text_are_told(processes):
+    assert processes.run(lambda index: exchange("key", "\udcff"))[0] == ["\\udcff"] * 3
+
+
+def test_the_failure_of_one_process_is_raised_in_all(processes):
+    failure = HeaderError("x: is not a header")
+
+    def do(index):
+        if index == 1:
+            raise failure
+
+    outcomes = processes.run(lambda index: together("key", lambda: do(index)))
+    assert outcomes[1] is failure
+    assert kinds(outcomes) == [StorageError, HeaderError, StorageError]
+    assert str(outcomes[0]) == str(outcomes[2]) == "process 1 failed: HeaderError: x: is not a header"
+
+
+def test_a_failure_that_is_not_of_the_package_is_quoted_too(processes):
+    outcomes = processes.run(lambda index: agree("key", OSError(28, "No space left") if index == 2 else None))
+    assert kinds(outcomes) == [StorageError] * 3
+    assert str(outcomes[0]) == "process 2 failed: OSError: [Errno 28] No space left"
+    assert isinstance(outcomes[2].__cause__, OSError)
+
+
+def test_each_process_that_fails_raises_its_failure(processes):
+    failures = [ValueError("first"), None, StorageError("third")]
+    outcomes = processes.run(lambda index: agree("key", failures[index]))
+    assert outcomes[0].__cause__ is failures[0]
+    assert str(outcomes[1]) == "process 0 failed: ValueError: first"
+    assert outcomes[2] is failures[2]
+
+
+def test_an_interrupt_is_told_to_the_others_and_stays_one(processes):
+    def do(index):
+        if index == 0:
+            raise KeyboardInterrupt
+
+    outcomes = processes.run(lambda index: together("key", lambda: do(index)))
+    assert kinds(outcomes) == [KeyboardInterrupt, StorageError, StorageError]
+    assert str(outcomes[1]) == "process 0 failed: KeyboardInterrupt: "
+
+
+def test_other_facts_than_those_of_the_first_process_are_an_error_in_all(processes):
+    outcomes = processes.run(lambda index: agree("key", None, "two" if index == 2 else "one"))
+    assert kinds(outcomes) == [TensorMismatchError] * 3
+    assert {str(outcome).split(" does")[0] for outcome in outcomes} == {"process 2"}
+    outcomes = processes.run(lambda index: agree("again", None, str(index), otherwise="has other options"))
+    assert [str(outcome) for outcome in outcomes] == ["process 1 has other options"] * 3
+
+
+def test_a_failure_counts_more_than_facts_that_differ(processes):
+    outcomes = processes.run(lambda index: agree("key", OSError("gone") if index == 2 else None, str(index)))
+    assert [str(outcome) for outcome in outcomes[:2]] == ["process 2 failed: OSError: gone"] * 2
+
+
+def test_processes_that_cannot_be_reached_are_an_error(processes):
+    processes.service.dead = True
+    outcomes = processes.run(lambda index: agree("key", None))
+    assert kinds(outcomes) == [StorageError] * 3
+    assert "the other processes cannot be reached: DEADLINE_EXCEEDED" in str(outcomes[0])
+
+
+def test_a_failure_is_the_cause_if_nobody_can_be_told(processes):
+    processes.service.dead = True
+    failure = ValueError("mine")
+    assert all(outcome.__cause__ is failure for outcome in processes.run(lambda index: agree("key", failure)))
+
+
+def test_a_program_that_is_not_initialised_is_an_error(processes, monkeypatch):
+    monkeypatch.setattr(agreement.global_state, "client", None)
+    for outcome in processes.run(lambda index: first("key", "x")) + processes.run(lambda index: exchange("key", "x")):
+        assert str(outcome) == "the other processes cannot be reached: jax.distributed is not initialised"
+
+
+def test_the_first_to_say_something_is_believed_by_all(processes):
+    said = processes.run(lambda index: first("key", f"process {index}"))
+    assert len(set(said)) == 1
+    assert said[0] in {f"process {index}" for index in range(3)}
+
+
+def test_what_is_announced_is_seen_by_all_and_stays_as_it_is(processes):
+    assert processes.run(lambda index: announced("key")) == [None] * 3
+    processes.run(lambda index: announce("key", "stopped") if index == 1 else None)
+    processes.run(lambda index: announce("key", "too late"))
+    assert processes.run(lambda index: announced("key")) == ["stopped"] * 3
+
+
+def test_what_all_have_left_behind_is_forgotten(processes):
+    processes.run(lambda index: agree("key", None))
+    assert len(processes.service.values) == 3
+    processes.run(lambda index: forget("key"))
+    assert processes.service.values == {}
+    processes.service.key_value_delete = None  # nothing depends on it
+    assert processes.run(lambda index: forget("key")) == [None] * 3

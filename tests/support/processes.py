@@ -1,0 +1,70 @@
+"""Processes of one JAX program, as threads of this one: for what they agree on, without starting any."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from orbax_safetensors.devices import agreement
+
+SECONDS = 30
+
+
+class Service:
+    """The key-value store and the barriers of `jax.distributed`, in memory.
+
+    A key is set once. Nobody waits longer than `SECONDS`, and with `dead` nobody waits at all.
+    """
+
+    def __init__(self, processes):
+        self.values, self.barriers, self.dead = {}, {}, False
+        self._processes, self._lock = processes, threading.Lock()
+
+    def key_value_set(self, key, value):
+        with self._lock:
+            if key in self.values:
+                raise RuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def key_value_dir_get(self, directory):
+        return [(key, value) for key, value in self.values.items() if key.startswith(f"{directory}/")]
+
+    def key_value_delete(self, key):
+        with self._lock:
+            for name in [name for name in self.values if name == key or name.startswith(f"{key}/")]:
+                del self.values[name]
+
+    def wait_at_barrier(self, name, milliseconds):
+        with self._lock:
+            barrier = self.barriers.setdefault(name, threading.Barrier(self._processes))
+        if self.dead:
+            raise RuntimeError("DEADLINE_EXCEEDED: a process has died")
+        barrier.wait(SECONDS)
+
+
+class Processes:
+    """Runs functions of a process's number, each in a thread that takes itself for that process."""
+
+    def __init__(self, count, monkeypatch):
+        self.count, self.service, self._here = count, Service(count), threading.local()
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        monkeypatch.setattr(jax, "process_index", lambda: self._here.index)
+        monkeypatch.setattr(agreement.global_state, "client", self.service)
+
+    def run(self, function):
+        """What every process returned or raised, in their order."""
+
+        def work(index):
+            self._here.index = index
+            try:
+                return function(index)
+            except BaseException as error:
+                return error
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(work, range(self.count)))
