@@ -72,16 +72,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _running = None
 
 
-def _marks_for(event: str, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """The marks of a test that may cause an event: any of them, or none where all tests may."""
-    if event == "os.fork" or (event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])) == Path(sys.executable)):
-        return ("process",)
-    return ("server", "process") if event == "socket.bind" else ()
+def _is_slow(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether an audit event is the start of a Python process or of a server."""
+    if event == "subprocess.Popen":
+        return Path(os.fsdecode(arguments[0])) == Path(sys.executable)
+    return event in ("os.fork", "socket.bind")
 
 
 def _stop_unmarked(event: str, arguments: tuple[Any, ...]) -> None:
-    if _running and (marks := _marks_for(event, arguments)) and not any(map(_running.get_closest_marker, marks)):
-        raise RuntimeError(f"{_running.nodeid}: {event}: a test that {MARKS[marks[0]]} has the mark {marks[0]!r}")
+    if _running and _is_slow(event, arguments) and not any(map(_running.get_closest_marker, ("process", "server"))):
+        raise RuntimeError(f"{_running.nodeid}: {event}: the test takes the mark 'process' or 'server'")
 
 
 sys.addaudithook(_stop_unmarked)
