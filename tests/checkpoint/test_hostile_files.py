@@ -231,6 +231,7 @@ MANY_THINGS = Family("toy.many", ("ToyForCausalLM",), many)
 EXPECTED = r"toy.many: the tree of this config.json \(num_things = 1000000000\) is made of more than 250000 tensors"
 
 
+@pytest.mark.full_size
 def test_a_family_of_a_user_is_bounded_too(model, tmp_path):
     config = {"num_things": MANY}
     (model / "config.json").write_text(json.dumps(config))

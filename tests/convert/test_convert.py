@@ -1,5 +1,6 @@
 """Conversions and reshards of whole checkpoints, with MaxText's own files, stock Orbax and NumPy as oracles."""
 
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ from tests.support.conversions import (
 )
 from tests.support.files import random_bits, write
 from tests.support.roots import TESTDATA
+from tests.support.tiers import cross
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -42,9 +44,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 ROUNDED = ("gemma2", "gemma3", "llama3.1")
 
 
+COVER = {("deepseek3_mtp", True), ("gemma3", True), ("gpt-oss", False), ("qwen3", False)}
+
+
 @pytest.mark.parametrize("memory_bytes", [SMALL, 1 << 30])
-@pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "scanned"), cross(itertools.product(MODELS, (True, False)), COVER))
 def test_maxtext_there_and_back(model, scanned, memory_bytes, tmp_path):
     hf = TESTDATA / "maxtext" / model / "hf"
     result = ost.convert(

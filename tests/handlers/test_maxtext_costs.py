@@ -23,12 +23,12 @@ from tests.support.maxtext_trees import (
     ON_TWO_AXES,
     assert_restored,
     checkpointer,
-    cross,
     named,
     on_one_axis,
     stored,
 )
 from tests.support.measure import MAX_GAP_BYTES, measured
+from tests.support.tiers import cross
 
 
 class Positions:

@@ -13,7 +13,8 @@ from tests.multiprocess.workers_families import (
     target,
     variant,
 )
-from tests.support.maxtext_trees import MODES, assert_restored, checkpointer, content, cross, save
+from tests.support.maxtext_trees import MODES, assert_restored, checkpointer, content, save
+from tests.support.tiers import cross
 
 HANDLED = pytest.mark.parametrize("sample", cross(["deepseek3_mtp", "gemma3", "llama3.1"], {"deepseek3_mtp"}))
 

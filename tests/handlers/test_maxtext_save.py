@@ -25,12 +25,12 @@ from tests.support.maxtext_trees import (
     assert_same_bits,
     checkpointer,
     content,
-    cross,
     on_one_axis,
     save,
     saved_names,
     stored,
 )
+from tests.support.tiers import cross
 
 
 @pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(MOVED, MODES), COVER))

@@ -17,7 +17,8 @@ from orbax_safetensors.mapping import registry
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
 from tests.support.family_samples import FAMILY, SAMPLES
 from tests.support.files import write
-from tests.support.maxtext_trees import COVER, assert_restored, assert_same_bits, cross
+from tests.support.maxtext_trees import COVER, assert_restored, assert_same_bits
+from tests.support.tiers import cross
 
 MODES = ("scanned", "unscanned")
 

@@ -14,6 +14,8 @@ from orbax_safetensors.format.dtypes import nbytes
 from orbax_safetensors.storage.memory import peak_bytes
 from tests.support.full_size import make, stored
 
+pytestmark = pytest.mark.full_size
+
 MAXTEXT = {"family": "maxtext", "variant": {"scan_layers": True}}
 # Seconds of CPU. On a machine that does nothing else it is a fraction of that.
 MOST_SECONDS = 30

@@ -15,6 +15,8 @@ from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.roots import TESTDATA
 
+pytestmark = pytest.mark.full_size
+
 DATA = TESTDATA / "geometry"
 MODELS = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
 FAMILY = {architecture: family for family in FAMILIES for architecture in family.architectures}

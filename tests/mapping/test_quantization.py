@@ -50,6 +50,7 @@ def test_full_size_mxfp4_is_what_the_plain_model_stores(name):
     assert restored(*full_size(f"{name}-mxfp4")) == plain
 
 
+@pytest.mark.full_size
 def test_full_size_fp8_is_taken_apart_completely():
     config, stored = full_size("deepseek-v3-fp8")
     found = quantization(config, stored)

@@ -200,6 +200,7 @@ def test_tensorstore_finds_a_byte_that_has_changed(which, where, tmp_path):
         database.open().list().result()
 
 
+@pytest.mark.full_size
 def test_half_a_million_entries(tmp_path):
     """One key of them is read in a moment, without most of the nodes."""
     entries = {

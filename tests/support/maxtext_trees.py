@@ -17,20 +17,13 @@ from tests.multiprocess.workers_families import (
     stored_directory,
     variant,
 )
+from tests.support.tiers import cross
 
 MODES = ("scanned", "unscanned")
 # Their parameters are moved. What the others compute, a save undoes but for a rounding.
 MOVED = ("deepseek3", "deepseek3.2", "deepseek3_mtp", "gpt-oss", "qwen3")
 # Between them: experts and none, every attention, what is moved and what is computed, both modes.
 COVER = {("deepseek3_mtp", "scanned"), ("gemma3", "scanned"), ("gpt-oss", "unscanned"), ("qwen3", "unscanned")}
-
-
-def cross(cases, cover):
-    """All of `cases`; those that are not in `cover` are left out of the fast tier."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in cover else pytest.mark.cross)
-        for case in cases
-    ]
 
 
 EACH_TREE = pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(SAMPLES, MODES), COVER))

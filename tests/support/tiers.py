@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ _FIXTURES = {
 }
 only_fast = False
 _running: pytest.Item | None = None
+
+
+def cross(cases: Iterable[Any], cover: Collection[Any]) -> list[Any]:
+    """Parameters for all of `cases`; the fast tier has those that are in `cover`."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in cover else pytest.mark.cross)
+        for case in cases
+    ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
