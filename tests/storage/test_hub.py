@@ -1,7 +1,5 @@
 """The Hub: what URLs name, what is asked of whom and with which credentials, what is pinned, and what is said."""
 
-import contextlib
-import json
 import os
 import re
 import signal
@@ -11,62 +9,19 @@ import threading
 import time
 from datetime import timedelta
 
-import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
-from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
-from orbax_safetensors.storage import hub_api, hub_path, remote, retries
+from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.storage import hub_path, remote
 from orbax_safetensors.storage.schemes import store_of
+from tests.support.hub_files import AT, DATA, FILES, read
 from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
 from tests.support.servers.hub import STRANGER, TOKEN
-from tests.support.servers.server import Bytes, Response, Server
 
-DATA = bytes(os.urandom(2**20 + 12345))
-FILES = {
-    "model.safetensors": DATA,
-    "config.json": b'{"a": 1}',
-    "long.json": DATA[:700_000],
-    "empty.json": b"",
-    "sub/a b@1.safetensors": DATA[::-1],
-    "sub/deep/x.txt": b"x",
-}
-AT = remote.HEAD_BYTES + 1000
+pytestmark = pytest.mark.usefixtures("nobody")
+
 # What a message must not have: tokens, and the query of a link.
 SECRETS = re.compile(rf"{TOKEN}|{STRANGER}|Signature|Expires=")
-
-
-@pytest.fixture(autouse=True)
-def nobody(monkeypatch, tmp_path):
-    """No credentials, and what is tried again is tried again at once."""
-    for name in ("HF_TOKEN", "HF_ENDPOINT", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
-
-
-@pytest.fixture
-def commit(hub, monkeypatch) -> str:
-    for name, value in hub.environment.items():
-        monkeypatch.setenv(name, value)
-    return hub.commit(FILES)
-
-
-@pytest.fixture
-def opened(hub, commit):
-    """Opens a file of the repository."""
-
-    def run(name="model.safetensors", **options):
-        store, path = store_of(f"{hub.url}/{name}", options)
-        return store.open(path)
-
-    return run
-
-
-def read(file, *ranges):
-    buffers = [bytearray(nbytes) for _, nbytes in ranges]
-    file.read((offset, [memoryview(buffer)]) for (offset, _), buffer in zip(ranges, buffers, strict=True))
-    return [bytes(buffer) for buffer in buffers]
 
 
 def asked(server):
@@ -436,168 +391,6 @@ def test_redirects_without_end(hub, opened):
     hub.server.fail(Answer(307, {"Location": "/api/models/x"}), times=None)
     with pytest.raises(StorageError, match=r"no usable answer of the Hub \(TooManyRedirects\)"):
         opened()
-
-
-def test_options_instead_of_the_environment(hub, commit, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("HF_TOKEN", "hf_other")
-    store, path = store_of(hub.url, {"endpoint": hub.server.url + "/", "token": STRANGER})
-    assert store.list(path)
-    assert hub.server.log[-1].headers["Authorization"] == f"Bearer {STRANGER}"
-    with pytest.raises(SafetensorsError, match=r"'root_certificate' are not for the Hub: .* SSL_CERT_FILE") as caught:
-        store_of(hub.url, {"root_certificate": "SECRET"})
-    assert "SECRET" not in str(caught.value)
-    with pytest.raises(SafetensorsError, match="'aws_region' are not for the Hub"):
-        store_of(hub.url, {"aws_region": "x"})
-
-
-def test_a_proxy(monkeypatch):
-    answer = json.dumps({"id": "owner/name", "sha": "c" * 40, "siblings": []}).encode()
-    with Server(lambda request: Response(200, {}, Bytes(answer))) as proxy:
-        monkeypatch.setenv("http_proxy", proxy.url)
-        huggingface_hub.close_session()  # which has read the environment
-        assert store_of("hf://owner/name", {"endpoint": "http://hub.invalid"})[1] == f"hf://owner/name@{'c' * 40}"
-    huggingface_hub.close_session()
-    assert [entry.path for entry in proxy.log] == ["http://hub.invalid/api/models/owner/name/revision/main"]
-
-
-def sent_token(hub, **options):
-    """The token that a question to the Hub has come with."""
-    hub.server.clear()
-    with contextlib.suppress(StorageError):
-        store_of(hub.url, {**options, "endpoint": hub.server.url, "max_retries": 0})
-    (header,) = {entry.headers["Authorization"] for entry in hub.server.log}
-    return header and header.removeprefix("Bearer ")
-
-
-def test_tokens(hub, monkeypatch, tmp_path):
-    hub.commit(FILES)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    assert sent_token(hub) is None
-    (tmp_path / "token").write_text("hf_file\n")
-    assert sent_token(hub) == "hf_file"
-    monkeypatch.setenv("HF_TOKEN", " hf_variable\n")
-    assert sent_token(hub) == "hf_variable"
-    assert sent_token(hub, token="hf_option") == "hf_option"
-    assert sent_token(hub, token=False) is None
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
-    assert sent_token(hub) is None
-    assert sent_token(hub, token="hf_option") == "hf_option"
-    for wrong in (7, "hf_\nX: y", "hf_\u00e9"):
-        with pytest.raises(SafetensorsError, match="token") as caught:
-            store_of(hub.url, {"token": wrong})
-        assert "hf_" not in str(caught.value)
-
-
-def test_a_token_that_cannot_be_had(monkeypatch):
-    def fail():
-        raise OSError("SECRET")
-
-    monkeypatch.setattr(hub_api, "get_token", fail)
-    with pytest.raises(
-        SafetensorsError, match=r"huggingface_hub cannot get the token of the Hub \(OSError\)"
-    ) as caught:
-        store_of("hf://owner/name", {})
-    assert caught.value.__cause__ is caught.value.__context__ is None
-
-
-def test_without_huggingface_hub(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        StorageError, match=r"hf://owner/name: .* not installed: pip install 'orbax-safetensors\[hub\]'"
-    ):
-        store_of("hf://owner/name", {})
-
-
-def test_names_that_no_repository_can_have(hub, commit):
-    with pytest.raises(StorageError, match="hf://owner/na--me: is not a name that a repository of the Hub can have"):
-        store_of("hf://owner/na--me", {})
-    assert hub.server.log == []
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """The user's cache, which is empty."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def download(hub, name, **options):
-    return huggingface_hub.hf_hub_download(hub.name, name, endpoint=hub.server.url, cache_dir=constants.HF_HUB_CACHE)
-
-
-def test_files_in_the_cache_are_read_from_there(hub, commit, cache):
-    copy = download(hub, "model.safetensors")
-    download(hub, "config.json")
-    hub.server.clear()
-    hub.network_server.clear()
-    store, path = store_of(hub.url, {})
-    file = store.open(f"{path}/model.safetensors")
-    assert (file.path, file.stamp.nbytes) == (copy, len(DATA))
-    assert read(file, (0, 10), (AT, 20)) == [DATA[:10], DATA[AT : AT + 20]]
-    assert read(store.find(f"{path}/config.json"), (0, 8)) == [FILES["config.json"]]
-    assert [entry.path for entry in hub.server.log] == ["/api/models/owner/name/revision/main"]
-    assert hub.network_server.log == []
-    assert read(store.open(f"{path}/long.json"), (3, 4)) == [DATA[3:7]]  # which is not there
-    assert store.list(path) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
-
-
-def test_the_cache_has_other_commits(hub, commit, cache):
-    download(hub, "model.safetensors")
-    later = hub.commit({"model.safetensors": DATA[::-1]})
-    store, path = store_of(hub.url, {})
-    assert path == f"{hub.url}@{later}"
-    assert read(store.open(f"{path}/model.safetensors"), (AT, 9)) == [DATA[::-1][AT : AT + 9]]
-    assert read(store_of(f"{hub.url}@{commit}", {})[0].open(f"{hub.url}@{commit}/model.safetensors"), (3, 9))
-
-
-def test_a_stamp_is_the_same_with_and_without_a_cache(hub, commit, cache):
-    store, path = store_of(f"{hub.url}/model.safetensors", {})
-    stamp = store.open(path).stamp
-    copy = download(hub, "model.safetensors")
-    hub.network_server.clear()
-    file = store.open(path, stamp)
-    assert file.stamp == stamp
-    assert read(file, (3, 4)) == [DATA[3:7]]
-    assert hub.network_server.log == []
-    file.check(stamp)
-    with pytest.raises(StorageError, match="changed while it was in use: expected 7 bytes"):
-        store.open(path, stamp._replace(nbytes=7))
-    with open(copy, "ab") as target:
-        target.write(b"more")
-    with pytest.raises(StorageError, match="changed while it was in use"):
-        file.check(stamp)
-    with pytest.raises(StorageError, match="changed while it was in use"):
-        store.open(path, stamp)
-
-
-def test_offline(hub, commit, cache, monkeypatch):
-    for name in FILES:
-        download(hub, name)
-    hub.server.clear()
-    hub.network_server.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for url in (hub.url, f"{hub.url}@main", f"{hub.url}@{commit}"):
-        store, path = store_of(url, {})
-        assert path == f"{hub.url}@{commit}"
-        assert store.list(path) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
-        assert read(store.open(f"{path}/sub/a b@1.safetensors"), (5, 6)) == [DATA[::-1][5:11]]
-    for url in (f"{hub.url}@v1", "hf://owner/other"):
-        with pytest.raises(
-            StorageError, match=rf"{url}\S*: is not, or not all of it, in the cache, .*OFFLINE.*{cache}"
-        ):
-            store_of(url, {})
-    assert hub.server.log == hub.network_server.log == []
-
-
-def test_endpoints(monkeypatch):
-    assert hub_api.endpoint(None) == "https://huggingface.co"
-    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example.com/hf/")
-    assert hub_api.endpoint(None) == "https://hub.example.com/hf"
-    for wrong in ("hub.example.com", "ftp://x", "https://user:SECRET@host", "https://"):
-        with pytest.raises(SafetensorsError, match="must be a URL like https://huggingface.co") as caught:
-            hub_api.endpoint(wrong)
-        assert "SECRET" not in str(caught.value)
 
 
 def test_cancelled_opening_ends_soon(hub, commit):

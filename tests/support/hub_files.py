@@ -1,0 +1,22 @@
+"""The files of a repository, and how they are read."""
+
+import os
+
+from orbax_safetensors.storage import remote
+
+DATA = bytes(os.urandom(2**20 + 12345))
+FILES = {
+    "model.safetensors": DATA,
+    "config.json": b'{"a": 1}',
+    "long.json": DATA[:700_000],
+    "empty.json": b"",
+    "sub/a b@1.safetensors": DATA[::-1],
+    "sub/deep/x.txt": b"x",
+}
+AT = remote.HEAD_BYTES + 1000
+
+
+def read(file, *ranges):
+    buffers = [bytearray(nbytes) for _, nbytes in ranges]
+    file.read((offset, [memoryview(buffer)]) for (offset, _), buffer in zip(ranges, buffers, strict=True))
+    return [bytes(buffer) for buffer in buffers]
