@@ -19,7 +19,7 @@ from orbax_safetensors.handlers._compat import GLOBAL_TYPE_HANDLER_REGISTRY
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
-from orbax_safetensors.orbax_store.trust import read_note
+from orbax_safetensors.orbax_store.index_note import read_note
 
 # What the leaves of a tree may be restored as, whatever they were when they were saved.
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
