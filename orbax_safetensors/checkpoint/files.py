@@ -20,7 +20,7 @@ from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_remote
-from orbax_safetensors.orbax_store.trust import fingerprint
+from orbax_safetensors.orbax_store.index_note import fingerprint
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Stamp, Store

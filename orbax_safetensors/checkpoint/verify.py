@@ -11,8 +11,8 @@ from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.directories import is_remote
-from orbax_safetensors.orbax_store.index_check import Extent, index_faults
-from orbax_safetensors.orbax_store.trust import read_note
+from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
+from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.paths import PathLike, place
 
 
@@ -48,7 +48,7 @@ def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[Safetensors
         return list(changed)
     tensors = {
         posixpath.basename(file.path): [
-            Extent(file.header.data_start + entry.begin, file.header.data_start + entry.end, name)
+            TensorRange(file.header.data_start + entry.begin, file.header.data_start + entry.end, name)
             for name, entry in file.header.tensors.items()
         ]
         for file in checkpoint.files

@@ -29,9 +29,9 @@ _Args = TypeVar("_Args")
 
 
 class SafetensorsHandler(ocp.AsyncCheckpointHandler):
-    """Restores and saves sharded arrays as `.safetensors` files: each process moves the bytes of its own shards.
+    """Restore and save sharded arrays as `.safetensors` files: each process moves the bytes of its own shards.
 
-    Works wherever Orbax takes a handler: `ocp.Checkpointer`, `ocp.AsyncCheckpointer`, `ocp.CheckpointManager`,
+    It works wherever Orbax takes a handler: `ocp.Checkpointer`, `ocp.AsyncCheckpointer`, `ocp.CheckpointManager`,
     `ocp.CompositeCheckpointHandler`.
     """
 
@@ -42,16 +42,16 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         variant: Mapping[str, Any] | None = None,
         options: SafetensorsOptions | None = None,
     ) -> None:
-        """`family` and `variant` are those of restores and saves that say nothing else; see `SafetensorsRestore`.
+        """Take what restores and saves use unless their arguments say otherwise: `family` and `variant`.
 
-        `options` say how bytes are moved; the defaults suit local disks.
+        See `SafetensorsRestore` for both. `options` say how bytes are moved; the defaults suit local disks.
         """
         self._family = family
         self._variant = variant
         self._options = options or SafetensorsOptions()
 
     def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:
-        """Restores the item in `directory`; see `SafetensorsRestore`."""
+        """Restore the item in `directory`; see `SafetensorsRestore`."""
         args = SafetensorsRestore() if args is None else _checked(args, SafetensorsRestore)
         return restore(
             directory,
@@ -64,13 +64,13 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         )
 
     def metadata(self, directory: epath.PathLike) -> Any:
-        """Orbax's metadata tree: an `ocp.metadata.ArrayMetadata` for every stored name or leaf of the family's tree.
+        """Return Orbax's metadata tree: an `ArrayMetadata` for every stored tensor or leaf of the family's tree.
 
         Needs no device. Tensors whose elements are less than a byte are described as they are held, packed in `uint8`.
         """
         try:
             checkpoint = open_checkpoint(directory, family=self._family, variant=self._variant, options=self._options)
-        except SafetensorsError as error:  # of which Orbax, where it asks for metadata, tells nobody
+        except SafetensorsError as error:  # Orbax drops errors of this method
             logger.error("%s", error)
             raise
         leaves = checkpoint.tree(
@@ -81,18 +81,18 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         return build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
 
     def save(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> None:
-        """Saves an item into `directory`; see `SafetensorsSave`. Called by every process.
+        """Save an item into `directory`; see `SafetensorsSave`. Every process calls this.
 
-        Orbax makes a directory for it. On an object store it can have been there, and is refused where it holds a
-        checkpoint; `existing` says otherwise.
+        Orbax makes the directory. On an object store it can exist before, and is refused if it holds a checkpoint
+        unless `existing` says otherwise.
         """
         plan = self._plan(directory, args, existing)
         write_save(plan, Shards.of(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
-        """Starts a save, and returns once the shards are in host memory; the leaves may then be changed or deleted.
+        """Start a save, and return once the shards are in host memory; the leaves may then be changed or deleted.
 
-        What is returned is done when all processes have written.
+        The future that it returns is done when all processes have written.
         """
         plan = self._plan(directory, args)
         shards = Shards.copied(plan)
@@ -119,36 +119,36 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         )
 
     def close(self) -> None:
-        """Nothing to give back: files and threads live no longer than a restore or save."""
+        """Do nothing: files and threads live no longer than a restore or save."""
 
 
 @ocp.args.register_with_handler(SafetensorsHandler, for_restore=True)
 @dataclasses.dataclass
 class SafetensorsRestore(ocp.args.CheckpointArgs):
-    """What to restore.
+    """Say what to restore.
 
-    With neither `item` nor `restore_args`, the tree comes back that was saved: its containers and empty nodes as Orbax
-    restores them, arrays with their shardings, or as NumPy arrays in one process whose devices are others. If that is
-    not noted beside the files, all tensors come back as a flat dict of NumPy arrays, in one process only.
+    With neither `item` nor `restore_args`, a restore returns the tree that was saved: its containers and empty nodes as
+    Orbax restores them, arrays with their shardings, or as NumPy arrays in one process with other devices. If that tree
+    is not noted beside the files, it returns all tensors as a flat dict of NumPy arrays, in one process only.
 
     Attributes:
-      item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree. The tree that comes
-        back has its structure. A leaf's name in the checkpoint is its key path joined by dots. A leaf that describes an
+      item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree. The restored tree
+        has its structure. A leaf's name in the checkpoint is its key path joined by dots. A leaf that describes an
         array, as a `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If
         neither has, it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several
         processes: a file does not say on which devices an array was. `ocp.ArrayRestoreArgs()` without a sharding makes
         it a `jax.Array` on the default device.
-      restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself
-        where there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
-      partial_restore: tensors that the tree does not name are left out, and `restore_args` may have leaves that `item`
+      restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself if
+        there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
+      partial_restore: leave out tensors that the tree does not name, and ignore leaves of `restore_args` that `item`
         does not have. Without it both are errors. Leaves that are `ocp.PLACEHOLDER`, and None or another empty node in
-        the place of an array, are named, not read, and come back as they are.
+        the place of an array, count as named, are not read, and come back as they are.
       family: how a model's tree is made of the stored tensors: a `mapping.Family`, the name of one
-        (`"maxtext.qwen3"`), or the part before the dot, which leaves the rest to the architecture in the checkpoint's
-        `config.json`. Names are then paths in the model's tree, joined by dots, and without `item` and `restore_args`
-        that tree comes back, of NumPy arrays. None finds one that was registered for the architecture; where there is
-        none, and with `"identity"`, names are those of the stored tensors.
-      variant: the family's own switches, as `{"scan_layers": False}`.
+        (`"maxtext.qwen3"`), or the part before the dot, which finds the rest by the architecture in the checkpoint's
+        `config.json`. Names are then paths in the model's tree, joined by dots, and a restore without `item` and
+        `restore_args` returns that tree of NumPy arrays. None finds a family that was registered for the architecture;
+        if there is none, and with `"identity"`, names are those of the stored tensors.
+      variant: the family's switches, as `{"scan_layers": False}`.
       transforms: None, or an empty dict, which to Orbax means `partial_restore=True`.
 
     Raises:
@@ -175,18 +175,18 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(SafetensorsHandler, for_save=True)
 @dataclasses.dataclass
 class SafetensorsSave(ocp.args.CheckpointArgs):
-    """What to save.
+    """Say what to save.
 
     Attributes:
-      item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars, of which every process
-        has the same. A tensor's name is its leaf's key path joined by dots.
-      save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded: a cast while writing. There
-        may be some for empty nodes, too.
+      item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars; every process passes the
+        same. A tensor's name is its leaf's key path joined by dots.
+      save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` counts: a cast while writing. It may
+        have leaves for empty nodes, too.
       metadata: text for the header of every file, besides `{"format": "pt"}`.
-      max_file_bytes: tensors are spread over several files, with an index, so that none has more; 5 GB as on the Hub.
-      family, variant: as for `SafetensorsRestore`; the tree is taken apart into the tensors that it is made of.
+      max_file_bytes: the most that a file holds; more tensors go into several files with an index. 5 GB as on the Hub.
+      family, variant: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.
       config: what a family needs to know of the model: the content of a `config.json`, or an object with a `to_dict`,
-        as `transformers` has them. It is saved beside the tensors as `config.json`.
+        as `transformers` has them. The save writes it beside the tensors as `config.json`.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
     """
@@ -202,14 +202,14 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
 
 
 def _checked(args: Any, kind: type[_Args]) -> _Args:
-    """Arguments that are ours: those of another handler may have fields of the same name and more that are lost."""
+    """Return `args`; those of another handler may have fields of the same names, and more that would be lost."""
     if not isinstance(args, kind):
         raise SafetensorsError(f"expected orbax_safetensors.{kind.__name__}, found {type(args).__name__}")
     return args
 
 
 def _directory(path: epath.PathLike) -> epath.Path | None:
-    """A path as Orbax has it in metadata; None for an URL of a kind that it does not know."""
+    """Return a path as Orbax has it in metadata, or None for a URL of a kind that it does not know."""
     try:
         return epath.Path(path)
     except KeyError:

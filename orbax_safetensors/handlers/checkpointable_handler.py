@@ -18,19 +18,19 @@ from orbax_safetensors.save.write import write_save
 
 
 class SafetensorsCheckpointableHandler:
-    """Saves and loads a tree of arrays as safetensors under `orbax.checkpoint.experimental.v1`.
+    """Save and load a tree of arrays as safetensors under `orbax.checkpoint.experimental.v1`.
 
     Register it for the name of a checkpointable: `registry.add(SafetensorsCheckpointableHandler,
-    checkpointable_name="params")`. An abstract tree that is passed to load is the `item` of `SafetensorsRestore`;
-    without one, a single process gets a flat dict of NumPy arrays.
+    checkpointable_name="params")`. An abstract tree passed to load is the `item` of `SafetensorsRestore`; without
+    one, a single process gets a flat dict of NumPy arrays.
     """
 
     def __init__(self) -> None:
-        """v1 makes its handlers itself, and without arguments."""
+        """Take no arguments: v1 makes its handlers itself."""
         self._options = SafetensorsOptions()
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Starts a save into a directory that is being created; returns once the shards are in host memory."""
+        """Start a save into a directory that is being created; return once the shards are in host memory."""
         plan = prepare_save(
             checkpointable,
             directory=directory.path,
@@ -47,11 +47,11 @@ class SafetensorsCheckpointableHandler:
         return written()
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Starts to load a tree."""
+        """Start to load a tree."""
         return asyncio.to_thread(restore, directory, abstract_checkpointable, options=self._options)
 
     async def metadata(self, directory: Any) -> dict[str, Any]:
-        """Shape and dtype of every leaf of what `load` returns."""
+        """Return shape and dtype of every leaf of what `load` returns."""
 
         def tree() -> dict[str, Any]:
             checkpoint = open_checkpoint(directory)
@@ -60,13 +60,13 @@ class SafetensorsCheckpointableHandler:
         return await asyncio.to_thread(tree)
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether something is a tree of arrays and numbers."""
+        """Return whether an object is a tree of arrays and numbers."""
         leaves = jax.tree.leaves(checkpointable)
         return bool(leaves) and all(
             isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex) for leaf in leaves
         )
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Whether something is a tree of what says a shape and a dtype."""
+        """Return whether an object is a tree whose leaves have a shape and a dtype."""
         leaves = jax.tree.leaves(abstract_checkpointable)
         return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)

@@ -1,9 +1,8 @@
-"""`SafetensorsCheckpointer`: Orbax's checkpointer that also takes what Orbax does not, one file or an URL.
+"""`SafetensorsCheckpointer`: Orbax's checkpointer that also takes what Orbax does not, one file or a URL.
 
-Below an URL Orbax's own checks are left out: they need a client library for each kind of store besides obstore, of
-`https://` there is none, and on `gs://` they see nothing but unfinished checkpoints where Orbax has not written the
-files. A save makes the same files there as Orbax does, so that Orbax, where it has such a client, takes it for one of
-its own.
+Orbax's checks are left out for URLs: they need a client library for each kind of store besides obstore, there is none
+for `https://`, and on `gs://` they take files that Orbax has not written for unfinished checkpoints. A save writes the
+same files there as Orbax does, so that Orbax, if it has such a client, takes it for one of its checkpoints.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _Args = TypeVar("_Args")
 class SafetensorsCheckpointer(ocp.Checkpointer):
     """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one file, and URLs.
 
-    Below `gs://`, `s3://`, `az://` and what else `open_checkpoint` takes, any directory of `.safetensors` files is a
-    checkpoint, whoever has written it.
+    On `gs://`, `s3://`, `az://` and the other stores that `open_checkpoint` takes, any directory of `.safetensors`
+    files is a checkpoint, whoever has written it.
     """
 
     _handler: SafetensorsHandler
@@ -46,7 +45,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         options: SafetensorsOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        """`family`, `variant` and `options` are the handler's; other keywords are those of `ocp.Checkpointer`."""
+        """Make the handler with `family`, `variant` and `options`; other keywords are those of `ocp.Checkpointer`."""
         self._options = options or SafetensorsOptions()
         super().__init__(SafetensorsHandler(family=family, variant=variant, options=self._options), **kwargs)
 
@@ -58,36 +57,38 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         custom_metadata: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves with the arguments of `SafetensorsSave` or an instance of it; called by every process.
+        """Save with the arguments of `SafetensorsSave` or an instance of it. Every process calls this.
 
-        With `force`, all that is in `directory` is deleted once the tree has been checked; without, a directory that is
-        there is an error before anything is written. `custom_metadata` is saved for `metadata`.
+        With `force`, all that is in `directory` is deleted once the tree has been checked; without it, a directory that
+        exists is an error before anything is written. `metadata` returns `custom_metadata`.
 
         Raises:
           SafetensorsError: the tree or the metadata cannot be stored.
-          StorageError: below an URL, `directory` holds something, or cannot be written.
-          ValueError: `directory` is a path, and there already.
+          StorageError: `directory` is a URL and holds something, or cannot be written.
+          ValueError: `directory` is a path and exists.
         """
         if (url := _url(directory)) is None:
             super().save(directory, *args, force=force, custom_metadata=custom_metadata, **kwargs)
             return
         began = time.time_ns()
-        self._step_file(began, custom_metadata)  # which may not be possible, before anything is written
-        self._handler.save(url, _given(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
+        self._step_file(began, custom_metadata)  # raises before anything is written
+        self._handler.save(url, _as_args(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
         finished = f"Checkpoint commit was successful to {url}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
         write_beside(url, files, options=self._options)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """Restores a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
+        """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
         if not _is_ours(directory):
             return super().restore(directory, *args, **kwargs)
-        return self._handler.restore(_url(directory) or epath.Path(directory), _given(SafetensorsRestore, args, kwargs))
+        return self._handler.restore(
+            _url(directory) or epath.Path(directory), _as_args(SafetensorsRestore, args, kwargs)
+        )
 
     def metadata(self, directory: epath.PathLike) -> Any:
-        """Metadata of a directory or one file, with the tensors in `item_metadata`."""
+        """Return the metadata of a directory or one file, with the tensors in `item_metadata`."""
         url = _url(directory)
-        # Orbax would go on without one where that fails.
+        # If this raised inside of Orbax, Orbax would go on without it.
         item_metadata = self._handler.metadata(url or epath.Path(directory))
         if not _is_ours(directory):
             return super().metadata(directory)
@@ -100,15 +101,15 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
             raise StorageError(f"{url}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
-        """What Orbax writes beside the files of a step that is finished now; `SafetensorsError` where it cannot."""
+        """Return the record of a step that is finished now; raises `SafetensorsError` if Orbax cannot record it."""
         try:
             return step_record(self._handler.typestr(), custom_metadata, began)
         except (TypeError, ValueError) as error:
             raise SafetensorsError(f"custom_metadata: {error}") from error
 
 
-def _given(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What `ocp.Checkpointer` makes of its arguments: those of a handler, or an instance of them."""
+def _as_args(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the arguments of a handler as `ocp.Checkpointer` takes them: one by one, or an instance of `kind`."""
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, ocp.args.CheckpointArgs):
             return arg
@@ -116,11 +117,11 @@ def _given(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _url(path: epath.PathLike) -> str | None:
-    """A path that is an URL as text, in which `epath.Path` and `str` agree; None for any other."""
+    """Return a path that is a URL as text, the same for `epath.Path` and `str`; None for any other path."""
     text = as_text(path)
     return text if is_url(text) else None
 
 
 def _is_ours(path: epath.PathLike) -> bool:
-    """Whether Orbax refuses a path: it takes a file for an unfinished checkpoint, and URLs for what is said above."""
+    """Return whether Orbax refuses a path: a file, which it takes for an unfinished checkpoint, or a URL."""
     return _url(path) is not None or os.path.isfile(os.fspath(path))

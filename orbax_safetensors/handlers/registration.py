@@ -19,33 +19,33 @@ from orbax_safetensors.handlers._compat import GLOBAL_TYPE_HANDLER_REGISTRY
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.mapping import Family, registry
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
-from orbax_safetensors.orbax_store.trust import read_note
+from orbax_safetensors.orbax_store.index_note import read_note
 
-# What the leaves of a tree may be restored as, whatever they were when they were saved.
+# What leaves may be restored as, whatever they were when they were saved.
 _TYPES: tuple[type, ...] = (jax.Array, np.ndarray, int, float)
 
 _lock = threading.Lock()
 _registered: dict[type, _Registered] = {}
-# Handlers by the names that checkpoints have for types. Several types share one, and the handler added last has it.
+# Handlers by the names that checkpoints have for types. Several types share a name, and the handler added last has it.
 _named: dict[str, ocp.type_handlers.TypeHandler] = {}
 
 
 def register(*families: Family | str, save: bool = False, variant: Mapping[str, Any] | None = None) -> None:
-    """Lets Orbax's handlers of trees read checkpoints whose arrays are safetensors, in the whole program.
+    """Let Orbax's handlers of trees read checkpoints whose arrays are safetensors, in the whole program.
 
     For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
     and what is built on them restore what `SafetensorsTypeHandler` has saved, and directories from Hugging Face if an
-    `item` says the tree; they do everything else exactly as before. With `save`, those that are made from then on also
-    save array leaves as safetensors, unless the format cannot hold them. May be called again and from any thread: what
-    was asked for once stays until `unregister`.
+    `item` describes the tree; they do everything else exactly as before. With `save`, those that are made from then on
+    also save array leaves as safetensors, unless the format cannot hold them. May be called again and from any thread:
+    a registration stays until `unregister`.
 
     Args:
-      families: for checkpoints of their architectures, if no other family is asked for: a `mapping.Family`, the name of
-        one (`"maxtext.qwen3"`), or the part before the dot, which stands for all of these. One of the same name is
-        replaced. To Orbax's handlers, the leaves of an `item` are stored tensors, or exactly those of the family's
+      families: for checkpoints of their architectures, unless a call names another family: a `mapping.Family`, the name
+        of one (`"maxtext.qwen3"`), or the part before the dot, which stands for all of these. A family replaces one of
+        the same name. To Orbax's handlers, the leaves of an `item` are stored tensors, or exactly those of the family's
         tree, with one leading `params` more or less.
       save: whether handlers also save safetensors.
-      variant: the families' own switches, as `{"scan_layers": False}`. For Orbax's handlers, those that are not here
+      variant: the families' switches, as `{"scan_layers": False}`. For Orbax's handlers, switches that are missing here
         follow from the leaves' names and shapes, if the family says how, as MaxText's do.
 
     Raises:
@@ -63,9 +63,9 @@ def register(*families: Family | str, save: bool = False, variant: Mapping[str, 
 
 
 def unregister() -> None:
-    """Takes back `register`: the handlers that were registered before are registered again.
+    """Undo `register`: register the handlers again that it replaced.
 
-    A handler that someone else has registered since is left alone.
+    A handler that another package has registered since stays.
     """
     registry.unregister()
     with _lock:
@@ -85,13 +85,13 @@ def _replace(kind: type, handler: ocp.type_handlers.TypeHandler) -> None:
 
 
 class _Registered(ocp.type_handlers.TypeHandler):
-    """Reads leaves that are in safetensors files, and leaves all else to the handler that was registered before."""
+    """Read leaves that are in safetensors files, and leave all others to the handler that was registered before."""
 
     def __init__(self, kind: type, previous: ocp.type_handlers.TypeHandler) -> None:
         self.previous = previous
         self._kind = kind
         self.saves = False
-        self._own = SafetensorsTypeHandler()
+        self._safetensors = SafetensorsTypeHandler()
 
     def __getattr__(self, name: str) -> Any:
         # Orbax looks for more in its own handlers than the interface has.
@@ -101,16 +101,16 @@ class _Registered(ocp.type_handlers.TypeHandler):
 
     @property
     def _array_metadata_store(self) -> Any:
-        # Where Orbax's handler of trees expects the shapes of Zarr chunks, of which ours have none.
+        # Orbax's handler of trees looks here for the shapes of Zarr chunks, which safetensors do not have.
         return None if self.saves else getattr(self.previous, "_array_metadata_store", None)
 
     def typestr(self) -> str:
         return str(self.previous.typestr())
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
-        ours = [self.saves and _can_store(value, info) for value, info in zip(values, infos, strict=True)]
+        is_ours = [self.saves and _can_store(value, info) for value, info in zip(values, infos, strict=True)]
         futures: list[Any] = []
-        for handler, at in self._split(ours):
+        for handler, at in self._split(is_ours):
             futures += await handler.serialize(
                 [values[i] for i in at], [infos[i] for i in at], None if args is None else [args[i] for i in at]
             )
@@ -120,7 +120,7 @@ class _Registered(ocp.type_handlers.TypeHandler):
         return await self._each(infos, lambda handler, at: handler.metadata([infos[i] for i in at]))
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        if args is not None and self._kind is np.ndarray:  # which is what Orbax makes of leaves without metadata
+        if args is not None and self._kind is np.ndarray:  # Orbax takes leaves without metadata for NumPy arrays
             args = [arg if arg.restore_type else dataclasses.replace(arg, restore_type=np.ndarray) for arg in args]
         return await self._each(
             infos,
@@ -133,7 +133,7 @@ class _Registered(ocp.type_handlers.TypeHandler):
         self.previous.finalize(directory)
 
     async def _each(self, infos: Sequence[Any], call: Callable[[Any, list[int]], Any]) -> list[Any]:
-        """What `call` makes of all leaves, which are given to whichever handler has them."""
+        """Return what `call` makes of all leaves, each with the handler that it belongs to."""
         stored: dict[Any, Container[str]] = {}
         for info in infos:
             if info.parent_dir not in stored:
@@ -143,15 +143,15 @@ class _Registered(ocp.type_handlers.TypeHandler):
             out |= zip(at, await call(handler, at), strict=True)
         return [out[i] for i in range(len(infos))]
 
-    def _split(self, ours: Sequence[bool]) -> list[tuple[ocp.type_handlers.TypeHandler, list[int]]]:
-        """The handlers that have something to do, and the positions of their leaves."""
-        own = [i for i, is_ours in enumerate(ours) if is_ours]
-        others = [i for i, is_ours in enumerate(ours) if not is_ours]
-        return [(handler, at) for handler, at in ((self._own, own), (self.previous, others)) if at]
+    def _split(self, is_ours: Sequence[bool]) -> list[tuple[ocp.type_handlers.TypeHandler, list[int]]]:
+        """Return the handlers that have something to do, and the positions of their leaves."""
+        ours = [i for i, of_files in enumerate(is_ours) if of_files]
+        others = [i for i, of_files in enumerate(is_ours) if not of_files]
+        return [(handler, at) for handler, at in ((self._safetensors, ours), (self.previous, others)) if at]
 
 
 def _can_store(value: jax.Array, info: Any) -> bool:
-    """Whether the format holds a leaf: not random keys, say, or elements of 4 bits."""
+    """Return whether the format can hold a leaf; it cannot hold random keys, say, or elements of 4 bits."""
     try:
         from_numpy(np.dtype(value.dtype))
     except (TypeError, TensorMismatchError):
@@ -160,19 +160,19 @@ def _can_store(value: jax.Array, info: Any) -> bool:
 
 
 class _Everything(Container[str]):
-    """All names."""
+    """A container of all names."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def _stored_names(directory: Any) -> Container[str]:
-    """Names of the leaves in a directory that are ours.
+    """Return the names of the leaves that safetensors files in a directory hold.
 
-    None if it has no safetensors files; those of the tensors beside what Orbax has saved; all if there is no tree of
-    Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that a family makes.
-    None either if an index says which parts of tensors the leaves of a family are, which Orbax reads by itself. Raises
-    `StorageError` if there is an index and it is of other files.
+    These are no names if it has no such files; the tensors' names beside a tree that Orbax has saved; all names if
+    there is no tree of Orbax, as in a directory from Hugging Face, whose tensors have other names than the leaves that
+    a family makes. They are no names either if an index says which parts of tensors the leaves of a family are: Orbax
+    reads these by itself. Raises `StorageError` if there is an index and the files are no longer those it was made of.
     """
     if not any(path.name.endswith(SUFFIX) and path.is_file() for path in directory.iterdir()):
         return frozenset()

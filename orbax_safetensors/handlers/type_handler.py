@@ -23,26 +23,25 @@ from orbax_safetensors.save.write import read_beside, write_save
 
 
 class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
-    """Saves and restores `jax.Array` leaves as safetensors files, planned over all leaves of a tree at once.
+    """Save and restore `jax.Array` leaves as safetensors files, planned over all leaves of a tree at once.
 
     For the registry of an `ocp.PyTreeCheckpointHandler`, in the place of Orbax's handler of `jax.Array`. Leaves of
-    other types are Orbax's. What was saved is restored by a handler with the same registry, or by any after
-    `register()`.
+    other types are Orbax's. A handler with the same registry restores what was saved, and after `register()` any does.
     """
 
-    # Orbax asks its array handler for a store of Zarr chunk shapes; there are none.
+    # Orbax looks in its handler of arrays for a store of Zarr chunk shapes, which safetensors do not have.
     _array_metadata_store = None
 
     def __init__(self, *, options: SafetensorsOptions | None = None) -> None:
-        """`options` say how bytes are moved."""
+        """Take `options`, which say how bytes are moved."""
         self._options = options or SafetensorsOptions()
 
     def typestr(self) -> str:
-        """That of `jax.Array`: a leaf's type is the same wherever its bytes are."""
+        """Return the name of `jax.Array`: a leaf's type is the same wherever its bytes are."""
         return "jax.Array"
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[ocp.metadata.ArrayMetadata]:
-        """Shape and dtype of each leaf, and its sharding if that was recorded."""
+        """Return shape and dtype of each leaf, and its sharding if that was recorded."""
         return await asyncio.to_thread(self._metadata, infos)
 
     def _metadata(self, infos: Sequence[Any]) -> list[ocp.metadata.ArrayMetadata]:
@@ -68,7 +67,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
     ) -> Sequence[ocp.Future]:
-        """Starts to save all leaves, and returns once they are in host memory."""
+        """Start to save all leaves, and return once they are in host memory."""
         (directory,) = {info.parent_dir for info in infos}
         names = [info.name for info in infos]
         if len(set(names)) < len(names):
@@ -92,13 +91,13 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
         return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
-        """Restores all leaves in one plan. Those without a sharding get that which was recorded, if one was."""
+        """Restore all leaves in one plan. A leaf without a sharding gets the recorded one, if there is one."""
         if args is None:
             args = [ocp.ArrayRestoreArgs()] * len(infos)
         return await asyncio.to_thread(self._deserialize, infos, args)
 
     def _deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs]) -> list[Any]:
-        found: dict[tuple[Any, str], Any] = {}
+        leaves: dict[tuple[Any, str], Any] = {}
         for directory in dict.fromkeys(info.parent_dir for info in infos):
             shardings = self._shardings(directory)
             wanted = {
@@ -107,23 +106,23 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
                 if info.parent_dir == directory
             }
             restored = restore_leaves(directory, wanted, options=self._bounded(infos))
-            found |= {(directory, name): leaf for name, leaf in restored.items()}
-        return [found[info.parent_dir, info.name] for info in infos]
+            leaves |= {(directory, name): leaf for name, leaf in restored.items()}
+        return [leaves[info.parent_dir, info.name] for info in infos]
 
     def _shardings(self, directory: Any) -> dict[str, ocp.metadata.ShardingMetadata]:
-        """The shardings that were recorded of the leaves in a directory."""
+        """Return the recorded shardings of the leaves in a directory."""
         content = read_beside(directory, SHARDING_FILE, options=self._options)
         return parse_shardings(content, str(directory))
 
     def _bounded(self, infos: Sequence[Any]) -> SafetensorsOptions:
-        """The options, with no more bytes in flight than `save_concurrent_gb` or `restore_concurrent_gb` allows."""
-        own = self._options.in_flight_bytes
-        limit = getattr(infos[0].byte_limiter, "max_bytes", own)  # all leaves share a limiter, which may have no limit
-        return dataclasses.replace(self._options, in_flight_bytes=max(1, min(own, int(limit))))
+        """Return the options with no more bytes in flight than `save_concurrent_gb` or `restore_concurrent_gb`."""
+        budget = self._options.in_flight_bytes
+        limit = getattr(infos[0].byte_limiter, "max_bytes", budget)  # leaves share a limiter, which may have no limit
+        return dataclasses.replace(self._options, in_flight_bytes=max(1, min(budget, int(limit))))
 
 
 def _as_array(args: ocp.RestoreArgs, recorded: ocp.metadata.ShardingMetadata | None) -> ocp.RestoreArgs:
-    """Arguments as those of the `jax.Array` that the leaf was, if they do not say what to restore as, and where."""
+    """Return arguments that restore the `jax.Array` that was saved, unless they say what to restore and where."""
     if args.restore_type is None and not isinstance(args, ocp.ArrayRestoreArgs):
         return ocp.ArrayRestoreArgs(dtype=args.dtype, sharding=recorded)
     if args.restore_type is None:

@@ -22,9 +22,15 @@ from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.envelope import Envelope, envelope
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
+from orbax_safetensors.orbax_store.addressed_item import (
+    AddressedArray,
+    addressed_array,
+    array_entries,
+    misread,
+    scalar_entries,
+)
 from orbax_safetensors.orbax_store.directories import is_remote
 from orbax_safetensors.orbax_store.leaf import SCALAR
-from orbax_safetensors.orbax_store.link import Linked, linked, linked_entries, misread, scalar_entries
 from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -47,7 +53,7 @@ class Decision:
 
     checkpoint: Checkpoint
     envelope: Envelope
-    linked: Mapping[str, Linked]
+    linked: Mapping[str, AddressedArray]
     reasons: Mapping[str, str]
     sharded: Mapping[str, OrbaxLeaf]  # all leaves, with their shards as chunks
     request: LinkRequest
@@ -98,7 +104,7 @@ class Decision:
     def entries(self) -> Iterator[Entry]:
         """What the index has, without the leaves that have to be made."""
         for name, array in self.linked.items():
-            yield from linked_entries(name, array, self._locate)
+            yield from array_entries(name, array, self._locate)
         for name, value in self.envelope.around({}).items():
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
@@ -145,7 +151,7 @@ def decide(request: LinkRequest) -> Decision:
         if reason := misread(name):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
-        found = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
+        found = "it has to be decoded" if quantized else addressed_array(view, sharded[name], request.chunk_bytes)
         if isinstance(found, str):
             reasons[name] = found
         else:

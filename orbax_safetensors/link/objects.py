@@ -17,11 +17,11 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.link.staging import NAMES, RECORD, Staging
+from orbax_safetensors.orbax_store.addressed_item import STEP_FILES
 from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, read_json, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
-from orbax_safetensors.orbax_store.link import STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.operations import storage_errors
 
 _LAST = (TREE_FILE, FINISHED_FILE)
 
@@ -47,12 +47,12 @@ class ObjectStaging:
 
     def has_made(self) -> bool:
         """Whether all that has to be made is there."""
-        with stored(self.made):
+        with storage_errors(self.made):
             return FINISHED_FILE in names(self._made)
 
     def check_free(self) -> None:
         """Raises `StorageError` if something is in the way of the link."""
-        with stored(self.path):
+        with storage_errors(self.path):
             inside = names(self._directory)
         if RECORD not in inside and (present := [name for name in NAMES if name in inside]):
             raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {NAMES}")
@@ -69,7 +69,7 @@ class ObjectStaging:
             raise TensorMismatchError(
                 f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
             )
-        with stored(self.path):
+        with storage_errors(self.path):
             inside = names(self._directory)
             if begun is None:
                 self._kept = [name for name in STEP_FILES if name in inside]
@@ -99,7 +99,7 @@ class ObjectStaging:
         if name in _LAST:
             self._last[name] = content
         elif name not in self._kept:
-            with stored(str(self._directory / name)):
+            with storage_errors(str(self._directory / name)):
                 (self._directory / name).write_bytes(content)
 
     def keep_data(self) -> None:
@@ -107,7 +107,7 @@ class ObjectStaging:
 
         What says that all of them are there stays, too: a link that is taken up again looks for it.
         """
-        with stored(self.made):
+        with storage_errors(self.made):
             for name in names(self._made):
                 if name not in (MANIFEST, DATA_DIRECTORY, FINISHED_FILE) and MANIFEST not in names(self._made / name):
                     remove(self._made / name)
@@ -116,7 +116,7 @@ class ObjectStaging:
         """Makes the directory a checkpoint of Orbax."""
         if (self._begun() or {}).get("run") != self._run:
             raise StorageError(f"{self.path}: another link is written here")
-        with stored(self.path):
+        with storage_errors(self.path):
             for name in _LAST:
                 if name not in self._kept:
                     (self._directory / name).write_bytes(self._last[name])

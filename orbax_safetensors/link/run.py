@@ -22,9 +22,9 @@ from orbax_safetensors.link.objects import ObjectStaging, staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.orbax_store import OrbaxLeaf
-from orbax_safetensors.orbax_store.link import item_files, step_files
+from orbax_safetensors.orbax_store.addressed_item import item_files, step_files
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.ocdbt import merge, write_references
-from orbax_safetensors.orbax_store.trust import TRUST_FILE, noted
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.streaming.model_files import files_of_model
@@ -177,7 +177,7 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         merge(staging.made, staging.path)
         staging.keep_data()
     checkpoint = decision.checkpoint
-    staging.write(TRUST_FILE, noted(checkpoint.fingerprints, names_tensors=checkpoint.mapped is None))
+    staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, names_tensors=checkpoint.mapped is None))
     small = item_files(decision.tree(made), whole=decision.whole)
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)

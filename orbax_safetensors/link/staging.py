@@ -16,8 +16,8 @@ from typing import Any
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
+from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
-from orbax_safetensors.orbax_store.link import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.storage.local import LocalStore, check_makeable
 from orbax_safetensors.storage.lock import Lock

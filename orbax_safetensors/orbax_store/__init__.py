@@ -6,9 +6,10 @@ memory of the caller; which boxes, and from or to what, is not decided here.
 
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
 from orbax_safetensors.orbax_store.item_writer import OrbaxItem, array_name
-from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, named_sharding
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.reader import OrbaxCheckpoint, OrbaxStep, find_step_faults, open_orbax, open_step
-from orbax_safetensors.orbax_store.writer import OrbaxSink
+from orbax_safetensors.orbax_store.shardings import named_sharding
+from orbax_safetensors.orbax_store.sink import OrbaxSink
 
 __all__ = [
     "OrbaxCheckpoint",

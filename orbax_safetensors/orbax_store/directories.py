@@ -20,7 +20,7 @@ from etils.epath.gpath import PosixGPath
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import PathLike
 
@@ -112,7 +112,7 @@ def requests_at_once(path: str) -> int:
 
 def read_bytes(path: epath.Path) -> bytes | None:
     """Return the content of a file, or None if it is missing."""
-    with stored(os.fspath(path)):
+    with storage_errors(os.fspath(path)):
         try:
             return bytes(path.read_bytes())
         except FileNotFoundError:
@@ -134,7 +134,7 @@ def parse_json(text: bytes, where: str) -> Any:
             f"{where}: is not what Orbax writes: expected at most {len(text) // _DENSE} objects and lists in "
             f"{len(text)} bytes, found {nested}"
         )
-    with stored(f"{where}: is not what Orbax writes"):
+    with storage_errors(f"{where}: is not what Orbax writes"):
         return json.loads(text)
 
 

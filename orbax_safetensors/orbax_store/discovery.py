@@ -27,7 +27,7 @@ _STEP = re.compile(r"(?:.*_)?(\d+)")
 
 
 @dataclass(frozen=True)
-class Found:
+class FinishedCheckpoint:
     """A finished checkpoint.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
         return self.directory / name if name else self.directory
 
 
-def find(path: epath.Path) -> Found:
+def find_finished(path: epath.Path) -> FinishedCheckpoint:
     """What `path` stands for: an item, a step, or the latest finished one of a directory of steps.
 
     Raises `StorageError` where there is none that is finished.
@@ -82,14 +82,16 @@ def find(path: epath.Path) -> Found:
             _check_finished(path / name)
         kept = {*items, STEP_FILE, FINISHED_FILE, RECORD_FILE}
         others = tuple(name for name in inside if name not in kept and UNFINISHED not in name)
-        return Found(path, path.name if step_number(path.name) is not None else None, tuple(items), others, path)
+        return FinishedCheckpoint(
+            path, path.name if step_number(path.name) is not None else None, tuple(items), others, path
+        )
     for name in sorted(numbers, key=numbers.__getitem__, reverse=True):
         if not _is_finished(path / name):
             continue
         if _is_item(path / name):
-            return Found(path / name, name, ("",), (), path / name)
+            return FinishedCheckpoint(path / name, name, ("",), (), path / name)
         if _is_step(path / name):
-            return replace(find(path / name), step=name)
+            return replace(find_finished(path / name), step=name)
     unfinished = [
         name for name in directories if UNFINISHED in name or (name in numbers and not _is_finished(path / name))
     ]
@@ -129,7 +131,7 @@ def step_record(handler: str, custom_metadata: Mapping[str, Any] | None, began: 
     return json.dumps(serialize_step_metadata(metadata))
 
 
-def recorded(found: Found) -> dict[str, Any]:
+def recorded_metadata(found: FinishedCheckpoint) -> dict[str, Any]:
     """What is recorded of a checkpoint, with the handlers of the items in it.
 
     Items that were saved by themselves, into a directory of no record, have it each of its own.
@@ -149,14 +151,14 @@ def recorded(found: Found) -> dict[str, Any]:
     return kept
 
 
-def _of_item(path: epath.Path) -> Found:
+def _of_item(path: epath.Path) -> FinishedCheckpoint:
     """An item by its own path. What is in a directory that is called by a number alone is of a step."""
     parent = path.parent
     if not ((parent / STEP_FILE).exists() or parent.name.isdecimal()):
-        return Found(path, None, ("",), (), path)
+        return FinishedCheckpoint(path, None, ("",), (), path)
     if step_number(parent.name) is None:
-        return Found(path, None, ("",), (), parent)
-    return Found(parent, parent.name, (path.name,), (), parent)
+        return FinishedCheckpoint(path, None, ("",), (), parent)
+    return FinishedCheckpoint(parent, parent.name, (path.name,), (), parent)
 
 
 def _is_item(path: epath.Path) -> bool:

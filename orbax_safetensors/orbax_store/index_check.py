@@ -15,7 +15,7 @@ import tensorstore as ts
 from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.orbax_store.directories import absolute, kvstore
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.operations import storage_errors
 
 # As `ts.ocdbt.dump` writes where a value lies, with the path as in a URL.
 _LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
@@ -25,7 +25,7 @@ _LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
 _DATA = re.compile(r"((made|ocdbt\.process_[^/]*)/)*d/[^/]*", re.DOTALL)
 
 
-class Extent(NamedTuple):
+class TensorRange(NamedTuple):
     """The bytes of a tensor in its file, `[begin, end)`."""
 
     begin: int
@@ -34,7 +34,7 @@ class Extent(NamedTuple):
 
 
 def index_faults(
-    directory: str, tensors: Mapping[str, Sequence[Extent]], *, names_tensors: bool
+    directory: str, tensors: Mapping[str, Sequence[TensorRange]], *, names_tensors: bool
 ) -> list[IndexFileError]:
     """What is wrong with the index in a directory, whose files have these `tensors` by file name.
 
@@ -68,7 +68,7 @@ def index_faults(
 def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
     """The values of the database that are ranges of files, with their keys."""
     where = f"{directory}/{MANIFEST}"
-    with stored(where):
+    with storage_errors(where):
         base = kvstore(absolute(directory), ts.Context())
         versions = ts.ocdbt.dump(base).result()["versions"]
         nodes = [max(versions, key=lambda version: version["generation_number"])["root"]["location"]]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.discovery import STEP_FILE, UNFINISHED
-from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem, array_name
+from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.unfinished import Draft
 from orbax_safetensors.storage.paths import PathLike
@@ -57,7 +57,7 @@ class OrbaxLayout:
         record: dict[str, Any] = {"compression": self.compression, "source": source, **self._names}
         return record | self.named(lambda item: item.record)
 
-    def named(self, of_item: Callable[[ItemDraft], Mapping[str, _T]]) -> dict[str, _T]:
+    def named(self, of_item: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
         """What all items have by names of theirs, by names that differ."""
         drafts = self.draft.items
         return {

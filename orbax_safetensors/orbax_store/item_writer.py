@@ -21,7 +21,7 @@ from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal
 from orbax_safetensors.orbax_store.discovery import RECORD_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.leaf import ARRAYS, OrbaxLeaf, box_of
 from orbax_safetensors.orbax_store.leaf_handlers import registry, streamed, write_spec
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.operations import storage_errors
 
 # A chunk's key, after the name of its array if that is not empty: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
 _CHUNK_KEYS = {
@@ -55,7 +55,7 @@ def array_name(items: Collection[str], item: str, name: str) -> str:
     return f"{item}/{name}" if len(items) > 1 else name
 
 
-class ItemDraft:
+class ItemWriter:
     """An item under way in a directory of its own, or in that of the checkpoint, which it then is by itself."""
 
     def __init__(
@@ -139,7 +139,7 @@ class ItemDraft:
 
     def reopen(self) -> None:
         """Brings it back to where only chunks are in it, however far `finish` had come."""
-        with stored(f"{self.directory}: cannot be taken up again"):
+        with storage_errors(f"{self.directory}: cannot be taken up again"):
             if self._path is not None and self._final.exists() and not self.directory.exists():
                 self._final.rename(self.directory)
             leaves = {*self.leaves, *self._values}
@@ -155,13 +155,13 @@ class ItemDraft:
     def open(self, primary: bool) -> dict[str, ts.TensorStore]:
         """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
         if primary:
-            with stored(os.fspath(self.directory)):
+            with storage_errors(os.fspath(self.directory)):
                 making = [
                     (name, ts.open(ts.Spec(spec), create=True, open=True, context=self._context))
                     for name, spec in self._specs.items()
                 ]
             for name, future in making:
-                with stored(f"{self.directory}: {name!r}"):
+                with storage_errors(f"{self.directory}: {name!r}"):
                     future.result()
         opening = {
             name: ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=self._context)
@@ -169,7 +169,7 @@ class ItemDraft:
         }
         stores = {}
         for name, future in opening.items():
-            with stored(f"{self.directory}: {name!r}"):
+            with storage_errors(f"{self.directory}: {name!r}"):
                 stores[name] = future.result()
         return stores
 
@@ -180,7 +180,7 @@ class ItemDraft:
         """
         roots = [self.directory]
         if self._item.ocdbt:
-            with stored(os.fspath(self.directory)):
+            with storage_errors(os.fspath(self.directory)):
                 inside = names(self.directory)
             roots = [self.directory / name for name in inside if name.startswith(PROCESS_SUBDIR_PREFIX)]
         return self._present(self._keys(roots))
@@ -202,7 +202,7 @@ class ItemDraft:
     def _keys(self, roots: Iterable[epath.Path]) -> Iterator[str]:
         # A context of its own, so that nothing that was cached before is listed.
         context = ocp.type_handlers.get_ts_context(use_ocdbt=self._item.ocdbt)
-        with stored(os.fspath(self.directory)):
+        with storage_errors(os.fspath(self.directory)):
             for root in roots:
                 for key in kvstore(os.fspath(root), context, ocdbt=self._item.ocdbt).list().result():
                     yield os.fsdecode(key)

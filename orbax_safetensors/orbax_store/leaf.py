@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -56,32 +55,6 @@ class OrbaxLeaf:
     def chunk_nbytes(self) -> int:
         """Decoded size of a whole chunk."""
         return prod(self.chunk_shape) * self.dtype.itemsize
-
-
-def named_sharding(
-    mesh: Mapping[str, int], spec: Sequence[str | Sequence[str] | None]
-) -> ocp.metadata.NamedShardingMetadata:
-    """The record of a `NamedSharding` over a mesh, by axis name and size, whose devices need not be here.
-
-    Devices are numbered from 0 in the order of the mesh, as those of a real one usually are.
-    """
-    sizes = list(mesh.values())
-    devices = np.empty(prod(sizes), object)
-    devices[:] = [{"id": number} for number in range(prod(sizes))]
-    return ocp.metadata.NamedShardingMetadata.from_deserialized_dict(
-        {
-            "shape": sizes,
-            "axis_names": list(mesh),
-            "axis_types": [str(jax.sharding.AxisType.Auto)] * len(sizes),
-            "partition_spec": partition_spec(spec),
-            "device_mesh": {"mesh": devices.reshape(sizes).tolist()},
-        }
-    )
-
-
-def partition_spec(spec: Sequence[str | Sequence[str] | None]) -> tuple[str | tuple[str, ...] | None, ...]:
-    """A spec with tuples where JSON has lists."""
-    return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in spec)
 
 
 def check_box(box: Box, shape: tuple[int, ...], where: str) -> None:

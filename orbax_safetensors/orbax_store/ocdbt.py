@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from orbax_safetensors.orbax_store.directories import kvstore
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.operations import storage_errors
 
 _T = TypeVar("_T")
 
@@ -121,7 +121,7 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
 def merge(directory: str, root: str) -> None:
     """Adds all that the database in a directory below `root` has to the database in `root`; no value is moved."""
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
-    with stored(root):
+    with storage_errors(root):
         databases = [kvstore(path, context, ocdbt=True) for path in (directory, root)]
         databases[0].experimental_copy_range_to(databases[1]).result()
 

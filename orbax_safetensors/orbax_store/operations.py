@@ -12,7 +12,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 
 
 @contextlib.contextmanager
-def stored(where: str) -> Iterator[None]:
+def storage_errors(where: str) -> Iterator[None]:
     """Makes what TensorStore and Orbax say a `StorageError` that begins with `where`.
 
     They raise what pybind11 and asyncio make of a status, so no narrower list of exceptions would be complete.

@@ -19,9 +19,9 @@ from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
 from orbax_safetensors.orbax_store.discovery import (
     TREE_FILE,
-    Found,
-    find,
-    recorded,
+    FinishedCheckpoint,
+    find_finished,
+    recorded_metadata,
     step_metadata,
     step_number,
 )
@@ -39,7 +39,7 @@ from orbax_safetensors.orbax_store.leaf import (
     slices,
     touched_nbytes,
 )
-from orbax_safetensors.orbax_store.operations import Budget, Operations, stored
+from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
 from orbax_safetensors.orbax_store.recorded_tree import RecordedLeaf, RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.storage.paths import PathLike
@@ -109,7 +109,7 @@ class OrbaxCheckpoint:
         operations = Operations(where)
         nbytes, failure = 0, None
         try:
-            with stored(where):
+            with storage_errors(where):
                 target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[[start for start, _ in box]]]
                 for chunks in cut(chunks_of(box, leaf), leaf, self._read_bytes) if out.size else ():
                     if operations.failed:
@@ -137,7 +137,7 @@ class OrbaxCheckpoint:
         """A whole leaf: an array, a string, or a scalar of NumPy, whose dtype a Python scalar would lose."""
         leaf = self._leaf(name)
         if leaf.kind == STRING:
-            with stored(f"{self.path}: {name!r}"):
+            with storage_errors(f"{self.path}: {name!r}"):
                 spec = {
                     "driver": "json",
                     "kvstore": build_kvstore_tspec(self.path, _STRINGS_FILE, use_ocdbt=False),
@@ -156,12 +156,12 @@ class OrbaxCheckpoint:
 
     def stored_bytes(self) -> int | None:
         """Bytes of all of its files, encoded as they are; None on an object store."""
-        with stored(self.path):
+        with storage_errors(self.path):
             return file_bytes(self.path)
 
     def state(self) -> dict[str, Any]:
         """What tells of each of its files that it has changed, by path; `StorageError` where that cannot be told."""
-        with stored(self.path):
+        with storage_errors(self.path):
             return state(self.path)
 
     def _leaf(self, name: str) -> OrbaxLeaf:
@@ -192,7 +192,7 @@ class OrbaxStep:
 
     def stored_bytes(self) -> int | None:
         """As of an `OrbaxCheckpoint`, of all that belongs to it."""
-        with stored(self.path):
+        with storage_errors(self.path):
             if self.others or "" in self.items:
                 return file_bytes(self.path)
             sizes = [item.stored_bytes() for item in self.items.values()]
@@ -200,7 +200,7 @@ class OrbaxStep:
 
     def state(self) -> dict[str, Any]:
         """As of an `OrbaxCheckpoint`, of all that belongs to it."""
-        with stored(self.path):
+        with storage_errors(self.path):
             if self.others or "" in self.items:
                 return state(self.path)
             return {f"{name}/{file}": now for name in self.items for file, now in self.items[name].state().items()}
@@ -228,14 +228,14 @@ def open_step(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxStep:
     found = _found(path)
     budget = Budget(memory_bytes)
     items = {name: _open_item(found, name, budget) for name in found.items}
-    with stored(os.fspath(found.directory)):
+    with storage_errors(os.fspath(found.directory)):
         return OrbaxStep(
             path=os.fspath(found.directory),
             whole=os.fspath(found.whole),
             step=found.step,
             items=items,
             others={name: os.fspath(found.directory / name) for name in found.others},
-            metadata=recorded(found),
+            metadata=recorded_metadata(found),
         )
 
 
@@ -254,10 +254,10 @@ def find_step_faults(path: PathLike) -> list[SafetensorsError]:
     return faults
 
 
-def _found(path: PathLike) -> Found:
+def _found(path: PathLike) -> FinishedCheckpoint:
     path = absolute(path)
-    with stored(path):
-        return find(epath.Path(path))
+    with storage_errors(path):
+        return find_finished(epath.Path(path))
 
 
 def _refuse(fault: SafetensorsError) -> None:
@@ -265,7 +265,7 @@ def _refuse(fault: SafetensorsError) -> None:
 
 
 def _open_item(
-    found: Found, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
+    found: FinishedCheckpoint, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
 ) -> OrbaxCheckpoint:
     """The item `name`; passes the fault of each array that does not open to `report`, and leaves the array out."""
     directory = found.item(name)
@@ -273,7 +273,7 @@ def _open_item(
     tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
     ocdbt = tree.ocdbt
     if ocdbt is None:
-        with stored(item):
+        with storage_errors(item):
             ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(directory)
     context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
     opening = {}
@@ -287,7 +287,7 @@ def _open_item(
             use_zarr3=tree.zarr3,
             ts_context=context,
         )
-        with stored(f"{item}: {name!r}"):
+        with storage_errors(f"{item}: {name!r}"):
             spec = ocp.type_handlers.get_json_tspec_read(
                 info,
                 use_ocdbt=ocdbt,
@@ -297,11 +297,11 @@ def _open_item(
     stores = {}
     for name, future in opening.items():
         try:
-            with stored(f"{item}: {name!r}"):
+            with storage_errors(f"{item}: {name!r}"):
                 stores[name] = future.result()
         except StorageError as fault:
             report(fault)
-    with stored(item):
+    with storage_errors(item):
         shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item)
         random_keys = _random_keys(directory)
     leaves = {
@@ -346,7 +346,7 @@ def _random_keys(item: epath.Path) -> dict[str, str]:
     if not files:
         return {}
     content = read_json(directory / files[0])
-    with stored(f"{directory / files[0]}: is not what Orbax writes"):
+    with storage_errors(f"{directory / files[0]}: is not what Orbax writes"):
         arrays = [entry["array_metadata"] for entry in content["array_metadatas"]]
         return {
             array["param_name"]: array["ext_metadata"][RANDOM_KEY]

@@ -12,7 +12,7 @@ from orbax_safetensors.orbax_store._compat import InternalTreeMetadata
 from orbax_safetensors.orbax_store.directories import parse_json
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.leaf import ARRAYS, EMPTY_NODES, SCALAR, STRING
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.operations import storage_errors
 
 _KINDS = (*ARRAYS, SCALAR, STRING)
 
@@ -65,11 +65,11 @@ class RecordedTree:
         if content is None:
             raise StorageError(f"{path}: is missing")
         document = parse_json(content, path)
-        with stored(f"{path}: is not what Orbax writes"):
+        with storage_errors(f"{path}: is not what Orbax writes"):
             metadata = InternalTreeMetadata.from_json(document)
             nested = metadata.as_nested_tree()
         leaves: dict[str, RecordedLeaf] = {}
-        with stored(path):  # a tree can be too deep
+        with storage_errors(path):  # a tree can be too deep
             structure = _structure(nested, None, leaves, directory)
         return cls(
             leaves,

@@ -5,17 +5,20 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from orbax_safetensors.orbax_store._compat import get_sharding_tensorstore_spec
 from orbax_safetensors.orbax_store.directories import parse_json
-from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, partition_spec
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
+from orbax_safetensors.orbax_store.operations import storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def sharding_file(leaves: Mapping[str, OrbaxLeaf]) -> bytes:
 def add_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
     """Add the shardings of arrays to `SHARDING_FILE` in a directory, to which Orbax may be adding others meanwhile."""
     context, transaction = ts.Context(), ts.Transaction()
-    with stored(f"{directory}/{SHARDING_FILE}"):
+    with storage_errors(f"{directory}/{SHARDING_FILE}"):
         for name, text in _texts(leaves).items():
             spec = get_sharding_tensorstore_spec(directory, name)
             entry = ts.open(spec, open=True, context=context).result()
@@ -53,7 +56,7 @@ def parse_shardings(content: bytes | None, directory: str) -> dict[str, ocp.meta
     """
     path = f"{directory}/{SHARDING_FILE}"
     shardings = {}
-    with stored(f"{path}: is not what Orbax writes"):
+    with storage_errors(f"{path}: is not what Orbax writes"):
         for key, text in ({} if content is None else parse_json(content, path)).items():
             record = json.loads(text)
             kind = record["sharding_type"]
@@ -68,6 +71,32 @@ def parse_shardings(content: bytes | None, directory: str) -> dict[str, ocp.meta
                 sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))
             shardings[base64.urlsafe_b64decode(key).decode()] = sharding
     return shardings
+
+
+def named_sharding(
+    mesh: Mapping[str, int], spec: Sequence[str | Sequence[str] | None]
+) -> ocp.metadata.NamedShardingMetadata:
+    """The record of a `NamedSharding` over a mesh, by axis name and size, whose devices need not be here.
+
+    Devices are numbered from 0 in the order of the mesh, as those of a real one usually are.
+    """
+    sizes = list(mesh.values())
+    devices = np.empty(prod(sizes), object)
+    devices[:] = [{"id": number} for number in range(prod(sizes))]
+    return ocp.metadata.NamedShardingMetadata.from_deserialized_dict(
+        {
+            "shape": sizes,
+            "axis_names": list(mesh),
+            "axis_types": [str(jax.sharding.AxisType.Auto)] * len(sizes),
+            "partition_spec": partition_spec(spec),
+            "device_mesh": {"mesh": devices.reshape(sizes).tolist()},
+        }
+    )
+
+
+def partition_spec(spec: Sequence[str | Sequence[str] | None]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """A spec with tuples where JSON has lists."""
+    return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in spec)
 
 
 def _texts(leaves: Mapping[str, OrbaxLeaf]) -> dict[str, str]:

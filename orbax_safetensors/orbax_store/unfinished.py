@@ -28,8 +28,8 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store._compat import run_sync
 from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_remote, make, names, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE
-from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
-from orbax_safetensors.orbax_store.operations import stored
+from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem
+from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import check_makeable
 from orbax_safetensors.storage.lock import Lock
 
@@ -55,7 +55,7 @@ class Draft:
         temporary_path = ocp.path.atomicity_defaults.get_default_temporary_path_class(final)
         self._step_path = temporary_path.from_final(final, checkpoint_metadata_store=self._metadata)
         self.items = {
-            name: ItemDraft(
+            name: ItemWriter(
                 item,
                 self._step_path.get(),
                 name,
@@ -81,7 +81,7 @@ class Draft:
         if not self._in_place:
             destination, name = os.path.split(self.path)
             check_makeable(os.fspath(self._step_path.get()))
-            with stored(f"{self._step_path.get()}: cannot be made"):
+            with storage_errors(f"{self._step_path.get()}: cannot be made"):
                 make(destination)
                 self._lock = Lock(os.path.join(destination, f".{name}.lock"), self.path)
         try:
@@ -92,7 +92,7 @@ class Draft:
 
     def check_place(self) -> None:
         """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
-        with stored(self.path):
+        with storage_errors(self.path):
             if not self._in_place:
                 check_makeable(os.fspath(self._step_path.get()))
             self._check_free()
@@ -111,7 +111,7 @@ class Draft:
             raise StorageError(f"{self.path}: another conversion is writing here")
 
     def _begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
-        with stored(self.path):
+        with storage_errors(self.path):
             self._check_free()
             self._check_place()
         if resume and (begun := self._begun()) is not None:
@@ -124,14 +124,14 @@ class Draft:
                     raise TensorMismatchError(
                         f"{self._step_path.get()}: cannot be taken up again: {why}; begin anew without resume"
                     )
-            with stored(f"{self._step_path.get()}: cannot be taken up again"):
+            with storage_errors(f"{self._step_path.get()}: cannot be taken up again"):
                 self._write_record({"run": self._run, **record})
             for item in self.items.values():
                 item.reopen()
-            with stored(f"{self._step_path.get()}: cannot be taken up again"):
+            with storage_errors(f"{self._step_path.get()}: cannot be taken up again"):
                 self._copy_others()
             return
-        with stored(f"{self._step_path.get()}: cannot be made"):
+        with storage_errors(f"{self._step_path.get()}: cannot be made"):
             if self._step_path.get().exists():
                 self._check_unfinished()
                 if resume:
@@ -213,7 +213,7 @@ class Draft:
 
     def save(self) -> None:
         """Lets Orbax write all that belongs to the arrays. Called by every process."""
-        with stored(self.path):
+        with storage_errors(self.path):
             for item in self.items.values():
                 item.save()
 
@@ -224,7 +224,7 @@ class Draft:
         """
         self.check()
         unfinished = self._step_path.get()
-        with stored(self.path):
+        with storage_errors(self.path):
             self._metadata.update(file_path=unfinished / STEP_FILE, **metadata)
             for item in self.items.values():
                 item.finish()

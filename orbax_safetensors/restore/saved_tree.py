@@ -18,10 +18,10 @@ from orbax_safetensors.checkpoint.family import AskedFamily
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
+from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
 from orbax_safetensors.orbax_store.recorded_tree import RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
-from orbax_safetensors.orbax_store.trust import read_note
 from orbax_safetensors.storage.store import read_small
 
 logger = logging.getLogger(__name__)

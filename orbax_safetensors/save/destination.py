@@ -18,7 +18,7 @@ from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
-from orbax_safetensors.orbax_store.link import INDEX_NAMES
+from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Store
 

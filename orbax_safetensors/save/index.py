@@ -19,11 +19,17 @@ from orbax_safetensors.devices.trees import flatten
 from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
+from orbax_safetensors.orbax_store.addressed_item import (
+    AddressedArray,
+    addressed_array,
+    array_entries,
+    item_files,
+    misread,
+)
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE, fingerprint, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
-from orbax_safetensors.orbax_store.link import Linked, item_files, linked, linked_entries, misread
 from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
 from orbax_safetensors.orbax_store.shardings import add_shardings
-from orbax_safetensors.orbax_store.trust import TRUST_FILE, fingerprint, noted
 from orbax_safetensors.transfer.plan import Location
 
 # What Orbax restores in one piece even if it needs a part.
@@ -57,13 +63,13 @@ class SavedIndex:
       zarr3: whether arrays are described in version 3 of Zarr.
     """
 
-    arrays: Mapping[str, Linked]
+    arrays: Mapping[str, AddressedArray]
     tree: Any
     layout: Layout
     places: Mapping[str, Location]
     zarr3: bool
     names_tensors: bool  # whether the names of arrays are those of the stored tensors
-    saved: Mapping[str, Any] | None  # see `orbax_store.trust.noted`
+    saved: Mapping[str, Any] | None  # see `orbax_store.index_note.note_content`
 
     def write(self, directory: str, write: Callable[[str, bytes], None]) -> None:
         """Calls `write` with name and content of every file; that which makes it a checkpoint is the last.
@@ -73,8 +79,10 @@ class SavedIndex:
         headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
         sizes = {name: header.file_bytes for name, header in self.layout.files}
         write(
-            TRUST_FILE,
-            noted({name: fingerprint(sizes[name], headers[name]) for name in headers}, self.names_tensors, self.saved),
+            NOTE_FILE,
+            note_content(
+                {name: fingerprint(sizes[name], headers[name]) for name in headers}, self.names_tensors, self.saved
+            ),
         )
         write_references(self._entries(), write)
         if self.tree is None:
@@ -86,7 +94,7 @@ class SavedIndex:
 
     def _entries(self) -> Iterator[Entry]:
         for name, array in self.arrays.items():
-            yield from linked_entries(name, array, self._locate, zarr3=self.zarr3)
+            yield from array_entries(name, array, self._locate, zarr3=self.zarr3)
 
     def _locate(self, tensor: str) -> tuple[str, int]:
         location = self.places[tensor]
@@ -109,11 +117,11 @@ def saved_index(
     except (TypeError, ValueError, RecursionError) as error:
         return f"its variant {saved.get('variant')!r:.200} cannot be noted: {error}"
     structure, leaves = flatten(item)
-    arrays: dict[str, Linked] = {}
+    arrays: dict[str, AddressedArray] = {}
     reasons = {}
     for source in sources:
         view = source.view if source.view.dtype == source.dtype else replace(source.view, dtype=source.dtype)
-        found = misread(source.name) or linked(
+        found = misread(source.name) or addressed_array(
             view, _leaf(source, _kind(leaves[source.name])), _CHUNK_BYTES, zarr3=zarr3
         )
         if isinstance(found, str):

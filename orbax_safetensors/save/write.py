@@ -15,8 +15,8 @@ from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.addressed_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
-from orbax_safetensors.orbax_store.link import ARRAYS_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save.prepare import Save, Shards
 from orbax_safetensors.storage.local import rename

@@ -221,7 +221,7 @@ def test_several_items_are_resumed(root):
 def test_items_that_cannot_be_finished(root, item, monkeypatch):
     """Whichever of them has been finished by then."""
     save(root / "from")
-    finish = drafts.ItemDraft.finish
+    finish = drafts.ItemWriter.finish
 
     def fail(self):
         if item in self.directory.name:
@@ -229,7 +229,7 @@ def test_items_that_cannot_be_finished(root, item, monkeypatch):
         finish(self)
 
     with monkeypatch.context() as patched, pytest.raises(ost.StorageError, match="nothing works"):
-        patched.setattr(drafts.ItemDraft, "finish", fail)
+        patched.setattr(drafts.ItemWriter, "finish", fail)
         ost.reshard(root / "from", root / "to")
     not_there(root / "to")
     assert ost.reshard(root / "from", root / "to", resume=True).nbytes == 0

@@ -346,7 +346,7 @@ def test_orbaxs_limits_bound_what_is_in_flight(tmp_path, monkeypatch, gigabytes,
     handler = ost.SafetensorsTypeHandler(options=ost.SafetensorsOptions(in_flight_bytes=own, threads=3))
     if registered:
         ost.register(save=True)
-        monkeypatch.setattr(th.get_type_handler(jax.Array), "_own", handler)
+        monkeypatch.setattr(th.get_type_handler(jax.Array), "_safetensors", handler)
     try:
         registry = (
             {} if registered else {"type_handler_registry": th.create_type_handler_registry((jax.Array, handler))}

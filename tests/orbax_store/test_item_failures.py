@@ -82,7 +82,7 @@ STAGES = {
     "rename": (ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize"),
     "flush": (unfinished, "flush"),
     "last rename": (os, "rename"),
-    "listing": (drafts.ItemDraft, "_keys"),
+    "listing": (drafts.ItemWriter, "_keys"),
 }
 
 

@@ -230,7 +230,7 @@ STAGES = {
     "save": (ocp.PyTreeCheckpointHandler, "save"),
     "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
     "commit": (ocp.path.atomicity.CommitFileTemporaryPath, "finalize"),
-    "listing": (drafts.ItemDraft, "_keys"),
+    "listing": (drafts.ItemWriter, "_keys"),
 }
 
 

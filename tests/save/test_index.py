@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax
+import flax.training.train_state
 import jax
 import ml_dtypes
 import numpy as np

@@ -59,7 +59,7 @@ def main(kind, source, destination, where, name, locks):
         fcntl.flock = no_locks
     if where == "after_it_began":
         before(draft.Draft, "open")
-        before(item_writer.ItemDraft, "chunks")
+        before(item_writer.ItemWriter, "chunks")
     elif where == "before_the_end":
         before(draft.Draft, "finish")
         before(to_orbax.OrbaxSink, "commit")

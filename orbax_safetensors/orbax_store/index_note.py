@@ -17,13 +17,15 @@ from orbax_safetensors.storage.store import Store, read_small
 
 # Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and of a save
 # `{"saved": {...}}`.
-TRUST_FILE = "_LINKED_FILES"
+NOTE_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
 
 
-def noted(files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None) -> bytes:
-    """The content of `TRUST_FILE`, given the `fingerprint` of each file, and how a tree was `saved` as these.
+def note_content(
+    files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None
+) -> bytes:
+    """The content of `NOTE_FILE`, given the `fingerprint` of each file, and how a tree was `saved` as these.
 
     `names_tensors` tells that the names of arrays in the index are those of stored tensors, as without a family.
     """
@@ -37,8 +39,8 @@ def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Note:
-    """What `TRUST_FILE` says.
+class IndexNote:
+    """What `NOTE_FILE` says.
 
     Attributes:
       files: the `fingerprint` of each file, by name.
@@ -65,9 +67,9 @@ class Note:
         ]
 
 
-def read_note(store: Store, directory: str) -> Note | None:
+def read_note(store: Store, directory: str) -> IndexNote | None:
     """What is noted beside the index in a directory; None if nothing is. Raises `StorageError` if it cannot be read."""
-    path = posixpath.join(directory, TRUST_FILE)
+    path = posixpath.join(directory, NOTE_FILE)
     file = store.find(path)
     if file is None:
         return None
@@ -82,4 +84,4 @@ def read_note(store: Store, directory: str) -> Note | None:
             raise TypeError(f"expected a name and a dict, found {saved!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
-    return Note(files, names_tensors, saved)
+    return IndexNote(files, names_tensors, saved)

@@ -21,9 +21,9 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
-from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
+from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of, slices
-from orbax_safetensors.orbax_store.operations import Budget, Operations, stored
+from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
 from orbax_safetensors.storage.paths import PathLike
 
 # What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.
@@ -109,7 +109,7 @@ class OrbaxSink:
 
     def _list(self) -> None:
         """All processes see the same, as none has begun to write."""
-        self._present = self._layout.named(ItemDraft.chunks)
+        self._present = self._layout.named(ItemWriter.chunks)
 
     def _open(self) -> None:
         self._stores = self._layout.named(lambda item: item.open(self._process == 0))
@@ -152,7 +152,7 @@ class OrbaxSink:
         # Encoded, a chunk is in memory a second time; without compression TensorStore writes from that of the caller.
         taken = self._budget.acquire(tile.nbytes * (2 if self._compression else 1) + _WRITE_OVERHEAD)
         try:
-            with stored(where):
+            with storage_errors(where):
                 store = self._stores[name][slices(box)]
                 operation = store.write(tile, can_reference_source_data_indefinitely=True).commit
         except BaseException as error:

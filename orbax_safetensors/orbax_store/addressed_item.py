@@ -22,15 +22,15 @@ import orbax.checkpoint as ocp
 from orbax_safetensors.geometry.addresses import Chunks, chunks_in_place
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, TREE_FILE, step_record
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.leaf import EMPTY_NODES, JAX_ARRAY, RANDOM_KEY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Entry, Range
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, sharding_file
-from orbax_safetensors.orbax_store.trust import TRUST_FILE
 
 ARRAYS_FILE = "array_metadatas/process_0"
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
 # What an index consists of in a directory, besides the data of the database and `STEP_FILES`.
-INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, TRUST_FILE, posixpath.dirname(ARRAYS_FILE))
+INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, NOTE_FILE, posixpath.dirname(ARRAYS_FILE))
 
 # A key, of 65,535 bytes at most, is the name of an array and the position of a chunk.
 _MAX_NAME_BYTES = 60_000
@@ -38,7 +38,7 @@ _MAX_NAME_BYTES = 60_000
 _SEQUENCE, _DICT = 1, 2
 
 
-class Linked(NamedTuple):
+class AddressedArray(NamedTuple):
     """An array whose chunks lie in files that are there."""
 
     leaf: OrbaxLeaf
@@ -59,7 +59,7 @@ def misread(name: str) -> str | None:
     return None
 
 
-def linked(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = True) -> Linked | str:
+def addressed_array(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = True) -> AddressedArray | str:
     """Describe a view as an array of which nothing has to be moved; if that cannot be, a sentence says why.
 
     `leaf` describes the array. Its chunks are the shards, and those of the result do not cross their edges if possible.
@@ -69,14 +69,14 @@ def linked(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = T
         return found
     if not zarr3 and list(found.order) != sorted(found.order):
         return "its dimensions are stored in another order, which Zarr 2 does not know"
-    return Linked(replace(leaf, chunk_shape=found.shape), found)
+    return AddressedArray(replace(leaf, chunk_shape=found.shape), found)
 
 
 # Finds the file of a stored tensor, by its path below the index, and the offset at which the tensor begins there.
 Locate = Callable[[str], tuple[str, int]]
 
 
-def linked_entries(name: str, array: Linked, locate: Locate, *, zarr3: bool = True) -> Iterator[Entry]:
+def array_entries(name: str, array: AddressedArray, locate: Locate, *, zarr3: bool = True) -> Iterator[Entry]:
     """What the database has of an array: its description, and its chunks by their position in the grid."""
     leaf, chunks = array
     yield _described(name, leaf, chunks.order, zarr3=zarr3)
