@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.05
 # Lines of a worker's output that are shown where it failed.
 _SHOWN_LINES = 30
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves this text as it is.
 _DESCRIPTION = """\
 Restores PATH in two processes with four simulated CPU devices each, every
 array sharded over all eight as far as it divides, and compares every shard bit

@@ -13,7 +13,7 @@ from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.paths import place
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves this text as it is.
 _DESCRIPTION = """\
 Checks every header, the size of every file, and the index against the files.
 Prints a line for each fault and exits with 1, or one line that says OK and
