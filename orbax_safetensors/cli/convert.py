@@ -9,16 +9,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from orbax_safetensors import Conversion, Link, TensorMismatchError, convert, plan_convert
 from orbax_safetensors.cli import cluster, convert_plan, family
 from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, parse_rule
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
-from orbax_safetensors.convert.plan import plan_convert
 from orbax_safetensors.convert.request import MEMORY_BYTES
-from orbax_safetensors.convert.run import Conversion, convert
-from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.link.run import Link
 from orbax_safetensors.streaming.casts import Casts
 
 # Options that mean something in one direction only.

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.heat_map import draw, stretches
 from orbax_safetensors.cli.tables import Output, Share, Size, clean
 from orbax_safetensors.cost.heat import Heat
-from orbax_safetensors.errors import SafetensorsError, StorageError
 
 PROCESSES = 2
 DEVICES = 4  # of each process

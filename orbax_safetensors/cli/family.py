@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.mapping import registry

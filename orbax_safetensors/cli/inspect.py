@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint
 from orbax_safetensors.checkpoint.files import StoredFile, is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli import inspect_orbax, inspect_tree

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from orbax_safetensors import LinkPlan, link, plan_link
 from orbax_safetensors.cli import cluster, family
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.convert import add_mesh, given_spec, report
@@ -14,9 +15,7 @@ from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_orbax import over_reads
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bytes, parse_count
-from orbax_safetensors.link.plan import LinkPlan, plan_link
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
-from orbax_safetensors.link.run import link
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\

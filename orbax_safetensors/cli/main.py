@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from orbax_safetensors import SafetensorsError
 from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.progress import Warnings
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.devices.rules import RuleError
-from orbax_safetensors.errors import SafetensorsError
 
 _COMMANDS = {
     "inspect": inspect,

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint, SafetensorsOptions, StorageError, TimeEstimate, estimate_time, open_checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.files import is_orbax
-from orbax_safetensors.checkpoint.open import open_checkpoint, stored_arrays
+from orbax_safetensors.checkpoint.open import stored_arrays
 from orbax_safetensors.cli import plan_orbax
 from orbax_safetensors.cli.family import add_family, full_name, switches_text, variant
 from orbax_safetensors.cli.partition import (
@@ -34,9 +34,7 @@ from orbax_safetensors.cli.plan_picture import draw_plan
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
-from orbax_safetensors.cost.estimate import TimeEstimate, estimate, estimate_time
-from orbax_safetensors.errors import StorageError
-from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.cost.estimate import estimate
 from orbax_safetensors.restore.plan import planned
 from orbax_safetensors.save.plan import plan_save
 from orbax_safetensors.storage.memory import no_collection

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from orbax_safetensors import plan_reshard, reshard
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli import cluster, convert_plan
 from orbax_safetensors.cli.convert import add_common_arguments, common, conversion_facts, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.cli.units import parse_bytes
-from orbax_safetensors.convert.plan import plan_reshard
-from orbax_safetensors.convert.run import reshard
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.storage.paths import place

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from orbax_safetensors import verify
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.checkpoint.verify import verify
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
