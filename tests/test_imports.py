@@ -1,6 +1,7 @@
 """The rooms of the package, and the rule who may enter them: an arrow may skip floors, never climb."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -83,6 +84,13 @@ def test_one_room_knows_each_library():
         assert room == "orbax_store" or "tensorstore" not in found, module
         assert room == "storage" or not found & OF_STORES, module
         assert room not in WITHOUT_JAX or found <= OF_STORES | {"ml_dtypes", "numpy"}, module
+
+
+def test_the_command_line_takes_public_names_from_the_top():
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())) if room_of(module) == "cli" else ():
+            if isinstance(node, ast.ImportFrom) and re.match(r"orbax_safetensors\.(?!cli\b)", str(node.module)):
+                assert not {alias.name for alias in node.names} & set(orbax_safetensors.__all__), module
 
 
 def test_only_handlers_subclass_orbax():

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import jax
 
+from orbax_safetensors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.devices.agreement import new_key, together
-from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.storage.paths import place
 
 # The longest that a process which has failed waits for the others, in seconds, where they do not know of it. Then JAX

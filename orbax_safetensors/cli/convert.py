@@ -9,148 +9,34 @@ from typing import Any, TypeVar
 
 import jax
 
+from orbax_safetensors import Conversion, Link, TensorMismatchError, convert, plan_convert
 from orbax_safetensors.cli import cluster, convert_plan, family
 from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, parse_rule
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
-from orbax_safetensors.convert.plan import plan_convert
 from orbax_safetensors.convert.request import MEMORY_BYTES
-from orbax_safetensors.convert.run import Conversion, convert
-from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.link.run import Link
 from orbax_safetensors.streaming.casts import Casts
 
 # Options that mean something in one direction only.
 _TO_ORBAX = {"mesh": "--mesh", "spec": "--spec", "step": "--step", "no_compression": "--no-compression"}
 _TO_SAFETENSORS = {"config": "--config"}
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Makes an Orbax checkpoint of safetensors files, or safetensors files of an
-Orbax checkpoint, in bounded memory whatever the size of the model."""
+Orbax checkpoint (an item, a step, or steps, of which the latest is taken), in
+bounded memory whatever the size of the model."""
 
-PARTITIONS_HELP = """\
-partitions:
-  --mesh has the axes of the mesh of devices that will restore the arrays; no
-  device is needed. --spec REGEX=AXES says how the arrays are sharded in whose
-  names REGEX is found (as by re.search); the first --spec that matches counts.
-  AXES has an entry for each dimension, separated by commas: a mesh axis,
-  several joined by +, or - (or nothing) where the dimension is not sharded.
-  Dimensions at the end may be left out. Arrays that no --spec matches are not
-  sharded. Arrays whose dimensions AXES do not divide, or that have fewer, are
-  left whole with a warning. A --spec that fits no array is an error. Names are
-  those that orbax-safetensors plan prints for the same SOURCE and --family.
-"""
+_EPILOG = """\
+To Orbax, DESTINATION/STEP/items is made. --spec is as for orbax-safetensors
+plan. See docs/converting.md.
 
-RUN_HELP = """\
-plan:
-  With --plan nothing is made, and no array is read. What is printed is what
-  the same command without --plan, in --processes, would do, cut into the same
-  tiles and dealt alike; where it would fail before it begins, so does a plan.
-
-    read       bytes that the process asks SOURCE for, in so many reads, and
-               over-read, read for each byte that is needed
-    written    bytes that it writes, in so many writes, but for headers,
-               indexes and metadata
-    batches    tiles go in batches, one read while another is written
-    memory     of the two batches and what is made of them at most
-    time       with --bandwidth only
-
-  Of a checkpoint of Orbax, reads and writes are of chunks, and bytes are
-  those of the chunks decoded: what compression saves is known afterwards.
-  What its files have together is among the facts, except on an object store.
-  --files has what each process reads and writes of each file of safetensors,
-  and the arrays and chunks that are made. The time is that for --bandwidth
-  and --latency of reads, and --write-bandwidth and --write-latency of writes,
-  as for orbax-safetensors plan; decoding, casts and syncs are not in it.
-
-  With --json, one object:
-    path          what would be made
-    total_bytes   bytes of all arrays that are written, not compressed
-    source_bytes  of all files of SOURCE, null on an object store of Orbax
-    from_orbax, to_orbax  whether bytes read, or written, are decoded ones
-    processes     a list of {nbytes, needed_bytes, read_bytes, over_read,
-                  read_requests, written_bytes, write_requests, num_tiles,
-                  staging_bytes, num_batches, reads, writes}; reads has
-                  {file, needed_bytes, read_bytes, num_requests} for each
-                  file, writes {file, written_bytes, num_requests}
-    files         a list of {file, nbytes} that would be made
-    arrays        a list of {name, item, dtype, shape, chunk_shape,
-                  num_chunks, chunk_bytes} that would be made; name is that
-                  for --spec, item null where there are not several
-    estimate      with --bandwidth only: {bandwidth, latency, write_bandwidth,
-                  write_latency, seconds, slowest, processes}
-
-memory:
-  --memory is for bytes on their way; the rest of the process, some hundred
-  megabytes, is not in it.
-
-several hosts:
-  With --distributed the same command is started once on each host, and each
-  moves its part. jax.distributed.initialize() has to find the others by
-  itself, as it does on Cloud TPUs and under Slurm, Kubernetes and Open MPI.
-  All hosts see SOURCE and DESTINATION under the same paths. Process 0 says
-  how far it is, and its figures are of its own part. Where one process fails
-  or is stopped, all of them end.
-
-resume:
-  Until all is done, nothing has the name of DESTINATION that opens. What a
-  killed, failed or interrupted run has left is taken up by the same command
-  with --resume, and deleted by one without.
-
-output:
-  On a terminal stderr has a bar, elsewhere a line every five seconds. Then
-  stdout has what was done, with --json as one object:
-    path        what was made: the directory of the step, or of the files
-    nbytes      bytes of arrays that this run has written, not compressed
-    seconds     how long it took
-    peak_bytes  the most memory that the process had
-    requests    reads and writes of storage
-    processes   how many there were
-
-exit status:
-  0  all is done
-  1  something is wrong with SOURCE or DESTINATION, or with what is asked of it
-  2  something is wrong with the command line
-  130  interrupted by Ctrl-C; 143 by SIGTERM
-"""
-
-_EPILOG = (
-    """\
-SOURCE is a .safetensors file, a directory with such files, or a checkpoint of
-Orbax: the directory of an item, of a step, or of steps, whose latest is taken.
-DESTINATION is for Orbax a directory of steps, of which STEP/items is made, and
-for safetensors a directory that is not there yet.
-
-families:
-  --family makes a model's own tree of the stored tensors, or the other way
-  round: maxtext, or one as maxtext.qwen3. --to orbax takes the architecture
-  from the config.json beside the files, --to safetensors from --config.
-  --variant sets a switch, as scan_layers=false; to safetensors scan_layers is
-  taken from the checkpoint where MaxText has written it there. Without a
-  family, names stay as they are.
-
-dtypes:
-  --dtype DTYPE casts all arrays of floating point, --dtype REGEX=DTYPE those
-  in whose names REGEX is found; the first that matches counts. Names are those
-  of tensors, or to Orbax the same as for --spec. Other arrays keep their
-  dtype. A REGEX that is used for no array of floating point is an error.
-  Without --dtype every bit stays as it is, but for what a family has to
-  compute.
-
-"""
-    + PARTITIONS_HELP
-    + """
 examples:
-  orbax-safetensors convert qwen3/ maxtext/ --to orbax --family maxtext \\
-      --mesh fsdp=16 --spec 'kernel$=fsdp' --spec 'embedding=fsdp'
+  orbax-safetensors convert qwen3/ maxtext/ --to orbax --family maxtext
   orbax-safetensors convert maxtext/ tuned/ --to safetensors --family maxtext \\
       --config qwen3/ --dtype bfloat16
-
 """
-    + RUN_HELP
-)
 
 Facts = list[tuple[str, Cell]]
 _Done = TypeVar("_Done", Conversion, Link)
@@ -178,17 +64,24 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser = add(
         "convert",
         help="make an Orbax checkpoint of safetensors files, or back",
+        usage="%(prog)s SOURCE DESTINATION --to FORMAT [OPTION]...",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("destination", metavar="DESTINATION")
-    parser.add_argument("--to", required=True, choices=("orbax", "safetensors"), help="what to make")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("orbax", "safetensors"),
+        metavar="FORMAT",
+        help="what to make: orbax or safetensors",
+    )
     family.add_family(parser)
     parser.add_argument(
         "--config",
         metavar="PATH",
-        help="to safetensors: a config.json to write, or a directory with one and a tokenizer's files, all copied",
+        help="to safetensors: a config.json, or a directory with one and a tokenizer",
     )
     parser.add_argument(
         "--dtype",
@@ -196,7 +89,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
         action="append",
         default=[],
         metavar="[REGEX=]DTYPE",
-        help="to cast to, as bfloat16 or 'norm=float32'; with REGEX may be repeated",
+        help="to cast to, as bfloat16 or 'norm=float32'; repeatable",
     )
     parser.add_argument("--step", type=parse_step, metavar="N", help="to Orbax: the number of the step (default: 0)")
     add_common_arguments(parser)
@@ -206,7 +99,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how arrays will be sharded."""
     parser.add_argument(
-        "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="that will restore it, as fsdp=16; see below"
+        "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="of the devices that will restore it, as fsdp=16"
     )
     parser.add_argument(
         "--spec",
@@ -214,7 +107,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="REGEX=AXES",
-        help="how arrays of these names are sharded; see below; may be repeated",
+        help="how arrays of these names are sharded; repeatable",
     )
 
 
@@ -225,19 +118,19 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="BYTES", help="for bytes on their way, as 2GB (default: 2GiB)"
     )
-    parser.add_argument("--plan", action="store_true", help="only print what it would cost; see below")
+    parser.add_argument("--plan", action="store_true", help="only print what it would cost")
     parser.add_argument(
-        "--processes", type=parse_count, metavar="N", help="of a plan: processes that share the work (default: 1)"
+        "--processes", type=parse_count, metavar="N", help="of a plan: that share the work (default: 1)"
     )
-    parser.add_argument("--files", action="store_true", help="of a plan: also print it for each file or array")
+    parser.add_argument("--files", action="store_true", help="of a plan: also for each file or array")
     parser.add_argument(
         "--bandwidth",
         type=parse_bandwidth,
         metavar="SPEED",
-        help="of a plan: estimate the time; what storage gives each process, as 2GB/s or 25Gbit/s",
+        help="of a plan: of storage for each process, as 2GB/s",
     )
     parser.add_argument(
-        "--latency", type=parse_latency, metavar="TIME", help="from a request to its first byte (default: 0s)"
+        "--latency", type=parse_latency, metavar="TIME", help="of a request, until its first byte (default: 0s)"
     )
     parser.add_argument(
         "--write-bandwidth", type=parse_bandwidth, metavar="SPEED", help="of writes (default: that of reads)"
@@ -245,10 +138,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-latency", type=parse_latency, metavar="TIME", help="of writes (default: that of reads)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with what such a command has left unfinished")
-    parser.add_argument(
-        "--distributed", action="store_true", help="be one process of several: call jax.distributed.initialize()"
-    )
+    parser.add_argument("--resume", action="store_true", help="go on with what this command has left unfinished")
+    parser.add_argument("--distributed", action="store_true", help="be one process of several, by jax.distributed")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

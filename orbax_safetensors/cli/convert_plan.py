@@ -6,11 +6,10 @@ import argparse
 import json
 import posixpath
 
+from orbax_safetensors import ConversionPlan, TimeEstimate
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_tables import files_read
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
-from orbax_safetensors.cost.conversion import ConversionPlan
-from orbax_safetensors.cost.estimate import TimeEstimate
 
 _FOR_A_PLAN = ("processes", "files", "bandwidth", "latency", "write_bandwidth", "write_latency")
 

@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.heat_map import draw, stretches
 from orbax_safetensors.cli.tables import Output, Share, Size, clean
 from orbax_safetensors.cost.heat import Heat
-from orbax_safetensors.errors import SafetensorsError, StorageError
 
 PROCESSES = 2
 DEVICES = 4  # of each process
@@ -43,7 +42,7 @@ _POLL_SECONDS = 0.05
 # Lines of a worker's output that are shown where it failed.
 _SHOWN_LINES = 30
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves this text as it is.
 _DESCRIPTION = """\
 Restores PATH in two processes with four simulated CPU devices each, every
 array sharded over all eight as far as it divides, and compares every shard bit

@@ -19,7 +19,7 @@ import safetensors
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.format.dtypes import DTYPES, held
 from orbax_safetensors.restore import request as targets

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.mapping import registry
@@ -16,28 +16,17 @@ _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][
 # As text these would count as true, all of them.
 _MISSPELT = {"true", "false", "null", "none", "yes", "no", "on", "off"}
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
-FAMILY_HELP = """\
-families:
-  --family says how the tree of a model is made of the stored tensors: the name
-  of a family, as maxtext.qwen3, or the part before the dot, which leaves the
-  rest to the architecture in the config.json beside the files. --variant sets
-  a switch of the family, as in scan_layers=false or vocab_size=152064: true,
-  false, null, a number, or text. Leaves are named by their paths in the tree,
-  joined by dots. A family that does not fit the checkpoint is an error.
-"""
-
 
 def add_family(parser: argparse.ArgumentParser) -> None:
-    """Adds `--family` and `--variant`, which `FAMILY_HELP` is about."""
-    parser.add_argument("--family", metavar="NAME", help="a model's own tree, as maxtext; see below")
+    """Add `--family` and `--variant`."""
+    parser.add_argument("--family", metavar="NAME", help="a model's own tree, as maxtext or maxtext.qwen3")
     parser.add_argument(
         "--variant",
         type=parse_switch,
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a switch of the family, as scan_layers=false; may be repeated",
+        help="a switch of the family, as scan_layers=false; repeatable",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.heat_page import PAGE
 from orbax_safetensors.cli.tables import clean, human_bytes
 from orbax_safetensors.cost.heat import Heat

@@ -9,71 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors import Checkpoint
 from orbax_safetensors.checkpoint.files import StoredFile, is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli import inspect_orbax, inspect_tree
-from orbax_safetensors.cli.family import FAMILY_HELP, add_family
+from orbax_safetensors.cli.family import add_family
 from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
 from orbax_safetensors.storage.paths import place
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves this text as it is.
 _DESCRIPTION = """\
-Prints name, dtype, shape, bytes and file of every tensor, and totals. With
---family instead the leaves of a model's own tree, and which stored tensors
-each is made of. Of a checkpoint of Orbax, the arrays and how they are stored.
-Reads headers only."""
-
-_EPILOG = (
-    FAMILY_HELP
-    + """
-columns with --family:
-  dtype    of the array that is restored where no other is asked for
-  bytes    of that array in memory
-  tensors  how many stored tensors it is made of; those that are quantised are
-           two, codes and scales
-  made of  their names; layers.{0..35} stands for layers.0 to layers.35, and
-           {1..35..2} for every second number; or the first name and how many
-           more there are. On a terminal they are below the leaf.
-
-with --json, one object:
-  path      as given
-  tensors   a list of {name, dtype, shape, parameters, bytes, file, offset} in
-            file order; offset is that of the first byte in the file
-  files     a list of {file, bytes}; bytes is the size of the whole file
-  metadata  the free text of the files, {key: text}
-  dtypes    {dtype: {tensors, parameters, bytes}}
-  totals    {tensors, parameters, bytes, files}
-
-with --family and --json, one object:
-  path      as given
-  family    its whole name
-  variant   the switches that were given, {name: value}
-  leaves    a list of {path, dtype, shape, parameters, bytes, tensors}; tensors
-            is a list of stored names
-  dtypes    {dtype: {leaves, parameters, bytes}}
-  unused    names of stored tensors that no leaf uses
-  totals    {leaves, parameters, bytes, tensors, unused_tensors}
-
-of a checkpoint of Orbax, with --json, one object:
-  path        the directory of the item or of the step
-  items       their names; of several, names of arrays begin with them
-  arrays      a list of {name, kind, dtype, shape, parameters, bytes,
-              chunk_shape, chunks}; bytes is the size in memory, kind is what
-              Orbax restores it as
-  metadata    what Orbax has recorded of it
-  dtypes      {dtype: {arrays, parameters, bytes}}
-  file_bytes  of all files; null on an object store
-  totals      {arrays, parameters, bytes}
-"""
-)
+Lists name, dtype, shape, bytes and file of every tensor; with --family the
+leaves of a model's own tree, and which stored tensors each is made of; of a
+checkpoint of Orbax the arrays and their chunks. Reads headers only."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """The parser of the command; `add` is that of the whole command line."""
-    parser = add(
-        "inspect", help="list the tensors of a checkpoint, or a tree's leaves", description=_DESCRIPTION, epilog=_EPILOG
-    )
+    parser = add("inspect", help="list the tensors of a checkpoint, or a tree's leaves", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
     add_family(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

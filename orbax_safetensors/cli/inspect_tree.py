@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.open import open_checkpoint
+from orbax_safetensors import Checkpoint, open_checkpoint
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.family import full_name, switches_text, variant
 from orbax_safetensors.cli.tables import Output, Size, shape_text

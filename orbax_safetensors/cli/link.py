@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from orbax_safetensors import LinkPlan, link, plan_link
 from orbax_safetensors.cli import cluster, family
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.convert import add_mesh, given_spec, report
@@ -14,28 +15,17 @@ from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_orbax import over_reads
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cli.units import parse_bytes, parse_count
-from orbax_safetensors.link.plan import LinkPlan, plan_link
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
-from orbax_safetensors.link.run import link
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Makes .safetensors files a checkpoint of Orbax by writing an index of them.
-Orbax restores the arrays from the files as they are, without this package."""
+Orbax restores the arrays from the files as they are, without this package.
+Arrays that have to be computed (scaled, cast, decoded) are made."""
 
 _EPILOG = """\
-SOURCE is a .safetensors file or a directory with such files. DESTINATION is a
-directory to make, with symbolic links to the files; without it the index is
-written beside them. A gs:// directory has its index beside its objects.
-With --family the checkpoint is a model's own tree.
-
-Arrays that are not in the files as they have to be (scaled, cast, decoded, or
-permuted inside of a dimension) are made, in --memory. --plan says which, why,
-and with --mesh what each process of a restore will read; it writes nothing.
---mesh and --spec are as for convert. Chunks are cut at the edges of shards.
-
-The files must not change afterwards. orbax-safetensors verify says if they
-have.
+Without DESTINATION the index is written beside the files, which must not
+change afterwards. --spec is as for orbax-safetensors plan. See docs/link.md.
 
 examples:
   orbax-safetensors link qwen3/ qwen3-maxtext/ --family maxtext
@@ -45,7 +35,13 @@ examples:
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """The parser of the command; `add` is that of the whole command line."""
-    parser = add("link", help="make .safetensors files a checkpoint of Orbax", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = add(
+        "link",
+        help="make .safetensors files a checkpoint of Orbax",
+        usage="%(prog)s SOURCE [DESTINATION] [OPTION]...",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("destination", metavar="DESTINATION", nargs="?")
     family.add_family(parser)
@@ -61,10 +57,8 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser.add_argument(
         "--processes", type=parse_count, metavar="N", help="of a plan: processes of the restore (default: 1)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with what such a command has left unfinished")
-    parser.add_argument(
-        "--distributed", action="store_true", help="be one process of several: call jax.distributed.initialize()"
-    )
+    parser.add_argument("--resume", action="store_true", help="go on with what this command has left unfinished")
+    parser.add_argument("--distributed", action="store_true", help="be one process of several, by jax.distributed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from orbax_safetensors import SafetensorsError
 from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.progress import Warnings
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.devices.rules import RuleError
-from orbax_safetensors.errors import SafetensorsError
 
 _COMMANDS = {
     "inspect": inspect,
@@ -29,18 +29,16 @@ _COMMANDS = {
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves these texts as they are.
 _DESCRIPTION = """\
-Looks at .safetensors checkpoints, and at what restoring them as sharded JAX
-arrays costs; converts them to Orbax and back.
+Looks at .safetensors checkpoints and at what restoring them as sharded JAX
+arrays costs, and converts them to Orbax and back.
 
-A PATH is one .safetensors file, or a directory with such files and perhaps an
-index; inspect, verify and plan take gs://, s3://, az:// and https:// as well,
-and hf://owner/name[@revision][/path] on the Hugging Face Hub; convert and
-reshard read safetensors from all of them and write them to the first three,
-and read and write checkpoints of Orbax below gs://.
-On a terminal tables are made for reading; elsewhere they are lines of
-tab-separated fields with exact numbers, under a line of headings.
+A PATH is a .safetensors file, a directory with such files, or a checkpoint of
+Orbax; on disk, at a URL (gs://, s3://, az://, https://), or on the Hugging
+Face Hub (hf://owner/name[@revision][/path]). Tables are drawn on a terminal;
+in a pipe they are tab-separated lines with exact numbers. docs/commands.md
+explains columns and JSON.
 """
 
 _EXIT = """\
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of the whole command line, and those of the commands."""
-    raw = argparse.RawDescriptionHelpFormatter
+    raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
     parser = argparse.ArgumentParser(
         "orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT, formatter_class=raw, allow_abbrev=False
     )

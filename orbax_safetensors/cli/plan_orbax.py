@@ -9,10 +9,11 @@ import shlex
 from dataclasses import asdict
 from math import prod
 
+from orbax_safetensors import TimeEstimate
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, UsageError, mesh_text, spread
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
-from orbax_safetensors.cost.estimate import TimeEstimate, estimate
+from orbax_safetensors.cost.estimate import estimate
 from orbax_safetensors.cost.orbax import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.devices.rules import check_used

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from orbax_safetensors import RestorePlan, TimeEstimate
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cost.advice import Instead
-from orbax_safetensors.cost.estimate import TimeEstimate
-from orbax_safetensors.cost.report import FileCost, ProcessCost, RestorePlan
+from orbax_safetensors.cost.report import FileCost, ProcessCost
 from orbax_safetensors.restore.plan import Planned
 from orbax_safetensors.save.plan import SavePlan
 

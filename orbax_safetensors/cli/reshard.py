@@ -5,54 +5,42 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from orbax_safetensors import plan_reshard, reshard
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli import cluster, convert_plan
-from orbax_safetensors.cli.convert import (
-    PARTITIONS_HELP,
-    RUN_HELP,
-    add_common_arguments,
-    common,
-    conversion_facts,
-    report,
-)
+from orbax_safetensors.cli.convert import add_common_arguments, common, conversion_facts, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.cli.units import parse_bytes
-from orbax_safetensors.convert.plan import plan_reshard
-from orbax_safetensors.convert.run import reshard
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.storage.paths import place
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Stores a checkpoint anew in the format that it has, Orbax or safetensors, so
 that a restore on another mesh reads whole chunks or ranges."""
 
-_EPILOG = (
-    """\
-SOURCE is as for convert. Of Orbax all is kept but the chunks: step, metadata,
-and what is no array. Of safetensors each device of the mesh gets a file with
-its shards; without --mesh the files are laid out anew, of at most
---max-file-bytes. config.json and the tokenizer's files are copied.
+_EPILOG = """\
+Of safetensors each device of the mesh gets a file; without --mesh the files
+are laid out anew. --spec is as for orbax-safetensors plan. See
+docs/converting.md.
 
-"""
-    + PARTITIONS_HELP
-    + """
 examples:
   orbax-safetensors reshard maxtext/ for-16/ --mesh fsdp=16 \\
       --spec 'kernel$=fsdp' --spec 'embedding=fsdp'
   orbax-safetensors reshard model/ fewer/ --max-file-bytes 20GB
-
 """
-    + RUN_HELP
-)
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """The parser of the command; `add` is that of the whole command line."""
     parser = add(
-        "reshard", help="store a checkpoint anew, as suits another mesh", description=_DESCRIPTION, epilog=_EPILOG
+        "reshard",
+        help="store a checkpoint anew, as suits another mesh",
+        usage="%(prog)s SOURCE DESTINATION [OPTION]...",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
     )
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("destination", metavar="DESTINATION")

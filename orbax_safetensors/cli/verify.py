@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from orbax_safetensors import verify
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.checkpoint.verify import verify
 from orbax_safetensors.cli.tables import Output
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.paths import place
 
-# Broken by hand at 79 columns: argparse leaves these texts as they are.
+# argparse leaves this text as it is.
 _DESCRIPTION = """\
 Checks every header, the size of every file, and the index against the files.
 Prints a line for each fault and exits with 1, or one line that says OK and

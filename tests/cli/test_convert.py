@@ -186,13 +186,3 @@ def test_mistakes_in_the_command_line_are_status_2(cli, tmp_path, monkeypatch, a
     assert result.err.startswith("usage: orbax-safetensors")
     assert message in result.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", ["convert", "reshard"])
-def test_help_fits_a_terminal_and_has_every_option(cli, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "80")
-    result = cli(command, "--help")
-    assert result.status == 0
-    assert max(len(line) for line in result.out.splitlines()) < 80
-    for word in ("--mesh", "--spec", "--memory", "--resume", "--distributed", "--json", "examples:", "exit status:"):
-        assert word in result.out
