@@ -25,12 +25,13 @@ from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.files_output import FilesOutput
 from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files
+from orbax_safetensors.streaming.objects_output import ObjectsOutput
 from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, bundle_bytes, check_fits
+from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, bundle_bytes, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.to_objects import ToObjects
-from orbax_safetensors.streaming.to_safetensors import ToSafetensors
+from orbax_safetensors.streaming.work import Output, Work
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,12 @@ def _to_files(
 ) -> Work:
     """Return the work that writes files; `groups` are leaves that interleave in them."""
     store, destination = store_of(request.destination, request.storage_options)
+    output: Output
     if store.whole:
-        return ToObjects(source, store, destination, files, around, request.memory_bytes)
-    return ToSafetensors(source, destination, files, around, groups, request.memory_bytes)
+        output = ObjectsOutput(source, store, destination, files, around, request.memory_bytes)
+    else:
+        output = FilesOutput(source, destination, files, around, groups, request.memory_bytes)
+    return Work(source, output)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

@@ -27,8 +27,9 @@ from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.link import Linked, linked, linked_entries, misread, scalar_entries
 from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.orbax_output import OrbaxOutput, OrbaxTarget
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
+from orbax_safetensors.streaming.work import Work
 
 # Of a link's directory: the arrays that had to be made, as an OCDBT database of their own.
 MADE = "made"
@@ -65,10 +66,10 @@ class Decision:
         """What a leaf is made of."""
         return self.checkpoint.leaves[name.removeprefix(self.envelope.above)]
 
-    def making(self, directory: str) -> ToOrbax | None:
-        """The work that makes the leaves that are no addresses, in `directory`; None if there are none.
+    def making(self, directory: str) -> tuple[Work, Mapping[str, OrbaxLeaf]] | None:
+        """Return the work that makes the leaves that are not addresses, in `directory`, and what they become there.
 
-        Its source is to be closed.
+        The source is to be closed. Returns None if there are no such leaves.
         """
         if not self.reasons:
             return None
@@ -83,7 +84,8 @@ class Decision:
             compression=False,
             chunk_bytes=self.request.chunk_bytes,
         )
-        return ToOrbax(source, target, interleaved(views), self.request.memory_bytes)
+        output = OrbaxOutput(source, target, interleaved(views), self.request.memory_bytes)
+        return Work(source, output), output.leaves
 
     def tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:
         """The tree of the checkpoint, of an `OrbaxLeaf` each; `made` are those that had to be made."""

@@ -149,14 +149,15 @@ def _make(
     decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
 ) -> Mapping[str, OrbaxLeaf]:
     """Makes the leaves that are no addresses, together with all other processes; they are there already if resumed."""
-    work = decision.making(staging.path)
-    if work is None:
+    making = decision.making(staging.path)
+    if making is None:
         return {}
+    work, leaves = making
     try:
         complete = together(f"{key}/made", staging.has_made, str)
         if not complete:
             work.run(resume=resume, progress=progress)
-        return work.leaves
+        return leaves
     finally:
         work.source.close()
 

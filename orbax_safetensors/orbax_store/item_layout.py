@@ -11,7 +11,7 @@ from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.discovery import STEP_FILE, UNFINISHED
 from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
-from orbax_safetensors.orbax_store.unfinished import Draft
+from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
 from orbax_safetensors.storage.paths import PathLike
 
 _T = TypeVar("_T")
@@ -46,7 +46,7 @@ class OrbaxLayout:
             )
         self.compression = compression
         self._check_options(items, metadata or {}, others or {})
-        self.draft = Draft(self.path, items, others or {}, compression=compression, fsync=fsync)
+        self.draft = UnfinishedCheckpoint(self.path, items, others or {}, compression=compression, fsync=fsync)
         handlers = {name: item.typestr for name, item in self.draft.items.items()}
         self.metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
         self._names = {"items": list(items), "others": list(others or {})}

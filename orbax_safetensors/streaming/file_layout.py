@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,6 +30,20 @@ class Files:
     def planned(self) -> tuple[PlannedFile, ...]:
         """Their names and sizes."""
         return tuple(PlannedFile(name, header.file_bytes) for name, header in self.layout.files)
+
+    def digest(self, identity: str, model_files: object, units: Iterable[object]) -> str:
+        """Return what is equal if the same units of the same source, and the same other files, go to the same places.
+
+        A source has an `identity`, and the others a `repr` that is.
+        """
+        views = sorted(self.views.items())
+        hashed = hashlib.sha256(f"{identity}\0{model_files}\0{views}\0".encode("utf-8", "backslashreplace"))
+        for name, header in self.layout.files:
+            hashed.update(f"{name}\0".encode())
+            hashed.update(header.encode())
+        for unit in units:
+            hashed.update(repr(unit).encode("utf-8", "backslashreplace"))
+        return hashed.hexdigest()
 
 
 def whole(layout: Layout, views: Mapping[str, View]) -> Files:

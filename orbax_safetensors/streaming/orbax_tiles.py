@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from math import prod
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.leaf import num_chunks, touched_nbytes
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits, nbytes
+from orbax_safetensors.streaming.work import Unit
 
 Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
 
@@ -104,12 +107,29 @@ class OrbaxSource:
 
 
 class OrbaxTiles:
-    """A checkpoint that is written in tiles."""
+    """A checkpoint under way that is written in tiles; see `OutputSink`."""
 
-    def __init__(self, sink: OrbaxSink) -> None:
-        """Tiles have the names of the sink's arrays. Committing it is left to the caller."""
-        self._sink = sink
-        self.requests = 0
+    def __init__(self, sink: OrbaxSink, units: Sequence[Unit]) -> None:
+        """Tiles, those of `units`, have the names of the sink's arrays."""
+        self._sink, self._units = sink, units
+        self.requests = self.nbytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._sink.abort(error)
+
+    def has(self, unit: int) -> bool:
+        """See `OutputSink`."""
+        return all(self._sink.written(tile.name, tile.box) for tile in chain(*self._units[unit]))
+
+    def expect(self, units: Sequence[int]) -> None:
+        """See `OutputSink`. They may come in any order."""
+
+    def commit(self, last: Callable[[], None]) -> None:
+        """See `JointSink`."""
+        self._sink.commit(last)
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`."""
@@ -123,6 +143,7 @@ class OrbaxTiles:
             if failure is not None:
                 raise failure
         self.requests += sum(num_chunks(tile.box, self._sink.leaves[tile.name]) for tile in tiles)
+        self.nbytes += sum(array.nbytes for array in arrays)
 
 
 class PlannedOrbaxTiles:

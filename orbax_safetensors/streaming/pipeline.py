@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from orbax_safetensors.cost.conversion import Batch, ConversionPlan, Traffic
+from orbax_safetensors.cost.conversion import Batch, Traffic
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.coalesce import MAX_STAGED_BYTES
 from orbax_safetensors.geometry.view import Box
@@ -42,14 +42,6 @@ class Fact(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-
-class Moved(NamedTuple):
-    """What this process has moved: where to, bytes of arrays that it has written, and requests to either side."""
-
-    path: str
-    nbytes: int
-    requests: int
 
 
 class TileSource(Protocol):
@@ -114,27 +106,6 @@ class PlannedSink(Protocol):
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
         """What `TileSink.write` of the same tiles, of these dtypes, asks of storage. Nothing is written."""
-
-
-class Work(Protocol):
-    """A conversion that is decided on: which tiles there are, and which process moves which. Nothing has been made."""
-
-    @property
-    def source(self) -> TileSource:
-        """What is read."""
-
-    def plan(self, process_count: int) -> ConversionPlan:
-        """What `run` in so many processes costs each of them.
-
-        Raises what `run` does where something is in the way at the destination, and touches nothing there.
-        """
-
-    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
-        """Does it, together with all other processes.
-
-        Raises `StorageError` or `TensorMismatchError` in every process where one fails; what has been written stays,
-        for a run that resumes.
-        """
 
 
 def bundle_bytes(memory_bytes: int) -> int:

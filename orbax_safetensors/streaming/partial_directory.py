@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Self, TextIO
+from typing import TextIO
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.storage.local import LocalStore, check_makeable
@@ -30,11 +30,8 @@ logger = logging.getLogger(__name__)
 _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 
 
-class Draft:
-    """`begin`, `check_complete` and `finish` are called by one process, the others by all of them.
-
-    As a context, it closes what is open and lets other runs begin.
-    """
+class PartialDirectory:
+    """`begin`, `check_complete` and `finish` are called by one process, the others by all of them."""
 
     def __init__(self, destination: str, digest: str, run: str) -> None:
         """Touches nothing. `digest` tells what is written apart from all else, `run` this run from all others."""
@@ -46,15 +43,6 @@ class Draft:
         self._store = LocalStore()
         self._lock: Lock | None = None
         self._done: TextIO | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.close()
-        finally:
-            self._unlock()
 
     def begin(self, *, resume: bool) -> None:
         """Makes the directory, and those that it is in, anew unless `resume` finds one; no other run has it then.
@@ -77,7 +65,7 @@ class Draft:
             for path in (self.path, *made):
                 self._store.sync(path)
         except BaseException as error:
-            self._unlock()
+            self.release()
             if isinstance(error, StorageError) or not isinstance(error, OSError):
                 raise
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
@@ -93,7 +81,8 @@ class Draft:
                 raise
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
-    def _unlock(self) -> None:
+    def release(self) -> None:
+        """Lets other runs begin."""
         if self._lock is not None:
             self._lock.release()
 
