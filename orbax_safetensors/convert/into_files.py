@@ -18,7 +18,8 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import is_maxtext
+from orbax_safetensors.mapping.envelope import Envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -47,11 +48,9 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     around = model_files(request.config, request.storage_options)
     if isinstance(request.family, str) and around.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
-    family = registry.find(request.family, around.config or {})
-    variant = dict(request.variant or {})
-    if is_maxtext(family) and "scan_layers" in checkpoint.custom_metadata:
-        variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
-    stored = _arrays(checkpoint, maxtext=is_maxtext(family))
+    envelope = envelope_of(registry.find(request.family, around.config or {}), request.variant)
+    variant = {**envelope.variant(checkpoint.custom_metadata), **(request.variant or {})}
+    stored = _arrays(checkpoint, envelope)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, which say shape and dtype.
     given = [
@@ -137,22 +136,17 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
         raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
 
 
-def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
-    """The leaves to store as tensors, and the names of their arrays.
+def _arrays(checkpoint: OrbaxCheckpoint, envelope: Envelope) -> dict[str, str]:
+    """Return the leaves to store as tensors, and the names of their arrays.
 
-    Of MaxText, parameters only, which families have below `params`. Its training states have them below
-    `params.params`, those of NNX below `params`, and the state of an NNX model by themselves.
+    Without anything around the tree, all of the checkpoint is meant, and what cannot be stored is logged.
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
-    if not maxtext:
+    if not envelope.key:
         for what, lost in (
             ("strings are left out", [name for name in checkpoint.leaves if name not in names]),
             ("random keys become their data", [name for name in names if checkpoint.leaves[name].random_key]),
         ):
             if lost:
                 logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
-        return {name: name for name in names}
-    for above in ("params.params.", "params.", ""):
-        if parameters := [name for name in names if name.startswith(above)]:
-            break
-    return {f"params.{name.removeprefix(above)}": name for name in parameters}
+    return envelope.leaves(names)

@@ -16,7 +16,7 @@ from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
     OrbaxItem,
@@ -46,7 +46,7 @@ def orbax_from_files(request: ConvertRequest) -> Work:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
+    around = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
     above = around.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}

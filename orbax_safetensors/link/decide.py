@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -20,7 +20,8 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import Envelope, envelope
+from orbax_safetensors.mapping.envelope import Envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.directories import is_remote
 from orbax_safetensors.orbax_store.leaf import SCALAR
@@ -34,7 +35,7 @@ from orbax_safetensors.streaming.work import Work
 # Of a link's directory: the arrays that had to be made, as an OCDBT database of their own.
 MADE = "made"
 # A Python integer, as Orbax stores it.
-_STEP = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
+_SCALAR = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ class Decision:
             name = self.envelope.above + name
             return self.linked[name].leaf if name in self.linked else made[name]
 
-        tree = self.envelope.around(self.checkpoint.tree(leaf))
-        return {key: _STEP if isinstance(value, int) else value for key, value in tree.items()}
+        rest = {key: _SCALAR if isinstance(value, int) else value for key, value in self.envelope.rest.items()}
+        return replace(self.envelope, rest=rest).around(self.checkpoint.tree(leaf))
 
     def entries(self) -> Iterator[Entry]:
         """What the index has, without the leaves that have to be made."""
         for name, array in self.linked.items():
             yield from linked_entries(name, array, self._locate)
-        for name, value in self.envelope.around({}).items():
+        for name, value in self.envelope.rest.items():
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
 
@@ -133,7 +134,7 @@ def decide(request: LinkRequest) -> Decision:
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensor")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
+    around = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
     addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
