@@ -27,9 +27,9 @@ from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.files_output import FilesOutput
-from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files
+from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files_of
 from orbax_safetensors.streaming.objects_output import ObjectsOutput
-from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, bundle_bytes, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.work import Output, Work
@@ -45,22 +45,22 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     path = request.source
     checkpoint = open_orbax(path, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(checkpoint.whole)
-    around = model_files(request.config, request.storage_options)
-    if isinstance(request.family, str) and around.config is None:
+    model_files = model_files_of(request.config, request.storage_options)
+    if isinstance(request.family, str) and model_files.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
-    envelope = envelope_of(registry.find(request.family, around.config or {}), request.variant)
+    envelope = envelope_of(registry.find(request.family, model_files.config or {}), request.variant)
     variant = {**envelope.variant(checkpoint.custom_metadata), **(request.variant or {})}
     stored = _arrays(checkpoint, envelope)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, which say shape and dtype.
-    given = [
+    leaves = [
         Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
-    viewed, tensors = taken_apart(given, request.family, variant, around.config or {})
+    viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
     max_file_bytes = MAX_FILE_BYTES
     if store_of(request.destination, request.storage_options)[0].whole:
-        # There a file waits in memory until it is whole, as its tensors come in another order.
+        # A file waits in memory there until it is whole, as its tensors come in another order.
         max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
         # A chunk is read for every file that it has a part in, so that a file has what is stored together.
         tensors = {name: tensors[name] for leaf in viewed for name in leaf.view.tensors} | tensors
@@ -72,13 +72,13 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         alignment=_ALIGNMENT,
     )
     if request.casts.everywhere is not None:
-        around = around.stored_as(request.casts.everywhere)
+        model_files = model_files.stored_as(request.casts.everywhere)
     files = file_layout.whole(layout, {leaf.name: leaf.view for leaf in viewed})
     groups = interleaved(files.views)
     for names in groups:
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, request.memory_bytes)
-    return _to_files(source, request, files, around, groups)
+    return _to_files(source, request, files, model_files, groups)
 
 
 def files_from_files(request: ReshardRequest) -> Work:
@@ -98,8 +98,8 @@ def files_from_files(request: ReshardRequest) -> Work:
     else:
         files = _in_shards(stored, request.partition, metadata)
     is_file = checkpoint.files[0].path == checkpoint.path
-    around = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
-    return _to_files(source, request, files, around, [(name,) for name in source.leaves])
+    model_files = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
+    return _to_files(source, request, files, model_files, [(name,) for name in source.leaves])
 
 
 def _in_shards(stored: file_layout.Tensors, sharding: Partition, metadata: dict[str, str]) -> file_layout.Files:
@@ -116,16 +116,16 @@ def _to_files(
     source: TileSource,
     request: ConvertRequest | ReshardRequest,
     files: file_layout.Files,
-    around: ModelFiles,
+    model_files: ModelFiles,
     groups: Sequence[tuple[str, ...]],
 ) -> Work:
     """Return the work that writes files; `groups` are leaves that interleave in them."""
     store, destination = store_of(request.destination, request.storage_options)
     output: Output
     if store.whole:
-        output = ObjectsOutput(source, store, destination, files, around, request.memory_bytes)
+        output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
     else:
-        output = FilesOutput(source, destination, files, around, groups, request.memory_bytes)
+        output = FilesOutput(source, destination, files, model_files, groups, request.memory_bytes)
     return Work(source, output)
 
 

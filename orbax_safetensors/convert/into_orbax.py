@@ -28,7 +28,7 @@ from orbax_safetensors.orbax_store import (
 from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.orbax_output import OrbaxOutput, OrbaxTarget
-from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.pipeline import batch_bytes
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.work import Work
@@ -46,8 +46,8 @@ def orbax_from_files(request: ConvertRequest) -> Work:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    around = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
-    above = around.above
+    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
+    above = envelope.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
 
@@ -56,9 +56,9 @@ def orbax_from_files(request: ConvertRequest) -> Work:
 
     target = OrbaxTarget(
         path=request.step_directory(str(request.step)),
-        items={"items": OrbaxItem(around.around(checkpoint.tree(leaf)))},
+        items={"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
         names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
-        metadata={"custom_metadata": around.custom_metadata},
+        metadata={"custom_metadata": envelope.custom_metadata},
         others={},
         compression=request.compression,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),

@@ -134,26 +134,26 @@ def decide(request: LinkRequest) -> Decision:
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensor")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    around = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
+    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
     addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
-    for own, view in checkpoint.leaves.items():
-        name = around.above + own
-        shard = partition.shard(own, view.shape)
-        spec = partition.spec(own, view.shape)
+    for leaf, view in checkpoint.leaves.items():
+        name = envelope.above + leaf
+        shard = partition.shard(leaf, view.shape)
+        spec = partition.spec(leaf, view.shape)
         if spec not in records:
             records[spec] = named_sharding(partition.mesh, spec)
         sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
         if reason := misread(name):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
-        found = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
-        if isinstance(found, str):
-            reasons[name] = found
+        addresses = "it has to be decoded" if quantized else linked(view, sharded[name], request.chunk_bytes)
+        if isinstance(addresses, str):
+            reasons[name] = addresses
         else:
-            addressed[name] = found
-    return Decision(checkpoint, around, addressed, reasons, sharded, request)
+            addressed[name] = addresses
+    return Decision(checkpoint, envelope, addressed, reasons, sharded, request)
 
 
 def nbytes(leaf: OrbaxLeaf) -> int:

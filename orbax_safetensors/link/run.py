@@ -162,7 +162,7 @@ def _make(
         work.source.close()
 
 
-def _beside(request: LinkRequest) -> list[str]:
+def _model_files(request: LinkRequest) -> list[str]:
     """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
     return [
@@ -182,8 +182,8 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
     small = item_files(decision.tree(made), whole=decision.whole)
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
-    if isinstance(staging, Staging) and not decision.request.beside:
-        staging.link_files([*(file.path for file in checkpoint.files), *_beside(decision.request)])
+    if isinstance(staging, Staging) and not decision.request.in_source:
+        staging.link_files([*(file.path for file in checkpoint.files), *_model_files(decision.request)])
     for file in checkpoint.files:
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # which says if it has changed since its header was read

@@ -59,7 +59,7 @@ def in_pieces(
     What several devices have is written for that of them which has the fewest bytes so far. Leaves are the tensors as
     they are held in memory.
     """
-    count = max((len(own) for own in boxes.values()), default=1)
+    count = max(map(len, boxes.values()), default=1)
     filled = [0] * count
     pieces: list[dict[str, Box]] = [{} for _ in range(count)]
     for name, of_devices in boxes.items():
@@ -70,13 +70,13 @@ def in_pieces(
             writer = min(devices, key=lambda device: (filled[device], device))
             filled[writer] += prod(stop - start for start, stop in box) * tensors[name][0].bits
             pieces[writer][name] = box
-    written = [own for own in pieces if own]
+    written = [of_file for of_file in pieces if of_file]
     files, places = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
-    for number, own in enumerate(written):
-        offsets = {name: tuple(start for start, _ in box) for name, box in own.items()}
+    for number, of_file in enumerate(written):
+        offsets = {name: tuple(start for start, _ in box) for name, box in of_file.items()}
         header = Header.layout(
-            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in own.items()],
+            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in of_file.items()],
             {**metadata, **sharding_info(offsets)},
             alignment=alignment,
         )
@@ -86,5 +86,5 @@ def in_pieces(
             key = f"{number}/{name}"
             places[key] = Location(number, header.data_start + entry.begin, dtype)
             parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
-    views = {name: View.tile(held(*tensors[name])[0], own) for name, own in parts.items()}
+    views = {name: View.tile(held(*tensors[name])[0], tiled) for name, tiled in parts.items()}
     return Files(Layout(tuple(files), None), places, views)

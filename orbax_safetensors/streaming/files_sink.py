@@ -144,9 +144,9 @@ class FilesSink(JointSink):
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
             write_small(self._store, self._path(number), header.encode())
-            found = os.stat(self._path(number)).st_size
-            if found != header.file_bytes:
-                raise StorageError(f"{self._path(number)}: expected {header.file_bytes} bytes, found {found}")
+            size = os.stat(self._path(number)).st_size
+            if size != header.file_bytes:
+                raise StorageError(f"{self._path(number)}: expected {header.file_bytes} bytes, found {size}")
         self._directory.finish()
 
     def _release(self) -> None:

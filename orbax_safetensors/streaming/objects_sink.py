@@ -157,12 +157,12 @@ class ObjectsSink(JointSink):
             sum(prod(tile.shape) * dtype.itemsize for _, tile, dtype in coming),
         )
         return Traffic(
-            sum(one.needed_bytes for one in of_file),
-            sum(one.moved_bytes for one in of_file),
-            sum(one.num_requests for one in of_file),
-            staging_bytes=kept + max(one.staging_bytes for one in of_file) + self._part_bytes,
+            sum(traffic.needed_bytes for traffic in of_file),
+            sum(traffic.moved_bytes for traffic in of_file),
+            sum(traffic.num_requests for traffic in of_file),
+            staging_bytes=kept + max(traffic.staging_bytes for traffic in of_file) + self._part_bytes,
             streams=streams,
-            files=tuple(file for one in of_file for file in one.files),
+            files=tuple(file for traffic in of_file for file in traffic.files),
         )
 
     def _planned(self, coming: Sequence[tuple[int, Tile, np.dtype]]) -> Iterator[tuple[list[Block], TransferPlan]]:

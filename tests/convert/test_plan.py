@@ -14,7 +14,8 @@ from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionP
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.streaming.files_sink import FilesSink
-from orbax_safetensors.streaming.orbax_tiles import OrbaxSource, OrbaxTiles
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
+from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles
 from orbax_safetensors.streaming.pipeline import Tile
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from tests.support.files import write
