@@ -55,7 +55,7 @@ def array_name(items: Collection[str], item: str, name: str) -> str:
     return f"{item}/{name}" if len(items) > 1 else name
 
 
-class ItemDraft:
+class UnfinishedItem:
     """An item under way in a directory of its own, or in that of the checkpoint, which it then is by itself."""
 
     def __init__(

@@ -28,7 +28,7 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store._compat import run_sync
 from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_remote, make, names, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE
-from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
+from orbax_safetensors.orbax_store.item_writer import OrbaxItem, UnfinishedItem
 from orbax_safetensors.orbax_store.operations import stored
 from orbax_safetensors.storage.local import check_makeable
 from orbax_safetensors.storage.lock import Lock
@@ -55,7 +55,7 @@ class UnfinishedCheckpoint:
         temporary_path = ocp.path.atomicity_defaults.get_default_temporary_path_class(final)
         self._step_path = temporary_path.from_final(final, checkpoint_metadata_store=self._metadata)
         self.items = {
-            name: ItemDraft(
+            name: UnfinishedItem(
                 item,
                 self._step_path.get(),
                 name,

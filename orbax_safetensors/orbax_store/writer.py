@@ -17,7 +17,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
-from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
+from orbax_safetensors.orbax_store.item_writer import OrbaxItem, UnfinishedItem
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of, slices
 from orbax_safetensors.orbax_store.operations import Budget, Operations, stored
 from orbax_safetensors.storage.paths import PathLike
@@ -85,13 +85,13 @@ class OrbaxSink(JointSink):
         self._start("orbax", plan, resume=resume)
 
     def _begin(self, *, resume: bool) -> None:
-        self._layout.draft.begin(self._record, resume=resume)
+        self._layout.unfinished.begin(self._record, resume=resume)
 
     def _open(self) -> None:
         self._stores = self._layout.named(lambda item: item.open(self._is_first))
 
     def _see(self) -> str:
-        self._present = self._layout.named(ItemDraft.chunks)
+        self._present = self._layout.named(UnfinishedItem.chunks)
         return ""
 
     def written(self, name: str, box: Box) -> bool:
@@ -173,13 +173,13 @@ class OrbaxSink(JointSink):
         self._stores = {}
 
     def _complete(self) -> None:
-        self._layout.draft.save()
+        self._layout.unfinished.save()
 
     def _finish(self) -> None:
-        self._layout.draft.finish(self._layout.metadata)
+        self._layout.unfinished.finish(self._layout.metadata)
 
     def _release(self) -> None:
-        self._layout.draft.release()
+        self._layout.unfinished.release()
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:

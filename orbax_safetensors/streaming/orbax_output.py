@@ -114,7 +114,7 @@ class OrbaxOutput:
 
     def check_place(self) -> None:
         """See `Output`."""
-        self._layout.draft.check_place()
+        self._layout.unfinished.check_place()
 
     def planned(self, units: Sequence[int]) -> PlannedOrbaxTiles:
         """See `Output`."""

@@ -106,11 +106,11 @@ class Work:
         output.check_place()
 
         def cost(process: int) -> ConversionCost:
-            dealt = self._dealt(range(len(output.units)), process, process_count)
+            shares = self._share_of(range(len(output.units)), process, process_count)
             return ConversionCost(
                 tuple(
                     batch
-                    for units in dealt
+                    for units in shares
                     for batch in planned(source, output.planned(units), self._bundles(units), output.batch_bytes)
                 )
             )
@@ -132,9 +132,9 @@ class Work:
         source, output = self.source, self.output
         with output.begin(resume=resume) as sink:
             left = [unit for unit in range(len(output.units)) if not sink.has(unit)]
-            own, last = self._dealt(left, jax.process_index(), jax.process_count())
-            sink.expect([*own, *last])
-            total = sum(map(self._nbytes, (*own, *last)))
+            units, last = self._share_of(left, jax.process_index(), jax.process_count())
+            sink.expect([*units, *last])
+            total = sum(map(self._nbytes, (*units, *last)))
             moved = 0
 
             def move(units: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class Work:
                 moved += stream(source, sink, self._bundles(units), output.batch_bytes, report)
                 source.check()
 
-            move(own)
+            move(units)
             sink.commit(lambda: move(last) if last else None)
         return Moved(output.path, sink.nbytes, source.requests + sink.requests)
 
@@ -158,8 +158,8 @@ class Work:
     def _bundles(self, units: Iterable[int]) -> list[Bundle]:
         return [bundle for unit in units for bundle in self.output.units[unit]]
 
-    def _dealt(self, units: Sequence[int], process: int, count: int) -> tuple[list[int], list[int]]:
-        """Return what a process moves of `units`: first its own, and in the first process then the last one."""
+    def _share_of(self, units: Sequence[int], process: int, count: int) -> tuple[list[int], list[int]]:
+        """Return which of `units` a process moves with the others, and which when these are done: of the first one."""
         last = self.output.last
-        own = share([unit for unit in units if unit != last], self._nbytes, process, count)
-        return own, [unit for unit in units if unit == last and process == 0]
+        early = share([unit for unit in units if unit != last], self._nbytes, process, count)
+        return early, [unit for unit in units if unit == last and process == 0]

@@ -60,7 +60,7 @@ def main(kind, source, destination, where, name, locks):
         fcntl.flock = no_locks
     if where == "after_it_began":
         before(partial_directory.PartialDirectory, "open")
-        before(item_writer.ItemDraft, "chunks")
+        before(item_writer.UnfinishedItem, "chunks")
     elif where == "before_the_end":
         before(partial_directory.PartialDirectory, "finish")
         before(orbax_store.OrbaxSink, "commit")
