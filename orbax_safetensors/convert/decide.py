@@ -8,7 +8,7 @@ from orbax_safetensors.convert.into_files import files_from_files, files_from_or
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
 from orbax_safetensors.errors import SafetensorsError
-from orbax_safetensors.streaming.pipeline import Work
+from orbax_safetensors.streaming.work import Work
 
 
 def decide(request: ConvertRequest | ReshardRequest) -> Work:

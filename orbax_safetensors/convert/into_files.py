@@ -18,19 +18,21 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import is_maxtext
+from orbax_safetensors.mapping.envelope import Envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files
-from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.pipeline import TileSource, Work, batch_bytes, bundle_bytes, check_fits
+from orbax_safetensors.streaming.files_output import FilesOutput
+from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files_of
+from orbax_safetensors.streaming.objects_output import ObjectsOutput
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
+from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, bundle_bytes, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.to_objects import ToObjects
-from orbax_safetensors.streaming.to_safetensors import ToSafetensors
+from orbax_safetensors.streaming.work import Output, Work
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +45,22 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     path = request.source
     checkpoint = open_orbax(path, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(checkpoint.whole)
-    around = model_files(request.config, request.storage_options)
-    if isinstance(request.family, str) and around.config is None:
+    model_files = model_files_of(request.config, request.storage_options)
+    if isinstance(request.family, str) and model_files.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config")
-    family = registry.find(request.family, around.config or {})
-    variant = dict(request.variant or {})
-    if is_maxtext(family) and "scan_layers" in checkpoint.custom_metadata:
-        variant.setdefault("scan_layers", checkpoint.custom_metadata["scan_layers"])
-    stored = _arrays(checkpoint, maxtext=is_maxtext(family))
+    envelope = envelope_of(registry.find(request.family, model_files.config or {}), request.variant)
+    variant = {**envelope.variant(checkpoint.custom_metadata), **(request.variant or {})}
+    stored = _arrays(checkpoint, envelope)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, which say shape and dtype.
-    given = [
+    leaves = [
         Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
-    viewed, tensors = taken_apart(given, request.family, variant, around.config or {})
+    viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
     max_file_bytes = MAX_FILE_BYTES
     if store_of(request.destination, request.storage_options)[0].whole:
-        # There a file waits in memory until it is whole, as its tensors come in another order.
+        # A file waits in memory there until it is whole, as its tensors come in another order.
         max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
         # A chunk is read for every file that it has a part in, so that a file has what is stored together.
         tensors = {name: tensors[name] for leaf in viewed for name in leaf.view.tensors} | tensors
@@ -72,13 +72,13 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         alignment=_ALIGNMENT,
     )
     if request.casts.everywhere is not None:
-        around = around.stored_as(request.casts.everywhere)
+        model_files = model_files.stored_as(request.casts.everywhere)
     files = file_layout.whole(layout, {leaf.name: leaf.view for leaf in viewed})
     groups = interleaved(files.views)
     for names in groups:
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, request.memory_bytes)
-    return _to_files(source, request, files, around, groups)
+    return _to_files(source, request, files, model_files, groups)
 
 
 def files_from_files(request: ReshardRequest) -> Work:
@@ -98,8 +98,8 @@ def files_from_files(request: ReshardRequest) -> Work:
     else:
         files = _in_shards(stored, request.partition, metadata)
     is_file = checkpoint.files[0].path == checkpoint.path
-    around = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
-    return _to_files(source, request, files, around, [(name,) for name in source.leaves])
+    model_files = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
+    return _to_files(source, request, files, model_files, [(name,) for name in source.leaves])
 
 
 def _in_shards(stored: file_layout.Tensors, sharding: Partition, metadata: dict[str, str]) -> file_layout.Files:
@@ -116,14 +116,17 @@ def _to_files(
     source: TileSource,
     request: ConvertRequest | ReshardRequest,
     files: file_layout.Files,
-    around: ModelFiles,
+    model_files: ModelFiles,
     groups: Sequence[tuple[str, ...]],
 ) -> Work:
     """Return the work that writes files; `groups` are leaves that interleave in them."""
     store, destination = store_of(request.destination, request.storage_options)
+    output: Output
     if store.whole:
-        return ToObjects(source, store, destination, files, around, request.memory_bytes)
-    return ToSafetensors(source, destination, files, around, groups, request.memory_bytes)
+        output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
+    else:
+        output = FilesOutput(source, destination, files, model_files, groups, request.memory_bytes)
+    return Work(source, output)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:
@@ -133,22 +136,17 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
         raise TensorMismatchError(f"{path}: {name!r}: {error}") from None
 
 
-def _arrays(checkpoint: OrbaxCheckpoint, *, maxtext: bool) -> dict[str, str]:
-    """The leaves to store as tensors, and the names of their arrays.
+def _arrays(checkpoint: OrbaxCheckpoint, envelope: Envelope) -> dict[str, str]:
+    """Return the leaves to store as tensors, and the names of their arrays.
 
-    Of MaxText, parameters only, which families have below `params`. Its training states have them below
-    `params.params`, those of NNX below `params`, and the state of an NNX model by themselves.
+    Without anything around the tree, all of the checkpoint is meant, and what cannot be stored is logged.
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
-    if not maxtext:
+    if not envelope.key:
         for what, lost in (
             ("strings are left out", [name for name in checkpoint.leaves if name not in names]),
             ("random keys become their data", [name for name in names if checkpoint.leaves[name].random_key]),
         ):
             if lost:
                 logger.warning("%s: safetensors files hold arrays only, so %s: %s", checkpoint.path, what, lost)
-        return {name: name for name in names}
-    for above in ("params.params.", "params.", ""):
-        if parameters := [name for name in names if name.startswith(above)]:
-            break
-    return {f"params.{name.removeprefix(above)}": name for name in parameters}
+    return envelope.leaves(names)

@@ -16,7 +16,7 @@ from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
     OrbaxItem,
@@ -27,10 +27,11 @@ from orbax_safetensors.orbax_store import (
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.orbax_tiles import OrbaxSource
-from orbax_safetensors.streaming.pipeline import Work, batch_bytes
+from orbax_safetensors.streaming.orbax_output import OrbaxOutput, OrbaxTarget
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
+from orbax_safetensors.streaming.pipeline import batch_bytes
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
+from orbax_safetensors.streaming.work import Work
 
 # What Orbax restores in one piece even if it wants a part, if nobody says how arrays will be sharded. TensorStore has a
 # chunk in buffers of its own as it is read and written, and glibc maps anew, page by page, what takes 32 MiB or more:
@@ -45,8 +46,8 @@ def orbax_from_files(request: ConvertRequest) -> Work:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
-    above = around.above
+    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
+    above = envelope.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
 
@@ -55,15 +56,15 @@ def orbax_from_files(request: ConvertRequest) -> Work:
 
     target = OrbaxTarget(
         path=request.step_directory(str(request.step)),
-        items={"items": OrbaxItem(around.around(checkpoint.tree(leaf)))},
+        items={"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
         names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
-        metadata={"custom_metadata": around.custom_metadata},
+        metadata={"custom_metadata": envelope.custom_metadata},
         others={},
         compression=request.compression,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
     source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes)
-    return ToOrbax(source, target, interleaved(views), request.memory_bytes)
+    return Work(source, OrbaxOutput(source, target, interleaved(views), request.memory_bytes))
 
 
 def orbax_from_orbax(request: ReshardRequest) -> Work:
@@ -103,7 +104,8 @@ def orbax_from_orbax(request: ReshardRequest) -> Work:
         compression=request.compression,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
-    return ToOrbax(source, target, [(name,) for name in source.leaves], request.memory_bytes)
+    groups = [(name,) for name in source.leaves]
+    return Work(source, OrbaxOutput(source, target, groups, request.memory_bytes))
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:

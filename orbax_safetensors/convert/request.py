@@ -83,7 +83,7 @@ class _Request:
     @property
     def facts(self) -> str:
         """The arguments that have to be alike in all processes. The `repr` of a `Family` is not."""
-        compared = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
+        compared = {argument.name: getattr(self, argument.name) for argument in fields(self) if argument.repr}
         text = repr({name: value for name, value in compared.items() if not isinstance(value, Family)})
         return text.replace("\n", " ")
 

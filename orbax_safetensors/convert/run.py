@@ -18,7 +18,8 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.pipeline import Progress, Work
+from orbax_safetensors.streaming.pipeline import Progress
+from orbax_safetensors.streaming.work import Work
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -20,7 +20,8 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import Envelope, envelope
+from orbax_safetensors.mapping.envelope import Envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.addressed_item import (
     AddressedArray,
@@ -33,13 +34,14 @@ from orbax_safetensors.orbax_store.directories import is_remote
 from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.streaming.bundles import interleaved
+from orbax_safetensors.streaming.orbax_output import OrbaxOutput, OrbaxTarget
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.to_orbax import OrbaxTarget, ToOrbax
+from orbax_safetensors.streaming.work import Work
 
 # Of a link's directory: the arrays that had to be made, as an OCDBT database of their own.
 MADE = "made"
 # A Python integer, as Orbax stores it.
-_STEP = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
+_SCALAR = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ class Decision:
         """What a leaf is made of."""
         return self.checkpoint.leaves[name.removeprefix(self.envelope.above)]
 
-    def making(self, directory: str) -> ToOrbax | None:
-        """The work that makes the leaves that are no addresses, in `directory`; None if there are none.
+    def making(self, directory: str) -> tuple[Work, Mapping[str, OrbaxLeaf]] | None:
+        """Return the work that makes the leaves that are not addresses, in `directory`, and what they become there.
 
-        Its source is to be closed.
+        The source is to be closed. Returns None if there are no such leaves.
         """
         if not self.reasons:
             return None
@@ -89,7 +91,8 @@ class Decision:
             compression=False,
             chunk_bytes=self.request.chunk_bytes,
         )
-        return ToOrbax(source, target, interleaved(views), self.request.memory_bytes)
+        output = OrbaxOutput(source, target, interleaved(views), self.request.memory_bytes)
+        return Work(source, output), output.leaves
 
     def tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:
         """The tree of the checkpoint, of an `OrbaxLeaf` each; `made` are those that had to be made."""
@@ -98,14 +101,14 @@ class Decision:
             name = self.envelope.above + name
             return self.linked[name].leaf if name in self.linked else made[name]
 
-        tree = self.envelope.around(self.checkpoint.tree(leaf))
-        return {key: _STEP if isinstance(value, int) else value for key, value in tree.items()}
+        rest = {key: _SCALAR if isinstance(value, int) else value for key, value in self.envelope.rest.items()}
+        return replace(self.envelope, rest=rest).around(self.checkpoint.tree(leaf))
 
     def entries(self) -> Iterator[Entry]:
         """What the index has, without the leaves that have to be made."""
         for name, array in self.linked.items():
             yield from array_entries(name, array, self._locate)
-        for name, value in self.envelope.around({}).items():
+        for name, value in self.envelope.rest.items():
             if isinstance(value, int):
                 yield from scalar_entries(name, np.asarray(value, np.int64))
 
@@ -137,26 +140,26 @@ def decide(request: LinkRequest) -> Decision:
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensor")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    around = envelope(registry.find(request.family, read_config(checkpoint)), request.variant)
+    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
     addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
-    for own, view in checkpoint.leaves.items():
-        name = around.above + own
-        shard = partition.shard(own, view.shape)
-        spec = partition.spec(own, view.shape)
+    for leaf, view in checkpoint.leaves.items():
+        name = envelope.above + leaf
+        shard = partition.shard(leaf, view.shape)
+        spec = partition.spec(leaf, view.shape)
         if spec not in records:
             records[spec] = named_sharding(partition.mesh, spec)
         sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
         if reason := misread(name):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
-        found = "it has to be decoded" if quantized else addressed_array(view, sharded[name], request.chunk_bytes)
-        if isinstance(found, str):
-            reasons[name] = found
+        addresses = "it has to be decoded" if quantized else addressed_array(view, sharded[name], request.chunk_bytes)
+        if isinstance(addresses, str):
+            reasons[name] = addresses
         else:
-            addressed[name] = found
-    return Decision(checkpoint, around, addressed, reasons, sharded, request)
+            addressed[name] = addresses
+    return Decision(checkpoint, envelope, addressed, reasons, sharded, request)
 
 
 def nbytes(leaf: OrbaxLeaf) -> int:

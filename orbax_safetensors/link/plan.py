@@ -121,11 +121,10 @@ def plan_link(
     )
     decision, staging = decide(request), staging_of(request)
     staging.check_free()
-    work = decision.making(staging.path)
     made: Mapping[str, OrbaxLeaf] = {}
-    if work is not None:
+    if (making := decision.making(staging.path)) is not None:
+        work, made = making
         work.source.close()
-        made = work.leaves
     above = decision.envelope.above
     leaves = {name: decision.linked[name].leaf if name in decision.linked else made[name] for name in decision.sharded}
     written = [0]

@@ -46,7 +46,7 @@ class LinkRequest:
     def __post_init__(self) -> None:
         _ = self.partition
         for path in (self.source, self.destination):
-            if is_url(path) and not (is_remote(path) and self.beside):
+            if is_url(path) and not (is_remote(path) and self.in_source):
                 raise StorageError(
                     f"{path}: a link is between files of one file system, or lies beside the objects of a gs:// "
                     "directory; download the files first, or restore from the URL, which needs no link"
@@ -56,7 +56,7 @@ class LinkRequest:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise SafetensorsError(f"{name} is {value!r}, must be an integer of at least {least}")
-        if self.beside and _SNAPSHOT.fullmatch(self.destination):
+        if self.in_source and _SNAPSHOT.fullmatch(self.destination):
             raise StorageError(
                 f"{self.destination}: is a snapshot in the Hub's cache, where nothing may be added; pass a destination"
             )
@@ -78,7 +78,7 @@ class LinkRequest:
         return _directory(self.source)
 
     @property
-    def beside(self) -> bool:
+    def in_source(self) -> bool:
         """Whether the index is to lie beside the files."""
         return self.destination == self.directory
 

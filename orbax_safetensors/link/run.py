@@ -149,19 +149,20 @@ def _make(
     decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
 ) -> Mapping[str, OrbaxLeaf]:
     """Makes the leaves that are no addresses, together with all other processes; they are there already if resumed."""
-    work = decision.making(staging.path)
-    if work is None:
+    making = decision.making(staging.path)
+    if making is None:
         return {}
+    work, leaves = making
     try:
         complete = together(f"{key}/made", staging.has_made, str)
         if not complete:
             work.run(resume=resume, progress=progress)
-        return work.leaves
+        return leaves
     finally:
         work.source.close()
 
 
-def _beside(request: LinkRequest) -> list[str]:
+def _model_files(request: LinkRequest) -> list[str]:
     """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
     return [
@@ -181,8 +182,8 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
     small = item_files(decision.tree(made), whole=decision.whole)
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
-    if isinstance(staging, Staging) and not decision.request.beside:
-        staging.link_files([*(file.path for file in checkpoint.files), *_beside(decision.request)])
+    if isinstance(staging, Staging) and not decision.request.in_source:
+        staging.link_files([*(file.path for file in checkpoint.files), *_model_files(decision.request)])
     for file in checkpoint.files:
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # which says if it has changed since its header was read

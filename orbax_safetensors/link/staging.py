@@ -38,8 +38,8 @@ class Staging:
     def __init__(self, request: LinkRequest) -> None:
         """Touches nothing."""
         self.destination = request.destination
-        self._beside = request.beside
-        self.path = os.path.join(self.destination, ".link") if self._beside else f"{self.destination}.link"
+        self._in_source = request.in_source
+        self.path = os.path.join(self.destination, ".link") if self._in_source else f"{self.destination}.link"
         self._hard = request.hard_links
         self._store = LocalStore()
         self._lock: Lock | None = None
@@ -56,9 +56,9 @@ class Staging:
     def check_free(self) -> None:
         """Raises `StorageError` if something is in the way of the link."""
         check_makeable(self.path)
-        if not self._beside and os.path.lexists(self.destination):
+        if not self._in_source and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
-        in_the_way = {*NAMES} & {*os.listdir(self.destination)} - {*self._placed()} if self._beside else None
+        in_the_way = {*NAMES} & {*os.listdir(self.destination)} - {*self._placed()} if self._in_source else None
         if in_the_way:
             raise StorageError(
                 f"{os.path.join(self.destination, min(in_the_way))}: already exists; a link writes {NAMES}"
@@ -144,7 +144,7 @@ class Staging:
     def finish(self) -> None:
         """Gives the link its place."""
         try:
-            if self._beside:
+            if self._in_source:
                 self._place()
                 shutil.rmtree(self.path)
             else:

@@ -1,41 +1,57 @@
-"""What stands around a family's tree in a checkpoint of Orbax: MaxText keeps a training state there."""
+"""`Envelope`: what stands around a family's tree in a checkpoint of Orbax, such as a training state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from orbax_safetensors.mapping.family import Family
-
-_MAXTEXT = "maxtext."
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A tree of a checkpoint that holds a model's own tree.
+    """A tree of a checkpoint that holds a family's tree. By default the one is the other.
 
     Attributes:
-      above: what the names of the model's leaves begin with in the checkpoint.
-      custom_metadata: of the checkpoint; None if there is none.
+      key: the key of the family's tree in the checkpoint's.
+      rest: what else the checkpoint's tree has, by key: Python's scalars and empty nodes.
+      switches: those of the family's that the checkpoint's custom metadata tells, with their values.
+      root: what the names of all leaves of the family begin with.
+      found_below: what stands there instead in the names of a checkpoint; the first that any name begins with counts.
     """
 
-    above: str = ""
-    custom_metadata: dict[str, Any] | None = None
+    key: str = ""
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    root: str = ""
+    found_below: tuple[str, ...] = ("",)
+
+    @property
+    def above(self) -> str:
+        """What the names of the family's leaves begin with in the checkpoint that is made."""
+        return f"{self.key}." if self.key else ""
+
+    @property
+    def custom_metadata(self) -> dict[str, Any] | None:
+        """That of the checkpoint that is made; None if there is none."""
+        return dict(self.switches) or None
+
+    def of(self, variant: Mapping[str, Any]) -> Envelope:
+        """Return the envelope with the switches of a variant."""
+        return replace(self, switches={name: variant.get(name, value) for name, value in self.switches.items()})
 
     def around(self, tree: Any) -> Any:
-        """The checkpoint's tree, given the model's; scalars in it are Python's."""
-        return {"step": 0, "params": tree, "opt_state": {}} if self.above else tree
+        """Return the checkpoint's tree, given the family's."""
+        return {**self.rest, self.key: tree} if self.key else tree
 
+    def variant(self, custom_metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the switches that a checkpoint's metadata tells."""
+        return {name: custom_metadata[name] for name in self.switches if name in custom_metadata}
 
-def is_maxtext(family: Family | None) -> bool:
-    """Whether checkpoints of a family are MaxText's."""
-    return family is not None and family.name.startswith(_MAXTEXT)
+    def leaves(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names of the family's leaves in a checkpoint that has these `names`, and which of these they are.
 
-
-def envelope(family: Family | None, variant: Mapping[str, Any] | None) -> Envelope:
-    """The envelope of a family's trees."""
-    if family is None or not is_maxtext(family):
-        return Envelope()
-    switches = {**family.variant, **(variant or {})}
-    return Envelope("params.", {"scan_layers": bool(switches.get("scan_layers", True))})
+        What else is in the checkpoint is left out.
+        """
+        names = list(names)
+        below = next((own for own in self.found_below if any(name.startswith(own) for name in names)), "")
+        return {self.root + name.removeprefix(below): name for name in names if name.startswith(below)}

@@ -13,6 +13,7 @@ from typing import Any
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.view import UNKNOWN, View
+from orbax_safetensors.mapping.envelope import Envelope
 
 # Tensors of which a tree may be made, at least: three times those of the largest model, for checkpoints of which only
 # some files are there. Where more are stored, as many times those.
@@ -84,6 +85,7 @@ class Family:
       variants: `variants(leaves)` yields the variants that a tree with leaves of these names and shapes may be, the
         likeliest first. Names may have a leading `params` more or less than `tree` has.
       variant: switches that are set unless a caller sets them.
+      envelope: what stands around the tree in a checkpoint of Orbax.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     variants: Callable[[LeafShapes], Iterable[Variant]] = _only_the_default
     variant: Variant = field(default_factory=dict, hash=False)
+    envelope: Envelope = field(default=Envelope(), hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
@@ -151,6 +154,11 @@ class Family:
             default = known[name].default if name in known else None
             if isinstance(default, bool | int) and type(value) is not type(default):
                 raise MappingError(f"{self.name}: expected a {type(default).__name__} for {name}, found {value!r}")
+
+
+def envelope_of(family: Family | None, variant: Variant | None) -> Envelope:
+    """Return what stands around the tree of a family's variant; nothing without a family."""
+    return Envelope() if family is None else family.envelope.of({**family.variant, **(variant or {})})
 
 
 def _counts(config: Mapping[str, Any], variant: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.discovery import STEP_FILE, UNFINISHED
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
-from orbax_safetensors.orbax_store.unfinished import Draft
+from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
 from orbax_safetensors.storage.paths import PathLike
 
 _T = TypeVar("_T")
@@ -22,7 +22,7 @@ class OrbaxLayout:
 
     Attributes:
       path: where it will be.
-      draft: the same while it is unfinished.
+      unfinished: the same while it is unfinished.
       leaves: its arrays as `OrbaxSink` has them, with the chunks that are written.
       metadata: what Orbax is to record of it.
       compression: whether chunks are compressed.
@@ -46,8 +46,8 @@ class OrbaxLayout:
             )
         self.compression = compression
         self._check_options(items, metadata or {}, others or {})
-        self.draft = Draft(self.path, items, others or {}, compression=compression, fsync=fsync)
-        handlers = {name: item.typestr for name, item in self.draft.items.items()}
+        self.unfinished = UnfinishedCheckpoint(self.path, items, others or {}, compression=compression, fsync=fsync)
+        handlers = {name: item.typestr for name, item in self.unfinished.items.items()}
         self.metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
         self._names = {"items": list(items), "others": list(others or {})}
         self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
@@ -59,11 +59,11 @@ class OrbaxLayout:
 
     def named(self, of_item: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
         """What all items have by names of theirs, by names that differ."""
-        drafts = self.draft.items
+        items = self.unfinished.items
         return {
-            array_name(drafts, item, own): value
-            for item, draft in drafts.items()
-            for own, value in of_item(draft).items()
+            array_name(items, item, name): value
+            for item, unfinished in items.items()
+            for name, value in of_item(unfinished).items()
         }
 
     def _check_options(

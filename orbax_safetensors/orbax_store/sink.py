@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import jax
 import numpy as np
 
-from orbax_safetensors.devices.agreement import agree, announce, announced, forget, new_key, together
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.devices.joint_sink import JointSink
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
@@ -29,16 +25,12 @@ from orbax_safetensors.storage.paths import PathLike
 # What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.
 _WRITE_OVERHEAD = 32 << 10
 
-# Seconds between two looks at whether another process has given up.
-_LOOK_SECONDS = 1.0
 
-
-class OrbaxSink:
+class OrbaxSink(JointSink):
     """A checkpoint under way: a directory of items, as Orbax's `CheckpointManager` makes for each step, or one item.
 
     Every process makes one, with the same arguments and in the same order as its other saves, writes its own tiles and
-    calls `commit`. Used as a context manager it gives up where the block is left without `commit` or by an exception;
-    then all processes fail, and what has been written stays in Orbax's temporary directory, which nothing opens.
+    calls `commit`; see `JointSink`. What is unfinished is in Orbax's temporary directory, which nothing opens.
 
     Attributes:
       path: where it will be.
@@ -78,41 +70,29 @@ class OrbaxSink:
         leaf cannot be stored or what was left behind is of another sink; in every process, before anything is written.
         """
         self.path = absolute(path)
-        self._key = new_key("orbax", self.path)
         self._budget = Budget(memory_bytes)
         self._compression = compression
         self._lock = threading.Lock()
-        self._failure: Exception | None = None
-        self._ended = False
-        self._looked = time.monotonic()
-        self._process = jax.process_index()
-        failure: BaseException | None = None
-        facts = ""
-        try:
+
+        def plan() -> str:
             self._layout = OrbaxLayout(
                 self.path, items, metadata=metadata, others=others, compression=compression, fsync=fsync
             )
-            self._draft = self._layout.draft
-            record = self._layout.record(source)
             self.leaves: Mapping[str, OrbaxLeaf] = self._layout.leaves
-            facts = hashlib.sha256(json.dumps(record).encode()).hexdigest()
-        except BaseException as error:
-            failure = error
-        agree(f"{self._key}/plan", failure, facts)
-        try:
-            self._together("begin", partial(self._draft.begin, record, resume=resume), primary=True)
-            self._together("list", self._list)
-            self._together("open", self._open)
-        except BaseException:
-            self._draft.release()
-            raise
+            self._record = self._layout.record(source)
+            return hashlib.sha256(json.dumps(self._record).encode()).hexdigest()
 
-    def _list(self) -> None:
-        """All processes see the same, as none has begun to write."""
-        self._present = self._layout.named(ItemWriter.chunks)
+        self._start("orbax", plan, resume=resume)
+
+    def _begin(self, *, resume: bool) -> None:
+        self._layout.unfinished.begin(self._record, resume=resume)
 
     def _open(self) -> None:
-        self._stores = self._layout.named(lambda item: item.open(self._process == 0))
+        self._stores = self._layout.named(lambda item: item.open(self._is_first))
+
+    def _see(self) -> str:
+        self._present = self._layout.named(ItemWriter.chunks)
+        return ""
 
     def written(self, name: str, box: Box) -> bool:
         """Whether all chunks that a box touches are in the store, written by this process or before it began."""
@@ -173,79 +153,35 @@ class OrbaxSink:
 
     def _check(self) -> None:
         """Raises what has failed, here or elsewhere."""
-        if self._ended:
-            raise StorageError(f"{self.path}: this sink has been committed or given up")
+        self._check_open()
         if self._failure is not None:
             raise self._failure
-        if jax.process_count() > 1 and time.monotonic() - self._looked > _LOOK_SECONDS:
-            self._looked = time.monotonic()
-            if (reason := announced(self._given_up)) is not None:
-                raise StorageError(f"{self.path}: {reason}")
-
-    @property
-    def _given_up(self) -> str:
-        return f"{self._key}/given_up"
+        self.check_others()
 
     def wait(self) -> None:
         """Waits until all that was written so far is done; raises what has failed."""
         self._budget.drain()
         self._check()
 
-    def commit(self) -> None:
-        """Makes it a checkpoint, once every process has called this; returns when it is there.
+    def _flush(self) -> None:
+        self._stop()
+        if self._failure is not None:
+            raise self._failure
 
-        Raises `TensorMismatchError` where chunks are missing, and `StorageError` where any process failed: in all
-        processes, and nothing is there then.
-        """
-        if self._ended:
-            raise StorageError(f"{self.path}: this sink has been committed or given up")
-        self._ended = True
-        try:
-            self._budget.drain()
-            agree(f"{self._key}/tiles", self._failure)
-            self._stores = {}
-            self._together("save", self._draft.save)
-            self._together("finish", partial(self._draft.finish, self._layout.metadata), primary=True)
-        finally:
-            self._draft.release()
-        for part in ("plan", "begin", "list", "open", "tiles", "save"):
-            forget(f"{self._key}/{part}")
-
-    def abort(self, failure: Exception | None = None) -> None:
-        """Gives up: waits for what is in flight, tells the other processes and leaves all as it is.
-
-        Returns once the other processes have noticed, which they do at their next `write` or at `commit`.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        try:
-            self._give_up(failure)
-        finally:
-            self._draft.release()
-
-    def _give_up(self, failure: Exception | None) -> None:
+    def _stop(self) -> None:
         self._budget.drain()
         self._stores = {}
-        failure = failure or self._failure or StorageError(f"{self.path}: was given up before all was written")
-        if jax.process_count() > 1:
-            announce(self._given_up, f"process {self._process} failed: {type(failure).__name__}: {failure}")
-            with contextlib.suppress(Exception):
-                agree(f"{self._key}/tiles", failure)
 
-    def _together(self, part: str, do: Any, *, primary: bool = False) -> None:
-        """Does something in every process, or in the primary one only; raises in all of them where it fails in one."""
-        together(f"{self._key}/{part}", do if not primary or self._process == 0 else lambda: None)
+    def _complete(self) -> None:
+        self._layout.unfinished.save()
+
+    def _finish(self) -> None:
+        self._layout.unfinished.finish(self._layout.metadata)
+
+    def _release(self) -> None:
+        self._layout.unfinished.release()
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:
             raise TensorMismatchError(f"{self.path}: has no array {name!r}")
         return self.leaves[name]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort(error if isinstance(error, Exception) else None)

@@ -36,7 +36,7 @@ from orbax_safetensors.storage.lock import Lock
 logger = logging.getLogger(__name__)
 
 
-class Draft:
+class UnfinishedCheckpoint:
     """An unfinished checkpoint of one or more items. One process only calls `begin`, `check` and `finish`."""
 
     def __init__(

@@ -1,5 +1,6 @@
 """Checkpoints from files to files, in tiles: what is in memory at any time does not depend on the size of the model.
 
-`pipeline` reads one batch of tiles while it writes the one before. Where tiles come from and where they go are a
-`TileSource` and a `TileSink`: `safetensors_tiles` and `orbax_tiles` have one of each.
+`work` plans and does a conversion: from a `TileSource` (`safetensors_source`, `orbax_source`) into an `Output`
+(`files_output`, `objects_output`, `orbax_output`), which has a sink of its own. `pipeline` reads one batch of tiles
+while it writes the one before.
 """

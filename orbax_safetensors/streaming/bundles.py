@@ -31,13 +31,13 @@ def bundles(
     out: list[Bundle] = []
     for names in together:
         limit = tile_bytes(source, names, memory_bytes)
-        own = [
+        cuts = [
             [Tile(name, box) for box in _boxes(source, name, grains[name], orders.get(name), limit)] for name in names
         ]
-        if len({tuple(tile.box for tile in of_leaf) for of_leaf in own}) == 1:
-            out += list(zip(*own, strict=True))
+        if len({tuple(tile.box for tile in of_leaf) for of_leaf in cuts}) == 1:
+            out += list(zip(*cuts, strict=True))
         else:
-            out += [(tile,) for of_leaf in own for tile in of_leaf]
+            out += [(tile,) for of_leaf in cuts for tile in of_leaf]
         if len(out) > _MAX_BUNDLES:
             raise SafetensorsError(
                 f"memory_bytes is {memory_bytes}, too little: in tiles that fit, there are more than {_MAX_BUNDLES}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,6 +31,20 @@ class Files:
         """Their names and sizes."""
         return tuple(PlannedFile(name, header.file_bytes) for name, header in self.layout.files)
 
+    def digest(self, identity: str, model_files: object, units: Iterable[object]) -> str:
+        """Return what is equal if the same units of the same source, and the same other files, go to the same places.
+
+        A source has an `identity`, and the others a `repr` that is.
+        """
+        views = sorted(self.views.items())
+        hashed = hashlib.sha256(f"{identity}\0{model_files}\0{views}\0".encode("utf-8", "backslashreplace"))
+        for name, header in self.layout.files:
+            hashed.update(f"{name}\0".encode())
+            hashed.update(header.encode())
+        for unit in units:
+            hashed.update(repr(unit).encode("utf-8", "backslashreplace"))
+        return hashed.hexdigest()
+
 
 def whole(layout: Layout, views: Mapping[str, View]) -> Files:
     """Files of whole tensors, of which `views` are."""
@@ -44,7 +59,7 @@ def in_pieces(
     What several devices have is written for that of them which has the fewest bytes so far. Leaves are the tensors as
     they are held in memory.
     """
-    count = max((len(own) for own in boxes.values()), default=1)
+    count = max(map(len, boxes.values()), default=1)
     filled = [0] * count
     pieces: list[dict[str, Box]] = [{} for _ in range(count)]
     for name, of_devices in boxes.items():
@@ -55,13 +70,13 @@ def in_pieces(
             writer = min(devices, key=lambda device: (filled[device], device))
             filled[writer] += prod(stop - start for start, stop in box) * tensors[name][0].bits
             pieces[writer][name] = box
-    written = [own for own in pieces if own]
+    written = [of_file for of_file in pieces if of_file]
     files, places = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
-    for number, own in enumerate(written):
-        offsets = {name: tuple(start for start, _ in box) for name, box in own.items()}
+    for number, of_file in enumerate(written):
+        offsets = {name: tuple(start for start, _ in box) for name, box in of_file.items()}
         header = Header.layout(
-            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in own.items()],
+            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in of_file.items()],
             {**metadata, **sharding_info(offsets)},
             alignment=alignment,
         )
@@ -71,5 +86,5 @@ def in_pieces(
             key = f"{number}/{name}"
             places[key] = Location(number, header.data_start + entry.begin, dtype)
             parts[name].append((offsets[name], View.tensor(key, shape, dtype)))
-    views = {name: View.tile(held(*tensors[name])[0], own) for name, own in parts.items()}
+    views = {name: View.tile(held(*tensors[name])[0], tiled) for name, tiled in parts.items()}
     return Files(Layout(tuple(files), None), places, views)

@@ -18,8 +18,8 @@ from orbax_safetensors.storage.store import Store, read_small, write_small
 
 StorageOptions = Mapping[str, Any] | None
 
-# What `save_pretrained` of transformers writes for tokenizers, processors and generation. Where a server does not list
-# what it has, it is asked for the names without a star.
+# What `save_pretrained` of transformers writes for tokenizers, processors and generation. If a server does not list
+# what it has, the names without a star are looked for.
 _PATTERNS = (
     "added_tokens.json",
     "chat_template*",
@@ -73,19 +73,19 @@ class ModelFiles:
         return read_small(store.open(path), _MAX_BYTES)
 
     def stored_as(self, dtype: np.dtype) -> ModelFiles:
-        """The same for tensors that are all cast to `dtype`: transformers loads a model in what its config says."""
+        """Return the same for tensors that are all cast to `dtype`, in which transformers then loads the model."""
         if self.config is None:
             return self
-        own = dict(self.config)
-        if isinstance(own.get("text_config"), dict):
-            own["text_config"] = dict(own["text_config"])
-        for part in (own, own.get("text_config")):
+        config = dict(self.config)
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"] = dict(config["text_config"])
+        for part in (config, config.get("text_config")):
             if isinstance(part, dict):
                 part |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in part}
-        return replace(self, config=own)
+        return replace(self, config=config)
 
 
-def model_files(config: Any, storage_options: StorageOptions) -> ModelFiles:
+def model_files_of(config: Any, storage_options: StorageOptions) -> ModelFiles:
     """Return what a caller's `config` stands for.
 
     `config` is the content of a `config.json`, something with a `to_dict` that gives it, the path or URL of such a

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from orbax_safetensors.cost.conversion import Batch, ConversionPlan, Traffic
+from orbax_safetensors.cost.conversion import Batch, Traffic
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.coalesce import MAX_STAGED_BYTES
 from orbax_safetensors.geometry.view import Box
@@ -42,14 +42,6 @@ class Fact(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-
-
-class Moved(NamedTuple):
-    """What this process has moved: where to, bytes of arrays that it has written, and requests to either side."""
-
-    path: str
-    nbytes: int
-    requests: int
 
 
 class TileSource(Protocol):
@@ -116,27 +108,6 @@ class PlannedSink(Protocol):
         """What `TileSink.write` of the same tiles, of these dtypes, asks of storage. Nothing is written."""
 
 
-class Work(Protocol):
-    """A conversion that is decided on: which tiles there are, and which process moves which. Nothing has been made."""
-
-    @property
-    def source(self) -> TileSource:
-        """What is read."""
-
-    def plan(self, process_count: int) -> ConversionPlan:
-        """What `run` in so many processes costs each of them.
-
-        Raises what `run` does where something is in the way at the destination, and touches nothing there.
-        """
-
-    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
-        """Does it, together with all other processes.
-
-        Raises `StorageError` or `TensorMismatchError` in every process where one fails; what has been written stays,
-        for a run that resumes.
-        """
-
-
 def bundle_bytes(memory_bytes: int) -> int:
     """Of all memory, what may have to be moved at once.
 
@@ -156,8 +127,8 @@ def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> i
     That is their part of a batch; or, where what is decoded as one has more, what may have to be moved at once.
     """
     grain = max(prod(source.grain(name)) * source.leaves[name].dtype.itemsize for name in names)
-    own = batch_bytes(memory_bytes) // len(names)
-    return max(own if grain <= own or not source.decoded else bundle_bytes(memory_bytes) // len(names), 1)
+    part = batch_bytes(memory_bytes) // len(names)
+    return max(part if grain <= part or not source.decoded else bundle_bytes(memory_bytes) // len(names), 1)
 
 
 def pace(cost: Cost, memory_bytes: int) -> Pace:
@@ -177,8 +148,8 @@ def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
 
 def is_below(path: str, directory: str) -> bool:
     """Whether `path` is `directory` or in it, whatever links lead there."""
-    own, other = os.path.realpath(path), os.path.realpath(directory)
-    return os.path.commonpath([own, other]) == other
+    inner, outer = os.path.realpath(path), os.path.realpath(directory)
+    return os.path.commonpath([inner, outer]) == outer
 
 
 Bundle = tuple[Tile, ...]  # tiles that interleave in storage, and are best moved at once
@@ -193,13 +164,13 @@ def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: i
     """What one of `count` processes moves: items that follow one another, of about as many bytes as the others'."""
     sizes = [size(item) for item in items]
     total, before = sum(sizes), 0
-    own = []
+    shared = []
     for item, nbytes in zip(items, sizes, strict=True):
         # The process in whose part of all bytes the middle of the item is.
         if min((2 * before + nbytes) * count // max(2 * total, 1), count - 1) == process:
-            own.append(item)
+            shared.append(item)
         before += nbytes
-    return own
+    return shared
 
 
 def planned(source: TileSource, sink: PlannedSink, bundles: Sequence[Bundle], batch_bytes: int) -> tuple[Batch, ...]:

@@ -69,7 +69,7 @@ class SafetensorsSource:
         blocks, plan = self._planned(tiles)
         memory = allocate([block.nbytes for block in blocks])
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
-        return [own.view(block.dtype).reshape(block.shape) for own, block in zip(memory, blocks, strict=True)]
+        return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:
         """See `TileSource`."""
@@ -80,8 +80,9 @@ class SafetensorsSource:
 
     def _planned(self, tiles: Sequence[Tile]) -> tuple[list[Block], TransferPlan]:
         blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
-        own = self._pace
-        return blocks, transfer_plan(blocks, self._checkpoint.location, own.max_gap_bytes, own.max_request_bytes)
+        return blocks, transfer_plan(
+            blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
+        )
 
     def check(self) -> None:
         """See `TileSource`."""

@@ -13,9 +13,10 @@ import orbax_safetensors as ost
 from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionPlan, Traffic
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
-from orbax_safetensors.streaming.orbax_tiles import OrbaxSource, OrbaxTiles
+from orbax_safetensors.streaming.files_sink import FilesSink
+from orbax_safetensors.streaming.orbax_source import OrbaxSource
+from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles
 from orbax_safetensors.streaming.pipeline import Tile
-from orbax_safetensors.streaming.safetensors_sink import SafetensorsSink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from tests.support.files import write
 from tests.support.killed_conversions import make_source
@@ -87,17 +88,17 @@ def count_transferred(monkeypatch):
     """Bytes that sources and sinks of safetensors will really have been asked for, by their class."""
     transferred = {}
 
-    def closing(kind, name):
-        close = kind.close
+    def closing(kind, name, method):
+        close = getattr(kind, method)
 
         def closed(own):
             transferred[kind] = getattr(own, name).counters.nbytes
             close(own)
 
-        monkeypatch.setattr(kind, "close", closed)
+        monkeypatch.setattr(kind, method, closed)
 
-    closing(SafetensorsSource, "_reader")
-    closing(SafetensorsSink, "_writer")
+    closing(SafetensorsSource, "_reader", "close")
+    closing(FilesSink, "_writer", "_flush")
     return transferred
 
 
@@ -118,7 +119,7 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
     assert cost.needed_bytes <= cost.read_bytes
     for side, kind_of, nbytes in (
         (cost.reads, SafetensorsSource, cost.read_bytes),
-        (cost.writes, SafetensorsSink, cost.written_bytes),
+        (cost.writes, FilesSink, cost.written_bytes),
     ):
         assert bool(side) == (kind_of in transferred)
         if side:
@@ -161,7 +162,7 @@ def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
 
     for kind_of in (OrbaxSource, SafetensorsSource):
         counted(kind_of, "read", read)
-    for kind_of in (OrbaxTiles, SafetensorsSink):
+    for kind_of in (OrbaxTiles, FilesSink):
         counted(kind_of, "write", written)
     getattr(ost, call)(source, tmp_path / "to", memory_bytes=SMALL, **asked)
     assert [(batch.num_tiles, batch.read.num_requests) for batch in cost.batches] == read

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
-from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, open_orbax, open_step
-from orbax_safetensors.orbax_store import item_writer as drafts
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, item_writer, open_orbax, open_step
 from tests.support.orbax_items import all_formats
 from tests.support.steps import F4, OPT, PARAMS, SMALL, B, W, arrays, files, is_whole, same, save
 
@@ -221,7 +220,7 @@ def test_several_items_are_resumed(root):
 def test_items_that_cannot_be_finished(root, item, monkeypatch):
     """Whichever of them has been finished by then."""
     save(root / "from")
-    finish = drafts.ItemWriter.finish
+    finish = item_writer.ItemWriter.finish
 
     def fail(self):
         if item in self.directory.name:
@@ -229,7 +228,7 @@ def test_items_that_cannot_be_finished(root, item, monkeypatch):
         finish(self)
 
     with monkeypatch.context() as patched, pytest.raises(ost.StorageError, match="nothing works"):
-        patched.setattr(drafts.ItemWriter, "finish", fail)
+        patched.setattr(item_writer.ItemWriter, "finish", fail)
         ost.reshard(root / "from", root / "to")
     not_there(root / "to")
     assert ost.reshard(root / "from", root / "to", resume=True).nbytes == 0

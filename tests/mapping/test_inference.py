@@ -4,7 +4,8 @@ import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, stack, tensor
-from orbax_safetensors.mapping.envelope import envelope
+from orbax_safetensors.mapping.envelope import Envelope
+from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import SAMPLES, Sample
 
@@ -101,6 +102,8 @@ def test_a_config_that_no_tree_follows_from():
 
 def test_a_family_has_the_switches_that_are_set():
     """In what is written around its tree, too."""
-    unscanned = Family("maxtext.toy", (), layers, variant={"scan_layers": False})
-    assert envelope(unscanned, None).custom_metadata == {"scan_layers": False}
-    assert envelope(unscanned, {"scan_layers": True}).custom_metadata == {"scan_layers": True}
+    unscanned = Family(
+        "maxtext.toy", (), layers, variant={"scan_layers": False}, envelope=Envelope(switches={"scan_layers": True})
+    )
+    assert envelope_of(unscanned, None).custom_metadata == {"scan_layers": False}
+    assert envelope_of(unscanned, {"scan_layers": True}).custom_metadata == {"scan_layers": True}

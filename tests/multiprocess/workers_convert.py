@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 
 import orbax_safetensors as ost
-from orbax_safetensors.streaming.draft import Draft
+from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from tests.support.interrupted import CALLS, PLANS
 
@@ -100,14 +100,14 @@ def sees_less(root: str) -> list[Any]:
         if done > total // 2:
             raise ost.StorageError("stopped")
 
-    done = Draft.done
+    done = PartialDirectory.done
     for arguments, shown in (
         ({"progress": stop}, done),
-        ({"resume": True}, lambda draft: set()),
+        ({"resume": True}, lambda directory: set()),
         ({"resume": True}, done),
     ):
         if jax.process_index() == jax.process_count() - 1:
-            Draft.done = shown  # type: ignore[assignment, method-assign]
+            PartialDirectory.done = shown  # type: ignore[assignment, method-assign]
         try:
             told.append(reshard(source, destination, **arguments).nbytes)
         except ost.SafetensorsError as error:

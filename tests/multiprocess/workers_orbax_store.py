@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from orbax_safetensors.devices.agreement import agree
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
-from orbax_safetensors.orbax_store.unfinished import Draft
+from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
 from tests.support.sinks import step_sink
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -273,10 +273,10 @@ def _after(owner: Any, name: str) -> None:
 
 
 STAGES: dict[str, Callable[[], None]] = {
-    "before it is saved": lambda: _before(Draft, "save"),
-    "after it is saved": lambda: _after(Draft, "save"),
+    "before it is saved": lambda: _before(UnfinishedCheckpoint, "save"),
+    "after it is saved": lambda: _after(UnfinishedCheckpoint, "save"),
     "after the merge": lambda: _after(ocp.PyTreeCheckpointHandler, "finalize"),
-    "after the item is renamed": lambda: _before(Draft, "_rename"),
+    "after the item is renamed": lambda: _before(UnfinishedCheckpoint, "_rename"),
 }
 
 

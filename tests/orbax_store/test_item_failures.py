@@ -15,11 +15,11 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.orbax_store import (
     OrbaxLeaf,
     directories,
+    item_writer,
     open_orbax,
     operations,
     unfinished,
 )
-from orbax_safetensors.orbax_store import item_writer as drafts
 from tests.support.orbax_items import (
     BF16,
     LEAVES,
@@ -82,7 +82,7 @@ STAGES = {
     "rename": (ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize"),
     "flush": (unfinished, "flush"),
     "last rename": (os, "rename"),
-    "listing": (drafts.ItemWriter, "_keys"),
+    "listing": (item_writer.ItemWriter, "_keys"),
 }
 
 

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store import OrbaxLeaf, directories, open_orbax
-from orbax_safetensors.orbax_store import item_writer as drafts
+from orbax_safetensors.orbax_store import OrbaxLeaf, directories, item_writer, open_orbax
 from tests.support.files import random_bits
 from tests.support.files import write as write_files
 from tests.support.orbax_items import (
@@ -230,7 +229,7 @@ STAGES = {
     "save": (ocp.PyTreeCheckpointHandler, "save"),
     "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
     "commit": (ocp.path.atomicity.CommitFileTemporaryPath, "finalize"),
-    "listing": (drafts.ItemWriter, "_keys"),
+    "listing": (item_writer.ItemWriter, "_keys"),
 }
 
 

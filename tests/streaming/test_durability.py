@@ -12,7 +12,7 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import local
-from orbax_safetensors.streaming import draft
+from orbax_safetensors.streaming import partial_directory
 from tests.support.files import nothing_left
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import check, make_source
@@ -156,7 +156,7 @@ def test_whatever_fails_the_next_one_goes_on(kind, operation, source, tmp_path):
 def test_all_is_on_the_disk_before_it_has_its_name(kind, source, tmp_path):
     path, destination = source(kind), tmp_path / "new" / "directory" / "to"
     disk = Disk(tmp_path / "new" / "directory" / "to.partial")
-    rename, add = os.rename, draft.Draft.add
+    rename, add = os.rename, partial_directory.PartialDirectory.add
 
     def renamed(old, new):
         assert (Path(old), Path(new)) == (disk.directory, destination)
@@ -173,7 +173,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(kind, source, tmp_path):
     with (
         failing(disk, "replace", -1, 0, anything),
         mock.patch.object(os, "rename", renamed),
-        mock.patch.object(draft.Draft, "add", added),
+        mock.patch.object(partial_directory.PartialDirectory, "add", added),
     ):
         CALLS[kind](path, destination)
     check(kind, destination)
@@ -241,7 +241,7 @@ def test_a_record_that_cannot_be_written(source, tmp_path, monkeypatch):
         return open("/dev/full" if "done-" in str(where) and mode == "a" else where, mode, **more)
 
     with nothing_left(tmp_path, "/dev/full"), monkeypatch.context() as patched:
-        patched.setattr(draft, "open", full, raising=False)
+        patched.setattr(partial_directory, "open", full, raising=False)
         with pytest.raises(ost.StorageError, match="No space left"):
             CALLS[MANY_FILES](path, destination)
     CALLS[MANY_FILES](path, destination, resume=True)
@@ -254,7 +254,7 @@ def test_a_draft_that_cannot_be_deleted_when_all_is_there(source, tmp_path, monk
     def refuse(_):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    monkeypatch.setattr(draft.shutil, "rmtree", refuse)
+    monkeypatch.setattr(partial_directory.shutil, "rmtree", refuse)
     CALLS[MANY_FILES](path, destination)
     check(MANY_FILES, destination)
     assert f"{destination}.partial is not needed any more and cannot be deleted" in caplog.text

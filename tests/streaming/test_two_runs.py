@@ -228,7 +228,7 @@ def test_two_that_begin_at_once_without_locks(tmp_path, no_locks):
     kind = SEVERAL_FILES
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     with stopped(kind, source, destination, 3, "none") as first, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("orbax_safetensors.streaming.draft.Draft._runs", lambda self: [])
+        patched.setattr("orbax_safetensors.streaming.partial_directory.PartialDirectory._runs", lambda self: [])
         CALLS[kind](source, destination)
         assert first.go_on()[0] == 1
     is_alone(kind, tmp_path)

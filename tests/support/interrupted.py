@@ -16,8 +16,9 @@ from functools import partial
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import orbax_safetensors as ost
+from orbax_safetensors import orbax_store
 from orbax_safetensors.orbax_store import item_writer
-from orbax_safetensors.streaming import draft, to_orbax
+from orbax_safetensors.streaming import partial_directory
 
 # Each takes about a dozen batches.
 _ASKED = {
@@ -58,15 +59,15 @@ def main(kind, source, destination, where, name, locks):
     if locks == "none":
         fcntl.flock = no_locks
     if where == "after_it_began":
-        before(draft.Draft, "open")
+        before(partial_directory.PartialDirectory, "open")
         before(item_writer.ItemWriter, "chunks")
     elif where == "before_the_end":
-        before(draft.Draft, "finish")
-        before(to_orbax.OrbaxSink, "commit")
+        before(partial_directory.PartialDirectory, "finish")
+        before(orbax_store.OrbaxSink, "commit")
     elif where == "before_the_rename":
         before(os, "rename")
     elif where == "after_the_rename":
-        before(draft.shutil, "rmtree")
+        before(partial_directory.shutil, "rmtree")
     try:
         CALLS[kind](source, destination, progress=progress)
     except ost.SafetensorsError as error:

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod, sqrt
 from typing import Any
 
 import numpy as np
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import Tree, View, stack, tensor
+from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
+from orbax_safetensors.mapping.envelope import Envelope
 from orbax_safetensors.mapping.family import LeafShapes, Variant
 
 Config = Mapping[str, Any]
 Leaves = dict[str, View]
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
+
+
+# MaxText's checkpoints are training states. Its trainers have the parameters below `params.params`, those of NNX below
+# `params`, and the state of an NNX model has them by themselves.
+TRAINING_STATE = Envelope(
+    key="params",
+    rest={"step": 0, "opt_state": {}},
+    switches={"scan_layers": True},
+    root="params.",
+    found_below=("params.params.", "params.", ""),
+)
 
 
 def completed(config: Config, **defaults: Any) -> Config:
@@ -225,3 +238,7 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
         return model(c, alike("layers", layers, scan_layers, param_scan_axis), vocab_size)
 
     return tree
+
+
+# Every family of MaxText: a name, architectures and a tree.
+family = partial(Family, variants=variants, envelope=TRAINING_STATE)

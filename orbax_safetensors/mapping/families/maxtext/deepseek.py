@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import Family, Tree, tensor
+from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
     Layer,
@@ -17,6 +17,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     alike,
     completed,
     experts,
+    family,
     kernel,
     layer_norms,
     mlp,
@@ -193,6 +194,6 @@ def _with_mtp(leaves: LeafShapes) -> Iterator[Variant]:
         yield {**variant, "mtp": mtp}
 
 
-DEEPSEEK2 = Family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2, variants=variants)
-DEEPSEEK3 = Family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3, variants=_with_mtp)
-DEEPSEEK3_2 = Family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_with_mtp)
+DEEPSEEK2 = family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2)
+DEEPSEEK3 = family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3, variants=_with_mtp)
+DEEPSEEK3_2 = family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_with_mtp)

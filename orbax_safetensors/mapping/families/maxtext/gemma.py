@@ -11,7 +11,7 @@ from math import sqrt
 import ml_dtypes
 import numpy as np
 
-from orbax_safetensors.mapping import Family, Tree, View
+from orbax_safetensors.mapping import Tree, View
 from orbax_safetensors.mapping.families.maxtext import common
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
@@ -19,6 +19,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     alike,
     attention,
     completed,
+    family,
     in_cycles,
     mlp,
     model,
@@ -26,7 +27,6 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     require_even,
     scaled_query,
     under,
-    variants,
 )
 
 # MaxText has no place for images. Some files spell `model.` differently.
@@ -118,11 +118,10 @@ def gemma3(
     return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[_VISION])
 
 
-GEMMA2 = Family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2, variants=variants)
-GEMMA3 = Family(
+GEMMA2 = family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
+GEMMA3 = family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
     renames=_OTHER_SPELLINGS,
-    variants=variants,
 )

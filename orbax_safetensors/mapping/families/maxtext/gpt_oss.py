@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from orbax_safetensors.mapping import Family, Tree, tensor
+from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
     Leaves,
     attention,
     attention_biases,
     completed,
+    family,
     in_cycles,
     kernel,
     layer_norms,
     model,
     require_even,
     under,
-    variants,
 )
 
 
@@ -63,4 +63,4 @@ def gpt_oss(
     return model(c, in_cycles(2, layers, scan_layers, param_scan_axis), vocab_size)
 
 
-GPT_OSS = Family("maxtext.gpt_oss", ("GptOssForCausalLM",), gpt_oss, variants=variants)
+GPT_OSS = family("maxtext.gpt_oss", ("GptOssForCausalLM",), gpt_oss)

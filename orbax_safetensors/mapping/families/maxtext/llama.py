@@ -9,17 +9,17 @@ from __future__ import annotations
 from functools import partial
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.mapping import Family, Tree, View
+from orbax_safetensors.mapping import Tree, View
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
     Leaves,
     attention,
+    family,
     layer_norms,
     mlp,
     scaled_query,
     under,
     uniform,
-    variants,
 )
 
 
@@ -56,4 +56,4 @@ def llama3(
     return tree(config, scan_layers=scan_layers, param_scan_axis=param_scan_axis, vocab_size=vocab_size)
 
 
-LLAMA3 = Family("maxtext.llama3", ("LlamaForCausalLM",), llama3, variants=variants)
+LLAMA3 = family("maxtext.llama3", ("LlamaForCausalLM",), llama3)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from orbax_safetensors.mapping import Family
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
     Leaves,
     attention,
     experts,
+    family,
     layer_norms,
     mlp,
     scaled_query,
     under,
     uniform,
-    variants,
 )
 
 
@@ -34,9 +33,5 @@ def _mixtral(h: str, c: Config) -> Leaves:
     }
 
 
-MISTRAL = Family(
-    "maxtext.mistral", ("MistralForCausalLM",), uniform(_mistral, num_key_value_heads=8), variants=variants
-)
-MIXTRAL = Family(
-    "maxtext.mixtral", ("MixtralForCausalLM",), uniform(_mixtral, num_key_value_heads=8), variants=variants
-)
+MISTRAL = family("maxtext.mistral", ("MistralForCausalLM",), uniform(_mistral, num_key_value_heads=8))
+MIXTRAL = family("maxtext.mixtral", ("MixtralForCausalLM",), uniform(_mixtral, num_key_value_heads=8))

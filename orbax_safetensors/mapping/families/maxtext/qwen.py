@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from orbax_safetensors.mapping import Family
 from orbax_safetensors.mapping.families.maxtext.common import (
     Config,
     Leaves,
     attention,
     attention_biases,
     experts,
+    family,
     layer_norms,
     mlp,
     norm,
     require,
     under,
     uniform,
-    variants,
 )
 
 
@@ -54,16 +53,14 @@ def _qwen3_moe(h: str, c: Config) -> Leaves:
     }
 
 
-QWEN2_5 = Family("maxtext.qwen2_5", ("Qwen2ForCausalLM",), uniform(_qwen2_5, num_key_value_heads=32), variants=variants)
-QWEN3 = Family(
+QWEN2_5 = family("maxtext.qwen2_5", ("Qwen2ForCausalLM",), uniform(_qwen2_5, num_key_value_heads=32))
+QWEN3 = family(
     "maxtext.qwen3",
     ("Qwen3ForCausalLM",),
     uniform(_qwen3, refused=("attention_bias",), num_key_value_heads=32, head_dim=128),
-    variants=variants,
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = family(
     "maxtext.qwen3_moe",
     ("Qwen3MoeForCausalLM",),
     uniform(_qwen3_moe, refused=("attention_bias", "mlp_only_layers"), num_key_value_heads=4),
-    variants=variants,
 )

@@ -1,4 +1,4 @@
-"""From any source of tiles into a checkpoint that Orbax reads."""
+"""A checkpoint that Orbax reads, as what is made of any source of tiles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,14 @@ from typing import Any
 
 import jax
 
-from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, PlannedArray
+from orbax_safetensors.cost.conversion import PlannedArray
+from orbax_safetensors.cost.report import PlannedFile
 from orbax_safetensors.geometry.tiling import chunk_shape
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLayout, OrbaxLeaf, OrbaxSink, array_name
 from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles, PlannedOrbaxTiles
-from orbax_safetensors.streaming.pipeline import (
-    Bundle,
-    Moved,
-    Progress,
-    TileSource,
-    batch_bytes,
-    check_fits,
-    nbytes,
-    planned,
-    share,
-    stream,
-    tile_bytes,
-)
+from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, check_fits, tile_bytes
+from orbax_safetensors.streaming.work import Unit
 
 
 @dataclass(frozen=True)
@@ -52,19 +42,22 @@ class OrbaxTarget:
     chunk_bytes: int
 
 
-class ToOrbax:
-    """All leaves of a source become a checkpoint of Orbax; see `Work`."""
+class OrbaxOutput:
+    """A checkpoint of Orbax; see `Output`."""
+
+    last = None
+    files: tuple[PlannedFile, ...] = ()
 
     def __init__(
         self, source: TileSource, target: OrbaxTarget, groups: Iterable[tuple[str, ...]], memory_bytes: int
     ) -> None:
         """Decides on chunks and tiles. `groups` are leaves that interleave in the source.
 
-        Raises what `OrbaxSink` raises of what cannot be stored, and `SafetensorsError` where memory does not suffice.
+        Raises what `OrbaxSink` raises of what cannot be stored, and `SafetensorsError` if memory does not suffice.
         """
-        self.source, self._target = source, target
+        self.path, self._target, self._identity = target.path, target, source.identity
         groups = list(groups)
-        self._limit = batch_bytes(memory_bytes)
+        self.batch_bytes = batch_bytes(memory_bytes)
         of_group = {name: tile_bytes(source, names, memory_bytes) for names in groups for name in names}
 
         def cut(item: str, path: Any, leaf: Any) -> Any:
@@ -95,64 +88,49 @@ class ToOrbax:
         leaves = self._layout.leaves
         for name, leaf in leaves.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
-        self._cuts = bundles(
-            source, {name: leaf.chunk_shape for name, leaf in leaves.items()}, {}, groups, memory_bytes
-        )
+        grains = {name: leaf.chunk_shape for name, leaf in leaves.items()}
+        self.units: Sequence[Unit] = [(bundle,) for bundle in bundles(source, grains, {}, groups, memory_bytes)]
 
     @property
     def leaves(self) -> Mapping[str, OrbaxLeaf]:
         """The arrays that are made, with their chunks, by name."""
         return self._layout.leaves
 
-    def _share(self, cuts: Sequence[Bundle], process: int, count: int) -> list[Bundle]:
-        return share(cuts, lambda bundle: nbytes(bundle, self.source.leaves), process, count)
+    @property
+    def arrays(self) -> tuple[PlannedArray, ...]:
+        """See `Output`."""
+        return tuple(self._planned_array(leaf, *self._target.names[name]) for name, leaf in self.leaves.items())
 
-    def plan(self, process_count: int) -> ConversionPlan:
-        """See `Work`."""
-        self._layout.draft.check_place()
-        sink = PlannedOrbaxTiles(self._layout)
-
-        def array(leaf: OrbaxLeaf, item: str, name: str) -> PlannedArray:
-            return PlannedArray(
-                name,
-                item if len(self._items) > 1 else None,
-                leaf.dtype.name,
-                leaf.shape,
-                leaf.chunk_shape,
-                prod(leaf.grid),
-                leaf.chunk_nbytes,
-            )
-
-        return ConversionPlan(
-            self._target.path,
-            tuple(
-                ConversionCost(planned(self.source, sink, self._share(self._cuts, process, process_count), self._limit))
-                for process in range(process_count)
-            ),
-            files=(),
-            arrays=tuple(array(leaf, *self._target.names[name]) for name, leaf in self._layout.leaves.items()),
-            source_bytes=self.source.stored_bytes,
-            from_orbax=self.source.decoded,
+    def _planned_array(self, leaf: OrbaxLeaf, item: str, name: str) -> PlannedArray:
+        return PlannedArray(
+            name,
+            item if len(self._items) > 1 else None,
+            leaf.dtype.name,
+            leaf.shape,
+            leaf.chunk_shape,
+            prod(leaf.grid),
+            leaf.chunk_nbytes,
         )
 
-    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
-        """See `Work`."""
-        source = self.source
-        with OrbaxSink(
-            self._target.path,
+    def check_place(self) -> None:
+        """See `Output`."""
+        self._layout.unfinished.check_place()
+
+    def planned(self, units: Sequence[int]) -> PlannedOrbaxTiles:
+        """See `Output`."""
+        return PlannedOrbaxTiles(self._layout)
+
+    def begin(self, *, resume: bool) -> OrbaxTiles:
+        """See `Output`."""
+        target = self._target
+        sink = OrbaxSink(
+            target.path,
             self._items,
-            metadata=self._target.metadata,
-            others=self._target.others,
-            compression=self._target.compression,
-            memory_bytes=2 * self._limit,
+            metadata=target.metadata,
+            others=target.others,
+            compression=target.compression,
+            memory_bytes=2 * self.batch_bytes,
             resume=resume,
-            source=source.identity,
-        ) as sink:
-            # Every process sees the same as written, and then begins to write.
-            left = [bundle for bundle in self._cuts if not all(sink.written(tile.name, tile.box) for tile in bundle)]
-            tiles = OrbaxTiles(sink)
-            own = self._share(left, jax.process_index(), jax.process_count())
-            moved = stream(source, tiles, own, self._limit, progress)
-            source.check()
-            sink.commit()
-        return Moved(self._target.path, moved, source.requests + tiles.requests)
+            source=self._identity,
+        )
+        return OrbaxTiles(sink, self.units)

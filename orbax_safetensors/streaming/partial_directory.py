@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from typing import Self, TextIO
+from typing import TextIO
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.storage.local import LocalStore, check_makeable
@@ -30,31 +30,19 @@ logger = logging.getLogger(__name__)
 _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 
 
-class Draft:
-    """`begin`, `check_complete` and `finish` are called by one process, the others by all of them.
-
-    As a context, it closes what is open and lets other runs begin.
-    """
+class PartialDirectory:
+    """`begin`, `check_complete` and `finish` are called by one process, the others by all of them."""
 
     def __init__(self, destination: str, digest: str, run: str) -> None:
         """Touches nothing. `digest` tells what is written apart from all else, `run` this run from all others."""
         self.destination = os.path.abspath(destination)
         self.path = f"{self.destination}.partial"
-        self._own = os.path.join(self.path, f"{_RUN}{run}")
-        self.directory = os.path.join(self._own, _FILES)
+        self._run_path = os.path.join(self.path, f"{_RUN}{run}")
+        self.directory = os.path.join(self._run_path, _FILES)
         self._digest = digest
         self._store = LocalStore()
         self._lock: Lock | None = None
         self._done: TextIO | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.close()
-        finally:
-            self._unlock()
 
     def begin(self, *, resume: bool) -> None:
         """Makes the directory, and those that it is in, anew unless `resume` finds one; no other run has it then.
@@ -77,7 +65,7 @@ class Draft:
             for path in (self.path, *made):
                 self._store.sync(path)
         except BaseException as error:
-            self._unlock()
+            self.release()
             if isinstance(error, StorageError) or not isinstance(error, OSError):
                 raise
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
@@ -93,7 +81,8 @@ class Draft:
                 raise
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
-    def _unlock(self) -> None:
+    def release(self) -> None:
+        """Lets other runs begin."""
         if self._lock is not None:
             self._lock.release()
 
@@ -107,8 +96,8 @@ class Draft:
         for run in self._runs():
             _check_directory(run)
             _check_directory(os.path.join(run, _FILES))
-            own = (_RECORD, f"{_RECORD}.new", _FILES)
-            if other := [name for name in os.listdir(run) if name not in own and not name.startswith(_DONE)]:
+            known = (_RECORD, f"{_RECORD}.new", _FILES)
+            if other := [name for name in os.listdir(run) if name not in known and not name.startswith(_DONE)]:
                 raise StorageError(f"{run}: is no unfinished conversion, it holds {other[0]!r}; move it away")
 
     def _runs(self) -> list[str]:
@@ -125,7 +114,7 @@ class Draft:
         taken = False
         for run in self._runs():
             if resume and not taken and self._is_begun(run):
-                self._rename(run, self._own)
+                self._rename(run, self._run_path)
                 taken = True
             else:
                 self._delete(run)
@@ -152,7 +141,7 @@ class Draft:
 
     def _delete(self, run: str) -> None:
         """Deletes what was begun, the record first: what has none is not taken up."""
-        old = f"{self._own}-old"
+        old = f"{self._run_path}-old"
         self._rename(run, old)
         record = os.path.join(old, _RECORD)
         if os.path.lexists(record):
@@ -162,13 +151,13 @@ class Draft:
 
     def _make(self) -> None:
         os.makedirs(self.directory)
-        record = os.path.join(self._own, _RECORD)
+        record = os.path.join(self._run_path, _RECORD)
         with open(f"{record}.new", "w", encoding="utf-8") as file:
             json.dump({"digest": self._digest}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{record}.new", record)
-        self._store.sync(self._own)
+        self._store.sync(self._run_path)
 
     def _rename(self, old: str, new: str) -> None:
         """Gives a directory another name, where it still has its own."""
@@ -188,12 +177,12 @@ class Draft:
             raise self._taken()
 
     def open(self, process: int) -> None:
-        """Opens the record of a process; what is done is asked for after all have.
+        """Opens the record of a process. `done` is called after all processes have.
 
         It is kept open, so that no tile that was written for this run is recorded for another.
         """
         self.check()
-        path = os.path.join(self._own, f"{_DONE}{process}")
+        path = os.path.join(self._run_path, f"{_DONE}{process}")
         try:
             self._done = open(path, "a", encoding="ascii")  # noqa: SIM115
             self._done.write("\n")  # the line before may have no end
@@ -202,19 +191,19 @@ class Draft:
 
     def done(self) -> set[int]:
         """The numbers of all tiles that any process has written before."""
-        found: set[int] = set()
+        done: set[int] = set()
         try:
-            for entry in os.scandir(self._own):
+            for entry in os.scandir(self._run_path):
                 if entry.name.startswith(_DONE):
                     with open(entry.path, encoding="ascii", errors="replace") as file:
                         for line in file:
                             try:
-                                found.update(json.loads(line))
+                                done.update(json.loads(line))
                             except ValueError:  # a line that was being written, or was not on the disk
                                 continue
         except OSError as error:
-            raise StorageError(f"{self._own}: {error}") from error
-        return found
+            raise StorageError(f"{self._run_path}: {error}") from error
+        return done
 
     def add(self, numbers: Sequence[int]) -> None:
         """Records tiles that this process has written, and that are on the disk."""

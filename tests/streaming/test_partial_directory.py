@@ -10,13 +10,24 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.streaming import draft as drafts
-from orbax_safetensors.streaming.draft import Draft
+from orbax_safetensors.streaming import partial_directory
+from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import check, make_source
 
 KIND = "reshard_safetensors"
 both = pytest.mark.parametrize("resume", [False, True])
+
+
+class Run(PartialDirectory):
+    """A directory with a run at work on it, which is over at the end of the block."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+        self.release()
 
 
 runs = (f"{number:016x}" for number in itertools.count())
@@ -25,7 +36,7 @@ runs = (f"{number:016x}" for number in itertools.count())
 @pytest.fixture
 def draft(tmp_path):
     """A function that makes one, of a run of its own."""
-    return lambda name="to": Draft(str(tmp_path / name), "of this", next(runs))
+    return lambda name="to": Run(str(tmp_path / name), "of this", next(runs))
 
 
 def begun(draft, tiles=()):
@@ -176,7 +187,7 @@ def test_a_deletion_that_is_cut_short(draft, monkeypatch):
         raise OSError("killed")
 
     with monkeypatch.context() as patched, pytest.raises(StorageError, match="killed"):
-        patched.setattr(drafts.shutil, "rmtree", cut_short)
+        patched.setattr(partial_directory.shutil, "rmtree", cut_short)
         draft().begin(resume=False)
     with draft() as again:
         again.begin(resume=True)

@@ -1,0 +1,156 @@
+"""Safetensors files of a file system as a sink of tiles: many processes write the same files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from orbax_safetensors.cost.conversion import Traffic, traffic_of
+from orbax_safetensors.devices.joint_sink import JointSink
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.storage.store import NewFile, write_small
+from orbax_safetensors.streaming.file_layout import Files
+from orbax_safetensors.streaming.model_files import ModelFiles
+from orbax_safetensors.streaming.partial_directory import PartialDirectory
+from orbax_safetensors.streaming.pipeline import Tile, is_below, pace
+from orbax_safetensors.streaming.work import Unit
+from orbax_safetensors.transfer.engine import Writer
+from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+
+
+class FilesSink(JointSink):
+    """Files in a directory, which every process writes its tiles of."""
+
+    def __init__(self, path: str, source_path: str, files: Files, model_files: ModelFiles, memory_bytes: int) -> None:
+        """Touches nothing. Requests take a share of `memory_bytes`."""
+        self.path = path
+        self._source_path, self._files, self._model_files = source_path, files, model_files
+        self._store = LocalStore()
+        self._writer = Writer(self._create, pace(self._store.cost, memory_bytes).requests)
+        self._created = False  # a file whose name may not be on the disk
+
+    def start(self, units: Sequence[Unit], identity: str, *, resume: bool) -> None:
+        """Begins, together with all other processes, to write the tiles of a source of this `identity`."""
+        self._units = units
+        self._numbers = {tile: number for number, tile in enumerate(tile for unit in units for tile in chain(*unit))}
+
+        def plan() -> str:
+            digest = self._files.digest(identity, self._model_files, units)
+            self._directory = PartialDirectory(self.path, digest, self._run)
+            self._check_outside(self._directory)
+            return digest
+
+        self._start("convert", plan, resume=resume)
+
+    def check_place(self) -> None:
+        """Raises `StorageError` if something is in the way; touches nothing."""
+        directory = PartialDirectory(self.path, "", "")
+        self._check_outside(directory)
+        directory.check_place()
+
+    def _check_outside(self, directory: PartialDirectory) -> None:
+        if is_below(self._source_path, directory.path):
+            raise StorageError(
+                f"{self._source_path}: is in {directory.path}, which is what becomes {self.path}; move it away"
+            )
+
+    def _begin(self, *, resume: bool) -> None:
+        self._directory.begin(resume=resume)
+
+    def _open(self) -> None:
+        self._directory.open(self._process)
+
+    def _see(self) -> str:
+        # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
+        self._done = self._directory.done()
+        return hashlib.sha256(repr(sorted(self._done)).encode()).hexdigest()
+
+    def has(self, unit: int) -> bool:
+        """See `OutputSink`."""
+        return all(self._numbers[tile] in self._done for tile in chain(*self._units[unit]))
+
+    def expect(self, units: Sequence[int]) -> None:
+        """See `OutputSink`. They may come in any order."""
+
+    def _create(self, number: int) -> NewFile:
+        self._created = True
+        return self._store.create(self._path(number))
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self._directory.directory, self._files.layout.files[number][0])
+
+    @property
+    def requests(self) -> int:
+        """See `OutputSink`."""
+        return self._writer.counters.num_requests
+
+    @property
+    def nbytes(self) -> int:
+        """See `OutputSink`."""
+        return self._writer.counters.nbytes
+
+    def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
+        """See `TileSink`. The disk has the tiles before they are recorded, and the record never says too much.
+
+        That is not left to the end: what the system could not flush it forgets, and says so only once.
+        """
+        self.check_others()
+        self._directory.check()
+        blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
+        self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
+        self._writer.sync()
+        if self._created:
+            self._store.sync(self._directory.directory)
+            self._created = False
+        self._directory.add([self._numbers[tile] for tile in tiles])
+
+    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
+        """See `PlannedSink`. Files have the paths that they will have in the end."""
+        _, plan = self._planned(tiles, dtypes)
+        final = [os.path.join(self.path, name) for name, _ in self._files.layout.files]
+        return traffic_of(plan, final, self._writer.useful_threads(len(plan.files)))
+
+    def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
+        blocks = [
+            Block(self._files.views[tile.name], tile.box, tile.shape, dtype)
+            for tile, dtype in zip(tiles, dtypes, strict=True)
+        ]
+        return blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
+
+    def _flush(self) -> None:
+        """Closes the files and the record, which may be what tells that a write failed."""
+        try:
+            self._directory.close()
+        finally:
+            self._writer.close()
+
+    _stop = _flush
+
+    def _finish(self) -> None:
+        """Writes what belongs to the model, the index and then the headers, and gives the directory its name.
+
+        All is on the disk before it has that name.
+        """
+        directory = self._directory.directory
+        self._directory.check_complete(len(self._numbers))
+        self._model_files.write(self._store, directory)
+        if (index := self._files.layout.index) is not None:
+            write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
+        for number, (_, header) in enumerate(self._files.layout.files):
+            write_small(self._store, self._path(number), header.encode())
+            size = os.stat(self._path(number)).st_size
+            if size != header.file_bytes:
+                raise StorageError(f"{self._path(number)}: expected {header.file_bytes} bytes, found {size}")
+        self._directory.finish()
+
+    def _release(self) -> None:
+        try:
+            self._flush()
+        finally:
+            self._directory.release()

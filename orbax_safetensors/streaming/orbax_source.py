@@ -1,0 +1,105 @@
+"""An Orbax checkpoint as a source of tiles."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from orbax_safetensors.cost.conversion import Traffic
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxStep
+from orbax_safetensors.orbax_store.directories import requests_at_once
+from orbax_safetensors.orbax_store.leaf import num_chunks, touched_nbytes
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits, nbytes
+
+Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
+
+
+class OrbaxSource:
+    """The arrays of a checkpoint, of one item or of several."""
+
+    decoded = True
+
+    def __init__(
+        self, checkpoint: OrbaxCheckpoint | OrbaxStep, stored: Mapping[str, Stored], memory_bytes: int
+    ) -> None:
+        """`stored` has the array of each leaf. A chunk has to fit a batch of `memory_bytes`.
+
+        `check` is for all that is in `checkpoint`.
+        """
+        self.path = checkpoint.path
+        self._checkpoint, self._stored = checkpoint, stored
+        self._arrays = {name: item.leaves[array] for name, (item, array) in stored.items()}
+        self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._arrays.items()}
+        for name, leaf in self._arrays.items():
+            check_fits(name, leaf.chunk_nbytes, memory_bytes)
+        self._state = checkpoint.state()
+        arrays = sorted((name, item.path, array) for name, (item, array) in stored.items())
+        moved = (checkpoint.path, sorted(self._state.items()), arrays)
+        self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
+        self.requests = 0
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """See `TileSource`."""
+        return self._checkpoint.stored_bytes()
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """Return the axes, those along which there are few chunks first."""
+        grid = self._arrays[name].grid
+        return tuple(sorted(range(len(grid)), key=lambda axis: (grid[axis], -axis)))
+
+    def grain(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a chunk."""
+        leaf = self._arrays[name]
+        return tuple(min(chunk, size) for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True))
+
+    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+        """See `TileSource`."""
+        dtypes = [self.leaves[tile.name].dtype for tile in tiles]
+        memory = allocate([prod(tile.shape) * dtype.itemsize for tile, dtype in zip(tiles, dtypes, strict=True)])
+        arrays = [
+            buffer.view(dtype).reshape(tile.shape) for buffer, dtype, tile in zip(memory, dtypes, tiles, strict=True)
+        ]
+        reading = []
+        try:
+            for tile, array in zip(tiles, arrays, strict=True):
+                item, name = self._stored[tile.name]
+                reading.append(item.read(name, tile.box, array))
+        finally:
+            failures = [future.exception() for future in reading]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        self.requests += sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles)
+        return arrays
+
+    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
+        """See `TileSource`. Bytes are decoded ones, and of chunks that a tile touches in part all of them are read."""
+        touched = sum(touched_nbytes(tile.box, self._arrays[tile.name]) for tile in tiles)
+        largest = max((self._arrays[tile.name].chunk_nbytes for tile in tiles), default=0)
+        return Traffic(
+            nbytes(tiles, self.leaves),
+            touched,
+            sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles),
+            staging_bytes=self._in_flight_bytes(touched, largest),
+            streams=requests_at_once(self.path),
+        )
+
+    def _in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
+        items = {item.path: item for item, _ in self._stored.values()}.values()  # which share their memory
+        return max((item.in_flight_bytes(nbytes, chunk_nbytes) for item in items), default=0)
+
+    def check(self) -> None:
+        """See `TileSource`."""
+        state = self._checkpoint.state()
+        if state != self._state:
+            changed = sorted(set(state.items()) ^ set(self._state.items()))[0][0]
+            raise StorageError(f"{self._checkpoint.path}: {changed} changed while the checkpoint was in use")
+
+    def close(self) -> None:
+        """See `TileSource`."""

@@ -1,0 +1,165 @@
+"""`Work`: a conversion that is decided on, of any source into any output; it is planned, or done by all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+import jax
+
+from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, PlannedArray
+from orbax_safetensors.cost.report import PlannedFile
+from orbax_safetensors.streaming.pipeline import (
+    Bundle,
+    PlannedSink,
+    Progress,
+    TileSink,
+    TileSource,
+    nbytes,
+    planned,
+    share,
+    stream,
+)
+
+Unit = tuple[Bundle, ...]  # what one process moves, in this order
+
+
+class Moved(NamedTuple):
+    """What this process has moved: where to, bytes of arrays that it has written, and requests to either side."""
+
+    path: str
+    nbytes: int
+    requests: int
+
+
+class OutputSink(TileSink, Protocol):
+    """A checkpoint under way, which all processes have begun; see `JointSink`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays that this process has written."""
+
+    def has(self, unit: int) -> bool:
+        """Whether a unit was written before this run, which resumes another."""
+
+    def expect(self, units: Sequence[int]) -> None:
+        """Says which units this process will write, in this order."""
+
+    def commit(self, last: Callable[[], None]) -> None:
+        """See `JointSink`."""
+
+    def __enter__(self) -> Self:
+        """See `JointSink`."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """See `JointSink`."""
+
+
+class Output(Protocol):
+    """What is to be made of all leaves of a source. Nothing is touched until `begin`.
+
+    Attributes:
+      path: where it will be.
+      units: into which the work is dealt.
+      batch_bytes: what is moved at once.
+    """
+
+    path: str
+    units: Sequence[Unit]
+    batch_bytes: int
+
+    @property
+    def last(self) -> int | None:
+        """The number of the unit that is written when all others are, if there is one."""
+
+    @property
+    def files(self) -> tuple[PlannedFile, ...]:
+        """The files that are made; none of Orbax."""
+
+    @property
+    def arrays(self) -> tuple[PlannedArray, ...]:
+        """The arrays that are made, of Orbax."""
+
+    def check_place(self) -> None:
+        """Raises `StorageError` if something is in the way."""
+
+    def planned(self, units: Sequence[int]) -> PlannedSink:
+        """Return what tells the cost of writing units."""
+
+    def begin(self, *, resume: bool) -> OutputSink:
+        """Return the sink that it is written through. Called by every process, in which it begins or fails."""
+
+
+class Work:
+    """A conversion: which process moves which units. The source is to be closed."""
+
+    def __init__(self, source: TileSource, output: Output) -> None:
+        """Nothing is touched yet."""
+        self.source, self.output = source, output
+
+    def plan(self, process_count: int) -> ConversionPlan:
+        """Return what `run` in so many processes costs each of them.
+
+        Raises what `run` does if something is in the way at the destination.
+        """
+        source, output = self.source, self.output
+        output.check_place()
+
+        def cost(process: int) -> ConversionCost:
+            shares = self._share_of(range(len(output.units)), process, process_count)
+            return ConversionCost(
+                tuple(
+                    batch
+                    for units in shares
+                    for batch in planned(source, output.planned(units), self._bundles(units), output.batch_bytes)
+                )
+            )
+
+        return ConversionPlan(
+            output.path,
+            tuple(map(cost, range(process_count))),
+            files=output.files,
+            arrays=output.arrays,
+            source_bytes=source.stored_bytes,
+            from_orbax=source.decoded,
+        )
+
+    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
+        """Does it, together with all other processes.
+
+        Raises in every process if one fails; what has been written stays, for a run that resumes.
+        """
+        source, output = self.source, self.output
+        with output.begin(resume=resume) as sink:
+            left = [unit for unit in range(len(output.units)) if not sink.has(unit)]
+            units, last = self._share_of(left, jax.process_index(), jax.process_count())
+            sink.expect([*units, *last])
+            total = sum(map(self._nbytes, (*units, *last)))
+            moved = 0
+
+            def move(units: Sequence[int]) -> None:
+                nonlocal moved
+                before = moved
+
+                def report(done: int, _: int) -> None:
+                    if progress is not None:
+                        progress(before + done, total)
+
+                moved += stream(source, sink, self._bundles(units), output.batch_bytes, report)
+                source.check()
+
+            move(units)
+            sink.commit(lambda: move(last) if last else None)
+        return Moved(output.path, sink.nbytes, source.requests + sink.requests)
+
+    def _nbytes(self, unit: int) -> int:
+        return sum(nbytes(bundle, self.source.leaves) for bundle in self.output.units[unit])
+
+    def _bundles(self, units: Iterable[int]) -> list[Bundle]:
+        return [bundle for unit in units for bundle in self.output.units[unit]]
+
+    def _share_of(self, units: Sequence[int], process: int, count: int) -> tuple[list[int], list[int]]:
+        """Return which of `units` a process moves with the others, and which when these are done: of the first one."""
+        last = self.output.last
+        early = share([unit for unit in units if unit != last], self._nbytes, process, count)
+        return early, [unit for unit in units if unit == last and process == 0]
