@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from orbax_safetensors.cost.report import REPORTED_OVER_READ, Leaf, restore_plan
 from orbax_safetensors.devices.sharding import device_boxes
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.transfer.plan import Location
 
 Axes = tuple[tuple[str, ...], ...]  # for every dimension the mesh axes that shard it

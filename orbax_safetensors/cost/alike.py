@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.strided import Copy, extent
-from orbax_safetensors.geometry.view import Box, Piece, View
+from orbax_safetensors.geometry.view import Piece, View
 from orbax_safetensors.transfer.plan import Location, same_bits
 
 
@@ -178,7 +179,7 @@ class Tensors:
             layout = self._layouts[number]
             view = View(layout.stored_shape, layout.dtype, tuple(self._sites[site][1] for site in sites))
             for box in boxes[number]:
-                for _, copy, ops in view.copies(view.clipped(box), [stop - start for start, stop in box]):
+                for _, copy, ops in view.copies(view.clipped(box), box.shape):
                     copies.append((copy, same_bits(ops, location.dtype, layout.dtype)))
         step = _step(location)
         first = min((copy.source for copy, _ in copies), default=0) // step * step

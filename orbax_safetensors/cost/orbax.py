@@ -15,7 +15,7 @@ from typing import Any
 from orbax_safetensors.cost.advice import deal
 from orbax_safetensors.cost.report import REPORTED_OVER_READ
 from orbax_safetensors.devices.partition import Partition
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
 from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touched_nbytes
 
@@ -128,7 +128,7 @@ def _costs(leaf: OrbaxLeaf, boxes: Sequence[Sequence[Box]]) -> tuple[OrbaxProces
     out = []
     for own in boxes:
         distinct = dict.fromkeys(own)
-        elements = sum(prod(stop - start for start, stop in box) for box in distinct)
+        elements = sum(box.volume for box in distinct)
         out.append(
             OrbaxProcessCost(
                 elements * leaf.dtype.itemsize,

@@ -15,8 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 from orbax_safetensors.cost.alike import Layout, Tensors
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import MAX_REQUEST_BYTES, Direct, Gather, touching
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Location, gather_at
 
 # From which ratio of bytes read to bytes needed on a leaf is reported; below it, another sharding would gain little.
@@ -210,7 +211,7 @@ def restore_plan(
     needed_and_read = np.zeros((2, tensors.groups), np.int64)  # of one tensor of every group, by all processes
     for (held, read), processes in alike.items():
         destination_bytes = sum(
-            count * layout.dtype.itemsize * sum(map(_elements, own))
+            count * layout.dtype.itemsize * sum(box.volume for box in own)
             for layout, count, own in zip(layouts, leaf_counts, held, strict=True)
         )
         cost, by_group = counter.count(read, destination_bytes)
@@ -337,16 +338,12 @@ def _over_reads(leaves: Sequence[Leaf], tensors: Tensors, needed_and_read: np.nd
     return tuple(LeafOverRead(leaves[leaf].name, int(needed[leaf]), int(read[leaf])) for leaf in worst.tolist())
 
 
-def _elements(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
-
-
 def _shard_sizes(layouts: Sequence[Layout], counts: Sequence[int]) -> tuple[ShardSize, ShardSize]:
     """What the device with the most and the one with the least bytes hold of all leaves together."""
     devices = max((sum(map(len, layout.boxes)) for layout in layouts), default=0)
     params, nbytes = np.zeros((2, max(devices, 1)), np.int64)
     for layout, count in zip(layouts, counts, strict=True):
-        elements = np.array([_elements(box) for own in layout.boxes for box in own], np.int64) * count
+        elements = np.array([box.volume for own in layout.boxes for box in own], np.int64) * count
         params[: len(elements)] += elements
         nbytes[: len(elements)] += elements * layout.dtype.itemsize
     most, least = int(np.argmax(nbytes)), int(np.argmin(nbytes))

@@ -17,7 +17,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 
 
 def default_sharding() -> jax.sharding.Sharding:
@@ -48,7 +48,7 @@ def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tupl
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
     """A tuple of slices, as JAX describes a shard, as a box of `shape`."""
     assert index is not None
-    return tuple(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
+    return Box(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
 
 
 def on_host(sharding: jax.sharding.Sharding) -> bool:
@@ -170,4 +170,4 @@ def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -
         length = -(-size // prod(sizes[name] for name in axes))
         start = np.minimum(block * length, size)
         ranges.append(zip(start.tolist(), np.minimum(start + length, size).tolist(), strict=True))
-    return list(zip(*ranges, strict=True)) if ranges else [()] * coordinates.shape[1]
+    return list(map(Box, zip(*ranges, strict=True))) if ranges else [Box()] * coordinates.shape[1]

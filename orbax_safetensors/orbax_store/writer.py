@@ -18,11 +18,11 @@ import numpy as np
 
 from orbax_safetensors.devices.agreement import agree, announce, announced, forget, new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
 from orbax_safetensors.orbax_store.item_writer import ItemDraft, OrbaxItem
-from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of, slices
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of
 from orbax_safetensors.orbax_store.operations import Budget, Operations, stored
 from orbax_safetensors.storage.paths import PathLike
 
@@ -119,7 +119,7 @@ class OrbaxSink:
         leaf = self._leaf(name)
         check_box(box, leaf.shape, f"{self.path}: {name!r}")
         with self._lock:
-            return bool(self._present[name][slices(chunks_of(box, leaf))].all())
+            return bool(self._present[name][chunks_of(box, leaf).slices].all())
 
     def missing(self, name: str) -> Iterator[Box]:
         """The boxes of the chunks of an array that are not `written`, in row-major order."""
@@ -127,7 +127,7 @@ class OrbaxSink:
         with self._lock:
             indices = np.argwhere(~self._present[name])
         for index in indices.tolist():
-            yield box_of(tuple((at, at + 1) for at in index), leaf)
+            yield box_of(Box((at, at + 1) for at in index), leaf)
 
     def write(self, name: str, box: Box, tile: np.ndarray) -> Future[int]:
         """Begins to write the elements of `box`, which is made of whole chunks; the future is their bytes.
@@ -141,7 +141,7 @@ class OrbaxSink:
         check_box(box, leaf.shape, where)
         check_memory(tile, box, leaf.dtype, where)
         chunks = chunks_of(box, leaf)
-        if box_of(chunks, leaf) != tuple(box):
+        if box_of(chunks, leaf) != box:
             raise TensorMismatchError(f"{where}: expected a box of chunks of shape {leaf.chunk_shape}, found {box}")
         self._check()
         operations = Operations(where)
@@ -153,7 +153,7 @@ class OrbaxSink:
         taken = self._budget.acquire(tile.nbytes * (2 if self._compression else 1) + _WRITE_OVERHEAD)
         try:
             with stored(where):
-                store = self._stores[name][slices(box)]
+                store = self._stores[name][box.slices]
                 operation = store.write(tile, can_reference_source_data_indefinitely=True).commit
         except BaseException as error:
             self._budget.release(taken)
@@ -167,7 +167,7 @@ class OrbaxSink:
         failure = future.exception()
         with self._lock:
             if failure is None:
-                self._present[name][slices(chunks)] = True
+                self._present[name][chunks.slices] = True
             elif self._failure is None and isinstance(failure, Exception):
                 self._failure = failure
 

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from orbax_safetensors.cost.advice import axes_of, deal, form
 from orbax_safetensors.cost.report import Leaf, restore_plan
 from orbax_safetensors.devices.sharding import device_boxes
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import storage_order
-from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.restore.target import Asked, Target
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Location

@@ -17,7 +17,7 @@ from orbax_safetensors.cost.advice import Advisor, Instead, deal
 from orbax_safetensors.cost.report import Cooperation, Leaf, RestorePlan, WayCost, restore_plan
 from orbax_safetensors.devices.sharding import device_boxes, device_owners, is_abstract, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas, request
 from orbax_safetensors.restore.exchanges import Chooser, Way, exchangeable
@@ -236,7 +236,7 @@ def _boxes(
     wanted: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
 ) -> list[tuple[Box, ...]]:
     """For each of `count` processes the boxes of its devices."""
-    whole: Box = tuple((0, size) for size in wanted.shape)
+    whole = Box.whole(wanted.shape)
     if sharding is None:  # every process has a NumPy array, the first the default device
         return [(whole,) if wanted.kind is not jax.Array or process == 0 else () for process in range(count)]
     try:

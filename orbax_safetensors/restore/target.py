@@ -18,7 +18,8 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
-from orbax_safetensors.geometry.view import Box, View, whole_box
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 
 # The types of NumPy's scalars that tensors can have: not `np.number` and the like, which are none of one dtype.
 _SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
@@ -58,7 +59,7 @@ class Target:
     def local_boxes(self) -> tuple[Box, ...]:
         """The distinct boxes that this process fills."""
         if self.sharding is None:
-            return (whole_box(self.shape),)
+            return (Box.whole(self.shape),)
         try:
             return local_boxes(plain(self.sharding), self.shape)
         except TensorMismatchError as error:

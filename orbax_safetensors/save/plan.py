@@ -14,7 +14,8 @@ from orbax_safetensors.checkpoint.source import Source
 from orbax_safetensors.cost.report import Leaf, PlannedFile, restore_plan
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, file_names
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save import prepare as saving
 from orbax_safetensors.save.pieces import own_files

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +28,8 @@ from orbax_safetensors.devices.sharding import local_holders, local_shards, on_h
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import Layout, lay_out
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
-from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.destination import Existing, make_room
@@ -270,7 +269,7 @@ def _owned(groups: Iterable[Sequence[Source]]) -> Iterator[tuple[Owned, ...]]:
     def holders(source: Source) -> Mapping[Box, tuple[int, ...]]:
         if isinstance(source.value, jax.Array):
             return local_holders(source.value.sharding, source.shape)
-        return {tuple((0, size) for size in source.shape): everyone}
+        return {Box.whole(source.shape): everyone}
 
     for group in deal(groups, holders):
         yield tuple(
@@ -296,7 +295,7 @@ def deal(
             for box, held_by in holders(source).items():
                 loads = dealt.setdefault(held_by, [0] * len(held_by))
                 at = writers.setdefault((box, held_by), loads.index(min(loads)))
-                loads[at] += _volume(box) * source.dtype.itemsize
+                loads[at] += box.volume * source.dtype.itemsize
                 own[box] = held_by[at]
             out.append((source, own))
         yield out
@@ -358,11 +357,7 @@ def _on_host(source: Source) -> bool:
 
 def _leaving(source: Source, boxes: Sequence[Box]) -> int:
     """Bytes that have to come to the host."""
-    return 0 if _on_host(source) else sum(_volume(box) for box in boxes) * source.value.dtype.itemsize
-
-
-def _volume(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
+    return 0 if _on_host(source) else sum(box.volume for box in boxes) * source.value.dtype.itemsize
 
 
 def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
@@ -379,6 +374,6 @@ def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block
             if views is None:
                 block = Block(source.view, box, shard.shape, shard.dtype)
             else:
-                whole = tuple((0, size) for size in shard.shape)
+                whole = Box.whole(shard.shape)
                 block = Block(views[source.name, box], whole, shard.shape, shard.dtype)
             yield block, shard.reshape(-1).view(np.uint8)

@@ -21,8 +21,9 @@ from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.devices.sharding import local_shards
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Block, Location, locations
 
 # Device memory for what has been received and not yet been copied to the host.
@@ -74,12 +75,9 @@ def moves(sources: Sequence[Source], layout: Layout, owners: Sequence[int]) -> l
     for source in sources:
         _check(source)
         for tensor, boxes in _boxes(source.view).items():
-            hull = tuple(
-                (min(start for start, _ in sides), max(stop for _, stop in sides)) for sides in zip(*boxes, strict=True)
-            )
             place = places[tensor]
             owner = owners[place.file]
-            queues[owner].append((place.file, place.begin, Move(source, hull, tuple(boxes), owner)))
+            queues[owner].append((place.file, place.begin, Move(source, Box.hull(boxes), tuple(boxes), owner)))
     for queue in queues.values():
         queue.sort(key=lambda entry: entry[:2])
     longest = max(map(len, queues.values()), default=0)
@@ -92,7 +90,7 @@ def _boxes(view: View) -> dict[str, list[Box]]:
     for piece in view.pieces:
         sizes = [extent(modes) for modes in piece.dims]
         if piece.tensor is not None and all(sizes):
-            box = tuple((start, start + size) for start, size in zip(piece.start, sizes, strict=True))
+            box = Box((start, start + size) for start, size in zip(piece.start, sizes, strict=True))
             out.setdefault(piece.tensor, []).append(box)
     return out
 
@@ -141,9 +139,9 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
                 take()
                 held = 0
         elif move.owner == process:
-            whole = tuple((0, size) for size in value.shape)
+            whole = Box.whole(value.shape)
             host = local_shards(value, [whole])[whole] if isinstance(value, jax.Array) else value
-            out.extend(_blocks(move, np.asarray(host)[tuple(slice(*sides) for sides in move.hull)]))
+            out.extend(_blocks(move, np.asarray(host)[move.hull.slices]))
     take()
     return out
 
@@ -151,7 +149,8 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
 def _blocks(move: Move, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
     """The boxes of a move as blocks of their own memory; `data` is the hull."""
     for box in move.boxes:
-        at = tuple(slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, move.hull, strict=True))
+        begins = move.hull.start
+        at = tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, begins, strict=True))
         part = np.array(data[at], order="C", copy=True)
         yield Block(move.source.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
 
@@ -165,8 +164,8 @@ def _gathered(value: jax.Array, box: Box) -> jax.Array:
     plain = Mesh(mesh.devices, mesh.axis_names)
     shards = [shard.data for shard in value.addressable_shards]
     same = jax.make_array_from_single_device_arrays(value.shape, NamedSharding(plain, value.sharding.spec), shards)
-    start = np.array([begin for begin, _ in box], np.int32)
-    return _program(tuple(stop - begin for begin, stop in box), NamedSharding(plain, PartitionSpec()))(same, start)
+    start = np.array(box.start, np.int32)
+    return _program(box.shape, NamedSharding(plain, PartitionSpec()))(same, start)
 
 
 @lru_cache(maxsize=4096)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from orbax_safetensors.cost.report import PlannedFile
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Location, locations
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
@@ -53,15 +53,15 @@ def in_pieces(
             holders.setdefault(box, []).append(device)
         for box, devices in holders.items():
             writer = min(devices, key=lambda device: (filled[device], device))
-            filled[writer] += prod(stop - start for start, stop in box) * tensors[name][0].bits
+            filled[writer] += box.volume * tensors[name][0].bits
             pieces[writer][name] = box
     written = [own for own in pieces if own]
     files, places = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
     for number, own in enumerate(written):
-        offsets = {name: tuple(start for start, _ in box) for name, box in own.items()}
+        offsets = {name: box.start for name, box in own.items()}
         header = Header.layout(
-            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in own.items()],
+            [(name, tensors[name][0], box.shape) for name, box in own.items()],
             {**metadata, **sharding_info(offsets)},
             alignment=alignment,
         )

@@ -66,7 +66,7 @@ def test_what_is_read_is_where_the_plan_reads_it(family, partition, stretches):
     assert drawn.read.shape == drawn.needed.shape == (4, 3 * stretches)
     for process in range(4):
         blocks = [
-            Block(leaf.view, box, tuple(stop - start for start, stop in box), leaf.dtype)
+            Block(leaf.view, box, box.shape, leaf.dtype)
             for leaf in found.leaves
             for box in dict.fromkeys(leaf.boxes[process])
         ]

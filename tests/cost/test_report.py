@@ -15,6 +15,7 @@ from orbax_safetensors.cost.report import Leaf, LeafOverRead, restore_plan
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry import coalesce
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer import plan
@@ -56,7 +57,7 @@ def planned(leaves, places, process, gap, file=None):
             view = replace(view, pieces=tuple(kept))
         if leaf.readers is None or process in leaf.readers:
             for box in dict.fromkeys(leaf.boxes[process]):
-                blocks.append(Block(view, view.clipped(box), tuple(b - a for a, b in box), leaf.dtype))
+                blocks.append(Block(view, view.clipped(box), box.shape, leaf.dtype))
     return transfer_plan(blocks, places.locate, gap)
 
 
@@ -227,7 +228,7 @@ def dealt(draw, shape, process_count, devices):
                 block, blocks = block * mesh[axis] + place[axis], blocks * mesh[axis]
             length = -(-size // blocks)
             box.append((min(block * length, size), min((block + 1) * length, size)))
-        boxes.append(tuple(box))
+        boxes.append(Box(box))
     each = devices // process_count
     return [tuple(boxes[at : at + each]) for at in range(0, devices, each)]
 
@@ -273,7 +274,7 @@ def split(shape, axis, count):
     """The boxes of `count` processes that each hold one block of dimension `axis`."""
     length = shape[axis] // count
     whole = [(0, size) for size in shape]
-    return [((*whole[:axis], (at * length, (at + 1) * length), *whole[axis + 1 :]),) for at in range(count)]
+    return [(Box((*whole[:axis], (at * length, (at + 1) * length), *whole[axis + 1 :])),) for at in range(count)]
 
 
 def test_tensors_of_one_shape_that_are_stored_or_used_differently_are_counted_apart():
@@ -296,7 +297,7 @@ def test_pieces_of_one_shape_that_boxes_cut_differently_are_counted_apart():
     assert [cost.num_requests for cost in counted.processes] == [1, 1, 1]
     # Each of four processes reads one of four tensors.
     view, tensors = experts("e", 2, 2, 3, 2)
-    held = [(((e, e + 1), (layer, layer + 1), (0, 2), (0, 3)),) for e in (0, 1) for layer in (0, 1)]
+    held = [(Box(((e, e + 1), (layer, layer + 1), (0, 2), (0, 3))),) for e in (0, 1) for layer in (0, 1)]
     counted = check([Leaf("e", view, view.shape, F4, held)], Places(tensors, 1), 0, 4)
     assert [cost.files[0].file for cost in counted.processes] == ["f0", "f2", "f1", "f3"]
 
@@ -346,7 +347,7 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
     limit = coalesce.MAX_REQUEST_BYTES
     sizes = (("a", 10), ("b", limit // 4), ("c", 5))
     leaves = [
-        Leaf(name, View.tensor(name, (elements,), F4), (elements,), F4, [(((0, elements),),)])
+        Leaf(name, View.tensor(name, (elements,), F4), (elements,), F4, [(Box.whole((elements,)),)])
         for name, elements in sizes
     ]
     places = Places([(name, elements, F4) for name, elements in sizes], per_file=3)
@@ -366,7 +367,7 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
 
 def test_totals_and_uneven_shards():
     view = View.tensor("w", (5, 2), F4)
-    held = [(((0, 3), (0, 2)),), (((3, 5), (0, 2)),)]
+    held = [(Box(((0, 3), (0, 2))),), (Box(((3, 5), (0, 2))),)]
     counted = restore_plan(
         [Leaf("w", view, (5, 2), F2, held)],
         lambda name: Location(0, 8, F4),

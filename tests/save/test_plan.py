@@ -90,11 +90,7 @@ def real_writes(monkeypatch, found, partition, process, max_file_bytes, family, 
         patched.setattr(saving, "local_holders", local_holders)
         patched.setattr(jax, "process_index", lambda: process)
         owned = [one for group in saving._owned(saving.grouped(given)) for one in group]
-    blocks = [
-        Block(source.view, box, tuple(stop - start for start, stop in box), source.value.dtype)
-        for source, boxes in owned
-        for box in boxes
-    ]
+    blocks = [Block(source.view, box, box.shape, source.value.dtype) for source, boxes in owned for box in boxes]
     plan = transfer_plan(blocks, saving.locations(layout).__getitem__, max_gap_bytes=0)
     return plan.moved_bytes, plan.num_requests
 
