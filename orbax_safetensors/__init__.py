@@ -13,7 +13,7 @@ from orbax_safetensors.convert.plan import plan_convert, plan_reshard
 from orbax_safetensors.convert.run import Conversion, convert, reshard
 from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.cost.estimate import TimeEstimate, estimate_time
-from orbax_safetensors.cost.report import RestorePlan
+from orbax_safetensors.cost.restore import RestorePlan
 from orbax_safetensors.errors import (
     HeaderError,
     IndexFileError,

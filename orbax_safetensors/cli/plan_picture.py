@@ -51,8 +51,8 @@ def _leaves(scenario: Scenario) -> str:
     if not rows:
         return ""
     cells = "".join(
-        f'<tr><td class="left name">{escape(clean(row.text))}</td><td>{human_bytes(row.needed)}</td>'
-        f"<td>{human_bytes(row.read)}</td><td>{row.over_read:.2f}</td>"
+        f'<tr><td class="left name">{escape(clean(row.text))}</td><td>{human_bytes(row.needed_bytes)}</td>'
+        f"<td>{human_bytes(row.read_bytes)}</td><td>{row.over_read:.2f}</td>"
         + (
             "<td></td><td></td></tr>\n"
             if row.instead is None

@@ -6,7 +6,7 @@ No collective, no compilation and no traffic between hosts happens here; they do
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
+
+Axes = tuple[tuple[str, ...], ...]  # for every dimension the mesh axes that shard it
 
 
 def default_sharding() -> jax.sharding.Sharding:
@@ -140,6 +142,14 @@ def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], proce
     return [device.process_index for device in devices]
 
 
+def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> list[tuple[Box, ...]]:
+    """Return for each process the boxes of its devices, given the box and the process of every device."""
+    out: list[list[Box]] = [[] for _ in range(process_count)]
+    for owner, box in zip(owners, boxes, strict=True):
+        out[owner].append(box)
+    return [tuple(of_process) for of_process in out]
+
+
 def is_abstract(sharding: jax.sharding.Sharding) -> bool:
     """Whether a sharding has no devices."""
     return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
@@ -153,17 +163,23 @@ def _check_entries(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> N
         )
 
 
+def axes_of(sharding: jax.sharding.NamedSharding, rank: int) -> Axes:
+    """Return the mesh axes that shard every dimension of an array of `rank` dimensions."""
+    entries = (*sharding.spec, *[None] * (rank - len(sharding.spec)))
+    return tuple(
+        # JAX replicates what is unconstrained if nothing else decides.
+        () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
+
+
 def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     """The box of each device of a mesh, in the order of the mesh."""
     sizes = dict(sharding.mesh.shape)
     places = {axis: place for place, axis in enumerate(sizes)}
     coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T
     ranges = []
-    for axis, size in enumerate(shape):
-        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-        if entry is PartitionSpec.UNCONSTRAINED:  # JAX replicates it where nothing else decides
-            entry = None
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    for size, axes in zip(shape, axes_of(sharding, len(shape)), strict=True):
         block = np.zeros(coordinates.shape[1], np.int64)
         for name in axes:
             block = block * sizes[name] + coordinates[places[name]]

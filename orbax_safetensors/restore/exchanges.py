@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from orbax_safetensors.cost.advice import axes_of, deal, form
-from orbax_safetensors.cost.report import Leaf, restore_plan
-from orbax_safetensors.devices.sharding import device_boxes
+from orbax_safetensors.cost.advice import form
+from orbax_safetensors.cost.counter import ShardedLeaf
+from orbax_safetensors.cost.restore import restore_plan
+from orbax_safetensors.devices.sharding import axes_of, by_process, device_boxes
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
 from orbax_safetensors.geometry.groups import by_tensors
@@ -49,7 +50,7 @@ class Way:
     @staticmethod
     def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Way:
         """The way of an exchange between devices of `process_count` processes."""
-        boxes = deal(device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
+        boxes = by_process(device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
         return Way(exchange, owners, boxes, exchange.received(owners))
 
 
@@ -81,7 +82,7 @@ class Chooser:
 
     def choose(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ShardedLeaf],
         shardings: Sequence[Sharding | None],
         owners: Sequence[tuple[int, ...] | None],
     ) -> list[Way | None]:
@@ -108,7 +109,7 @@ class Chooser:
                     out[at] = way
         return out
 
-    def _of_leaf(self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
+    def _of_leaf(self, leaf: ShardedLeaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
         """The ways to exchange a leaf."""
         assert isinstance(sharding, NamedSharding)
         assert owners is not None
@@ -124,7 +125,7 @@ class Chooser:
             self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
         return self._ways[key]
 
-    def _best(self, leaves: list[Leaf], ways: list[list[Way]]) -> list[Way]:
+    def _best(self, leaves: list[ShardedLeaf], ways: list[list[Way]]) -> list[Way]:
         """The way in which the slowest process reads least of leaves; empty where none saves bytes."""
         direct = sum(self._read_bytes(leaves, [None] * len(leaves)))
         least = inf
@@ -136,7 +137,7 @@ class Chooser:
                 least, out = max(read), tried
         return out
 
-    def _read_bytes(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> list[int]:
+    def _read_bytes(self, leaves: Sequence[ShardedLeaf], parts: Sequence[Boxes | None]) -> list[int]:
         """The bytes that each of some processes reads of leaves, directly or in parts."""
         plan = restore_plan(
             [

@@ -13,9 +13,10 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import AskedFamily, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cost.advice import Advisor, Instead, deal
-from orbax_safetensors.cost.report import Cooperation, Leaf, RestorePlan, WayCost, restore_plan
-from orbax_safetensors.devices.sharding import device_boxes, device_owners, is_abstract, plain
+from orbax_safetensors.cost.advice import Advisor, Instead
+from orbax_safetensors.cost.counter import ShardedLeaf
+from orbax_safetensors.cost.restore import Cooperation, RestorePlan, WayCost, restore_plan
+from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, is_abstract, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
@@ -82,7 +83,7 @@ class Planned:
     """
 
     checkpoint: Checkpoint
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ShardedLeaf, ...]
     shardings: tuple[jax.sharding.Sharding | None, ...]
     owners: tuple[tuple[int, ...] | None, ...]
     process_count: int
@@ -214,7 +215,7 @@ def dealt(
         if key not in boxes:
             boxes[key] = _boxes(wanted, sharding, process_count, count)
         readers = replicas.readers(wanted, process_count)
-        leaves.append(Leaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
+        leaves.append(ShardedLeaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
         own = None
         if sharding is not None and exchangeable(wanted):
             if sharding not in owners:
@@ -244,4 +245,4 @@ def _boxes(
         owners = device_owners(sharding, wanted.shape, process_count)
     except TensorMismatchError as error:
         raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
-    return deal(boxes, owners, count)
+    return by_process(boxes, owners, count)

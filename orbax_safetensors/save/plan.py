@@ -11,7 +11,8 @@ import jax
 
 from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, taken_apart
 from orbax_safetensors.checkpoint.source import Source
-from orbax_safetensors.cost.report import Leaf, PlannedFile, restore_plan
+from orbax_safetensors.cost.counter import Boxes, Count, Counter, ShardedLeaf
+from orbax_safetensors.cost.figures import FileWrites, PlannedFile
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, file_names
 from orbax_safetensors.geometry.box import Box
@@ -22,15 +23,6 @@ from orbax_safetensors.save.pieces import own_files
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.storage.upload import num_parts
 from orbax_safetensors.transfer.plan import locations
-
-
-@dataclass(frozen=True)
-class FileWrites:
-    """What one process writes into one file. A request is one storage operation."""
-
-    file: str
-    written_bytes: int
-    num_requests: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class SavePlan:
 
 
 def plan_save(
-    leaves: Sequence[Leaf],
+    leaves: Sequence[ShardedLeaf],
     store: Store,
     config: Mapping[str, Any],
     family: AskedFamily,
@@ -101,25 +93,24 @@ def plan_save(
                 own[writer].append(box)
             given = tuple(map(tuple, own))
             shared = boxes.setdefault(given, list(given))
-            owned.append(Leaf(source.name, source.view, source.shape, source.value.dtype, shared))
-    plan = restore_plan(
-        owned,
-        locations(layout).__getitem__,
-        [name for name, _ in layout.files],
-        process_count=process_count,
-        max_gap_bytes=0,  # what lies in a gap is another process's
-        threads=store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests,
-    )
-    return SavePlan(
-        tuple(PlannedFile(name, header.file_bytes) for name, header in layout.files),
-        tuple(
-            ProcessWrites(
-                cost.read_bytes,
-                cost.num_requests,
-                tuple(FileWrites(file.file, file.read_bytes, file.num_requests) for file in cost.files),
-            )
-            for cost in plan.processes
-        ),
+            owned.append(ShardedLeaf(source.name, source.view, source.shape, source.value.dtype, shared))
+    # What lies in a gap is another process's.
+    counter = Counter(owned, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
+    files = [PlannedFile(name, header.file_bytes) for name, header in layout.files]
+    costs: dict[Boxes, ProcessWrites] = {}
+    processes = []
+    for process in range(process_count):
+        if (written := counter.moved(process)) not in costs:
+            costs[written] = _process_writes(counter.count(written), files)
+        processes.append(costs[written])
+    return SavePlan(tuple(files), tuple(processes))
+
+
+def _process_writes(count: Count, files: Sequence[PlannedFile]) -> ProcessWrites:
+    return ProcessWrites(
+        int(count.moved_bytes.sum()),
+        int(count.num_requests.sum()),
+        tuple(FileWrites(files[number].file, moved, requests) for number, _, moved, requests in count.files()),
     )
 
 
@@ -171,7 +162,7 @@ def _of_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
 class _Holders:
     """The processes that hold each box of a leaf."""
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Sequence[ShardedLeaf]) -> None:
         self._boxes = {leaf.name: leaf.boxes for leaf in leaves}
         self._known: dict[int, dict[Box, tuple[int, ...]]] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orbax_safetensors.cost.report import PlannedFile
+from orbax_safetensors.cost.figures import PlannedFile
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout

@@ -117,12 +117,12 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
     assert (len(cost.batches) > 3) == (memory_bytes == SMALL)
     assert cost.needed_bytes <= cost.read_bytes
     for side, kind_of, nbytes in (
-        (cost.reads, SafetensorsSource, cost.read_bytes),
-        (cost.writes, SafetensorsSink, cost.written_bytes),
+        ([file.read_bytes for file in cost.reads], SafetensorsSource, cost.read_bytes),
+        ([file.written_bytes for file in cost.writes], SafetensorsSink, cost.written_bytes),
     ):
         assert bool(side) == (kind_of in transferred)
         if side:
-            assert nbytes == transferred[kind_of] == sum(file.read_bytes for file in side)
+            assert nbytes == transferred[kind_of] == sum(side)
     assert plan.from_orbax == (not cost.reads)
     assert plan.to_orbax == (not cost.writes)
     if plan.to_orbax:
