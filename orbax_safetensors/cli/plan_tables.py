@@ -121,13 +121,13 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
 
 
 def saved(
-    scenario: Scenario, plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
+    mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
 ) -> None:
     """What a save writes: the files, and what each process writes into them."""
     facts: list[tuple[str, Cell]] = [
         *tree,
-        ("mesh", mesh_text(scenario.mesh)),
-        ("devices", scenario.devices),
+        ("mesh", mesh_text(mesh)),
+        ("devices", prod(mesh.values())),
         ("processes", len(plan.processes)),
         ("files", len(plan.files)),
         ("bytes", Size(sum(file.nbytes for file in plan.files))),

@@ -6,7 +6,7 @@ No collective, no compilation and no traffic between hosts happens here; they do
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 
 Axes = tuple[tuple[str, ...], ...]  # for every dimension the mesh axes that shard it
@@ -74,11 +74,23 @@ def assemble(
 @lru_cache(maxsize=2**16)
 def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     """For each distinct box that a device of this process holds, all processes that hold it; the boxes are sorted."""
-    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-    holders: dict[Box, set[int]] = {}
-    for device, index in indices.items():
-        holders.setdefault(box_of(index, shape), set()).add(device.process_index)
-    return {box: tuple(sorted(holders[box])) for box in sorted(local_boxes(sharding, shape))}
+    local = local_boxes(sharding, shape)
+    return {box: processes for box, processes in holders(sharding, shape, None).items() if box in local}
+
+
+@lru_cache(maxsize=2**16)
+def holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None
+) -> dict[Box, tuple[int, ...]]:
+    """Return for each distinct box of an array all processes that hold it; the boxes are sorted.
+
+    `process_count` is that of `device_owners`.
+    """
+    owners = device_owners(sharding, shape, process_count)
+    out: dict[Box, set[int]] = {}
+    for box, owner in zip(device_boxes(sharding, shape), owners, strict=True):
+        out.setdefault(box, set()).add(owner)
+    return {box: tuple(sorted(out[box])) for box in sorted(out)}
 
 
 @lru_cache(maxsize=2**16)
@@ -148,6 +160,20 @@ def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) 
     for owner, box in zip(owners, boxes, strict=True):
         out[owner].append(box)
     return [tuple(of_process) for of_process in out]
+
+
+def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_count: int | None) -> int:
+    """Return how many processes share arrays of these shardings: `process_count`, or without it as many as there are.
+
+    Raises `SafetensorsError` if `process_count` is not positive.
+    """
+    if process_count is not None:
+        if process_count < 1:
+            raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
+        return process_count
+    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
+    with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)
+    return int(jax.process_count()) if with_devices or jax.distributed.is_initialized() else 1
 
 
 def is_abstract(sharding: jax.sharding.Sharding) -> bool:

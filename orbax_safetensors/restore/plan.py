@@ -16,8 +16,8 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead
 from orbax_safetensors.cost.counter import ShardedLeaf
 from orbax_safetensors.cost.restore import Cooperation, RestorePlan, WayCost, restore_plan
-from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, is_abstract, plain
-from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, num_processes, plain
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas, request
@@ -60,8 +60,6 @@ def plan_restore(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
-    if process_count is not None and process_count < 1:
-        raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
     with no_collection():
         checkpoint = mapped(
             read_checkpoint(path, options.storage_options),
@@ -203,10 +201,7 @@ def dealt(
 ) -> Planned:
     """Deals the shards of targets to processes; `process_count` is as in `plan_restore`."""
     shardings = [None if wanted.sharding is None else plain(wanted.sharding) for wanted in wanted_leaves]
-    with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)
-    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
-    started = with_devices or jax.distributed.is_initialized()
-    count = process_count or (jax.process_count() if started else 1)
+    count = num_processes(shardings, process_count)
     boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
     owners: dict[jax.sharding.Sharding, tuple[int, ...]] = {}
     leaves, owners_of_leaves = [], []

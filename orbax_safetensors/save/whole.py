@@ -45,8 +45,8 @@ def file_bytes(total: int, max_file_bytes: int, process_count: int) -> int:
     return max(1, min(max_file_bytes, -(-total // process_count)))
 
 
-def deal(layout: Layout, process_count: int) -> list[int]:
-    """The process that writes each file: the longest files first, each to the one that has least to write."""
+def assign_files(layout: Layout, process_count: int) -> list[int]:
+    """Return the process that writes each file: the longest files first, each to the one that has least to write."""
     loads = [0] * process_count
     owners = [0] * len(layout.files)
     for number in sorted(range(len(owners)), key=lambda at: (-layout.files[at][1].file_bytes, at)):

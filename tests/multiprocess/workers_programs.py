@@ -20,7 +20,8 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors.restore import together
-from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
 from tests.support.measure import different_shards
 
