@@ -25,15 +25,15 @@ from orbax_safetensors.restore.target import Asked, Target
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Location
 
-# Processes for which reads are planned before a way is chosen, from the first to the last. Others are much the same.
+# Processes for which reads are planned before an exchange is chosen, from the first to the last. Others are alike.
 SOME_PROCESSES = 16
 
 Boxes = Sequence[tuple[Box, ...]]  # for every process
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """How leaves of one shape and sharding are exchanged.
+class Swap:
+    """An exchange of leaves of one shape and sharding between the devices of processes.
 
     Attributes:
       exchange: their parts and what makes shards of them.
@@ -48,10 +48,10 @@ class Way:
     received: int
 
     @staticmethod
-    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Way:
-        """The way of an exchange between devices of `process_count` processes."""
+    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Swap:
+        """Return an exchange between devices of `process_count` processes."""
         boxes = by_process(device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
-        return Way(exchange, owners, boxes, exchange.received(owners))
+        return Swap(exchange, owners, boxes, exchange.received(owners))
 
 
 def exchangeable(leaf: Asked | Target) -> bool:
@@ -76,7 +76,7 @@ class Chooser:
         self._files = files
         self._process_count = process_count
         self._pace = pace
-        self._ways: dict[Hashable, list[Way]] = {}
+        self._exchanges: dict[Hashable, list[Swap]] = {}
         count = min(process_count, SOME_PROCESSES)
         self._some = [number * (process_count - 1) // max(count - 1, 1) for number in range(count)]
 
@@ -85,7 +85,7 @@ class Chooser:
         leaves: Sequence[ShardedLeaf],
         shardings: Sequence[Sharding | None],
         owners: Sequence[tuple[int, ...] | None],
-    ) -> list[Way | None]:
+    ) -> list[Swap | None]:
         """For each leaf how it is exchanged, None where that saves no bytes.
 
         `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
@@ -100,39 +100,39 @@ class Chooser:
                     for leaf in (leaves[at],)
                 )
                 kinds.setdefault(key, []).append(group)
-        out: list[Way | None] = [None] * len(leaves)
+        out: list[Swap | None] = [None] * len(leaves)
         for groups in kinds.values():
-            ways = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
-            best = self._best([leaves[at] for at in groups[0]], ways)
+            swaps = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
+            best = self._best([leaves[at] for at in groups[0]], swaps)
             for group in groups if best else ():
-                for at, way in zip(group, best, strict=True):
-                    out[at] = way
+                for at, swap in zip(group, best, strict=True):
+                    out[at] = swap
         return out
 
-    def _of_leaf(self, leaf: ShardedLeaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
-        """The ways to exchange a leaf."""
+    def _of_leaf(self, leaf: ShardedLeaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Swap]:
+        """The exchanges that a leaf could have."""
         assert isinstance(sharding, NamedSharding)
         assert owners is not None
         order = storage_order(leaf.view)
         key = (leaf.shape, sharding, owners, order)
-        if key not in self._ways:
+        if key not in self._exchanges:
             names = list(sharding.mesh.shape)
             axes = tuple(tuple(map(names.index, entry)) for entry in axes_of(sharding, len(leaf.shape)))
             sizes = tuple(sharding.mesh.shape.values())
             found = dict.fromkeys(
                 exchange(leaf.shape, axes, sizes, order, padding) for padding in (SLIGHT_PADDING, inf)
             )
-            self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
-        return self._ways[key]
+            self._exchanges[key] = [Swap.of(one, owners, self._process_count) for one in found]
+        return self._exchanges[key]
 
-    def _best(self, leaves: list[ShardedLeaf], ways: list[list[Way]]) -> list[Way]:
-        """The way in which the slowest process reads least of leaves; empty where none saves bytes."""
+    def _best(self, leaves: list[ShardedLeaf], swaps: list[list[Swap]]) -> list[Swap]:
+        """The exchanges with which the slowest process reads least of leaves; empty if none saves bytes."""
         direct = sum(self._read_bytes(leaves, [None] * len(leaves)))
         least = inf
-        out: list[Way] = []
-        for number in range(max(map(len, ways))):
-            tried = [own[min(number, len(own) - 1)] for own in ways]
-            read = self._read_bytes(leaves, [way.boxes for way in tried])
+        out: list[Swap] = []
+        for number in range(max(map(len, swaps))):
+            tried = [own[min(number, len(own) - 1)] for own in swaps]
+            read = self._read_bytes(leaves, [swap.boxes for swap in tried])
             if sum(read) < direct and max(read) < least:
                 least, out = max(read), tried
         return out

@@ -21,7 +21,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas, request
-from orbax_safetensors.restore.exchanges import Chooser, Way, exchangeable
+from orbax_safetensors.restore.exchanges import Chooser, Swap, exchangeable
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
@@ -100,7 +100,7 @@ class Planned:
         return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
     @cached_property
-    def possible(self) -> list[Way | None]:
+    def possible(self) -> list[Swap | None]:
         """For each leaf how devices would exchange it, None where that saves no bytes."""
         if self.process_count == 1:
             return [None] * len(self.leaves)
@@ -108,9 +108,9 @@ class Planned:
         return chooser.choose(self.leaves, self.shardings, self.owners)
 
     @property
-    def chosen(self) -> list[Way | None]:
+    def chosen(self) -> list[Swap | None]:
         """Those of the possible exchanges that the restore makes: all or none."""
-        return self.possible if exchanges(self.options) else [None] * len(self.leaves)
+        return self.possible if cooperates(self.options) else [None] * len(self.leaves)
 
     def plan(self, *, compared: bool = False) -> RestorePlan:
         """What it costs every process.
@@ -118,37 +118,37 @@ class Planned:
         With `compared` also what cooperation would save where the options rule it out.
         """
         direct = self._plan([None] * len(self.leaves))
-        if self.process_count == 1 or not (compared or exchanges(self.options)):
+        if self.process_count == 1 or not (compared or cooperates(self.options)):
             return direct
-        count = sum(way is not None for way in self.possible)
+        count = sum(swap is not None for swap in self.possible)
         cooperative = self._plan(self.possible) if count else direct
         return replace(
-            cooperative if exchanges(self.options) else direct,
+            cooperative if cooperates(self.options) else direct,
             cooperation=Cooperation(
                 num_arrays=count,
-                direct=_ways(direct, [0] * self.process_count),
-                cooperative=_ways(cooperative, self._received_bytes()),
+                direct=_way_costs(direct, [0] * self.process_count),
+                cooperative=_way_costs(cooperative, self._received_bytes()),
             ),
         )
 
     def _received_bytes(self) -> list[int]:
         """What the devices of every process receive from others where all that is possible is exchanged."""
-        by_way: dict[Way, int] = {}  # bytes of one device
-        for leaf, way in zip(self.leaves, self.possible, strict=True):
-            if way is not None:
-                by_way[way] = by_way.get(way, 0) + way.received * leaf.dtype.itemsize
+        by_swap: dict[Swap, int] = {}  # bytes of one device
+        for leaf, swap in zip(self.leaves, self.possible, strict=True):
+            if swap is not None:
+                by_swap[swap] = by_swap.get(swap, 0) + swap.received * leaf.dtype.itemsize
         out = np.zeros(self.process_count, np.int64)
-        for way, nbytes in by_way.items():
-            out += nbytes * np.bincount(way.owners, minlength=self.process_count)
+        for swap, nbytes in by_swap.items():
+            out += nbytes * np.bincount(swap.owners, minlength=self.process_count)
         received: list[int] = out.tolist()
         return received
 
-    def _plan(self, ways: Sequence[Way | None]) -> RestorePlan:
+    def _plan(self, swaps: Sequence[Swap | None]) -> RestorePlan:
         """`plan`, where these leaves are exchanged."""
         return restore_plan(
             [
-                leaf if way is None else replace(leaf, parts=way.boxes)
-                for way, leaf in zip(ways, self.leaves, strict=True)
+                leaf if swap is None else replace(leaf, parts=swap.boxes)
+                for swap, leaf in zip(swaps, self.leaves, strict=True)
             ],
             self.checkpoint.location,
             self.files,
@@ -176,12 +176,12 @@ class Planned:
         return out
 
 
-def exchanges(options: SafetensorsOptions) -> bool:
+def cooperates(options: SafetensorsOptions) -> bool:
     """Whether devices exchange what processes read. Memory that is shared with a file is not read."""
     return options.cooperative and not options.alias
 
 
-def _ways(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
+def _way_costs(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
     return tuple(
         WayCost(cost.read_bytes, cost.num_requests, nbytes)
         for cost, nbytes in zip(plan.processes, received, strict=True)

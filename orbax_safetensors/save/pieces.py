@@ -13,7 +13,7 @@ import jax
 
 from orbax_safetensors.checkpoint.family import Tensors
 from orbax_safetensors.checkpoint.source import Source
-from orbax_safetensors.devices.agreement import exchange
+from orbax_safetensors.devices.agreement import all_gather
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout, file_names
@@ -92,7 +92,7 @@ def unnamed(headers: Sequence[Header]) -> Layout:
 
 def numbered(key: str, layout: Layout) -> Layout:
     """The files of this process with their names among those of all others."""
-    counts = [int(count) for count in exchange(f"{key}/files", str(len(layout.files)))]
+    counts = [int(count) for count in all_gather(f"{key}/files", str(len(layout.files)))]
     before = sum(counts[: jax.process_index()])
     names = file_names(sum(counts))[before : before + len(layout.files)]
     return Layout(tuple((name, header) for name, (_, header) in zip(names, layout.files, strict=True)), None)

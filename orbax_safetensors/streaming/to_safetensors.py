@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan
-from orbax_safetensors.devices.agreement import agree, exchange, forget, new_key, together
+from orbax_safetensors.devices.agreement import agree, all_gather, forget, new_key, together
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.storage.local import LocalStore
@@ -94,7 +94,7 @@ class ToSafetensors:
         key = new_key("convert", self._destination)
         process = jax.process_index()
         primary = process == 0
-        run = exchange(f"{key}/run", secrets.token_hex(8))[0]
+        run = all_gather(f"{key}/run", secrets.token_hex(8))[0]
         with Draft(self._destination, told, run) as draft:
 
             def begin() -> None:

@@ -33,7 +33,7 @@ def test_other_errors_become_storage_errors(failure):
 
 def test_facts_may_be_told_of_the_result(monkeypatch):
     told = []
-    monkeypatch.setattr(agreement, "exchange", lambda key, own: told.append(own) or [own])
+    monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append(own) or [own])
     assert together("key", lambda: 3, lambda result: f"made {result}") == 3
     with pytest.raises(StorageError):
         together("key", lambda: 1 // 0, lambda result: f"made {result}")
