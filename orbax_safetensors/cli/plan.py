@@ -37,7 +37,7 @@ from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_late
 from orbax_safetensors.cost.estimate import TimeEstimate, estimate, estimate_time
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.plan import planned
+from orbax_safetensors.restore.plan import distribution
 from orbax_safetensors.save.plan import plan_save
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import place
@@ -337,7 +337,7 @@ def _scenario(
     arrays = stored_arrays(checkpoint)
     shapes = {name: array.shape for name, array in arrays.items()}
     axes = _axes(shapes, mesh, args)
-    found = planned(checkpoint, _target(arrays, axes, mesh), count, options)
+    found = distribution(checkpoint, _target(arrays, axes, mesh), count, options)
     plan = found.plan(compared=True)
     time = None
     if args.bandwidth is not None:
@@ -357,14 +357,14 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
     document |= {"uneven_arrays": scenario.uneven} | json.loads(plan.to_json())
-    instead = scenario.planned.instead(plan)
+    instead = scenario.distribution.instead(plan)
     for leaf in document["over_reads"]:
         leaf["instead"] = [
             asdict(other) | {"axes": axes_text(other.axes), "over_read": other.over_read}
             for other in instead[leaf["name"]]
         ]
     if (time := scenario.estimate) is not None:
-        document["estimate"] = _estimate_document(time, args, scenario.planned.pace.requests)
+        document["estimate"] = _estimate_document(time, args, scenario.distribution.pace.requests)
     return document
 
 

@@ -15,7 +15,7 @@ from orbax_safetensors.cost.advice import Instead
 from orbax_safetensors.cost.estimate import TimeEstimate
 from orbax_safetensors.cost.figures import FileReads, OverRead, Reads
 from orbax_safetensors.cost.restore import ProcessCost, RestorePlan
-from orbax_safetensors.restore.plan import Planned
+from orbax_safetensors.restore.plan import Distribution
 from orbax_safetensors.save.plan import SavePlan
 
 # Leaves that a terminal shows of those whose sharding makes processes read more.
@@ -29,14 +29,14 @@ class Scenario:
     Attributes:
       mesh: axis sizes by name.
       shapes, axes: of every array, and how the mesh shards it.
-      planned, plan: the restore, and what it costs.
+      distribution, plan: the restore, and what it costs.
       estimate: how long it takes, where storage was described.
     """
 
     mesh: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     axes: Mapping[str, Axes]
-    planned: Planned
+    distribution: Distribution
     plan: RestorePlan
     estimate: TimeEstimate | None
 
@@ -272,7 +272,7 @@ def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
     With `grouped`, those that differ in their numbers alone are one.
     """
     leaves = {leaf.name: leaf for leaf in scenario.plan.over_reads}
-    others = scenario.planned.instead(scenario.plan)
+    others = scenario.distribution.instead(scenario.plan)
     out = []
     for text, names in in_braces(leaves) if grouped else [(name, [name]) for name in leaves]:
         reads = Reads.total(leaves[name] for name in names)

@@ -29,7 +29,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.exchanges import Swap, reading, spec
 from orbax_safetensors.restore.fill import Filling, filling, in_file_order
-from orbax_safetensors.restore.plan import dealt
+from orbax_safetensors.restore.plan import distribution_of
 from orbax_safetensors.restore.request import Request
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
@@ -82,7 +82,7 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
 
 
 def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions, key: str) -> Decided:
-    chosen = dealt(checkpoint, request.targets, None, options).chosen
+    chosen = distribution_of(checkpoint, request.targets, None, options).chosen
     swaps = {at: swap for at, swap in enumerate(chosen) if swap is not None}
     leaves = {at: request.targets[at] for at in swaps}
     numbers = list(leaves)

@@ -21,7 +21,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import storage_order
-from orbax_safetensors.restore.target import Asked, Target
+from orbax_safetensors.restore.target import LeafRequest, Target
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Location
 
@@ -54,7 +54,7 @@ class Swap:
         return Swap(exchange, owners, boxes, exchange.received(owners))
 
 
-def exchangeable(leaf: Asked | Target) -> bool:
+def exchangeable(leaf: LeafRequest | Target) -> bool:
     """Whether the devices of a leaf can exchange parts of it at all."""
     sharding = leaf.sharding
     return (

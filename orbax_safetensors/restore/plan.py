@@ -68,15 +68,15 @@ def plan_restore(
             complete=False,
             dequantize=options.dequantize,
         )
-        return planned(checkpoint, target, process_count, options).plan()
+        return distribution(checkpoint, target, process_count, options).plan()
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A target of a checkpoint, dealt to `process_count` processes.
+class Distribution:
+    """A tree of targets, and what each of `process_count` processes holds of it.
 
-    `shardings` are those of the leaves, None where a leaf has none; `owners` are the processes of their devices where
-    these can exchange what is read of a leaf, otherwise None. `dealt` says that devices are given to processes
+    `shardings` are those of the leaves, None if a leaf has none; `owners` are the processes of their devices if these
+    can exchange what is read of a leaf, otherwise None. `dealt_evenly` says that devices are given to processes
     evenly and in order, rather than by what they say themselves.
     """
 
@@ -85,7 +85,7 @@ class Planned:
     shardings: tuple[jax.sharding.Sharding | None, ...]
     owners: tuple[tuple[int, ...] | None, ...]
     process_count: int
-    dealt: bool
+    dealt_evenly: bool
     options: SafetensorsOptions
 
     @property
@@ -167,7 +167,7 @@ class Planned:
             max_gap_bytes=self.pace.max_gap_bytes,
         )
         given = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
-        count = self.process_count if self.dealt else None
+        count = self.process_count if self.dealt_evenly else None
         out = {}
         for worst in plan.over_reads:
             leaf, sharding = given[worst.name]
@@ -188,36 +188,38 @@ def _way_costs(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...
     )
 
 
-def planned(checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions) -> Planned:
-    """Checks a target and deals its shards; see `plan_restore` for the arguments and errors."""
+def distribution(
+    checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
+) -> Distribution:
+    """Check a target and deal its shards; see `plan_restore` for the arguments and errors."""
     item, restore_args = (None, target) if request.are_restore_args(target) else (target, None)
-    return dealt(
+    return distribution_of(
         checkpoint, request.resolve(checkpoint, item, restore_args, partial=True).targets, process_count, options
     )
 
 
-def dealt(
-    checkpoint: Checkpoint, wanted_leaves: Sequence[Target], process_count: int | None, options: SafetensorsOptions
-) -> Planned:
-    """Deals the shards of targets to processes; `process_count` is as in `plan_restore`."""
-    shardings = [None if wanted.sharding is None else plain(wanted.sharding) for wanted in wanted_leaves]
+def distribution_of(
+    checkpoint: Checkpoint, targets: Sequence[Target], process_count: int | None, options: SafetensorsOptions
+) -> Distribution:
+    """Deal the shards of targets to processes; `process_count` is as in `plan_restore`."""
+    shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
     count = num_processes(shardings, process_count)
     boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
     owners: dict[jax.sharding.Sharding, tuple[int, ...]] = {}
     leaves, owners_of_leaves = [], []
-    for wanted, sharding in zip(wanted_leaves, shardings, strict=True):
-        key = (wanted.kind, sharding, wanted.shape)
+    for target, sharding in zip(targets, shardings, strict=True):
+        key = (target.kind, sharding, target.shape)
         if key not in boxes:
-            boxes[key] = _boxes(wanted, sharding, process_count, count)
-        readers = replicas.readers(wanted, process_count)
-        leaves.append(ShardedLeaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
+            boxes[key] = _boxes(target, sharding, process_count, count)
+        readers = replicas.readers(target, process_count)
+        leaves.append(ShardedLeaf(target.name, target.view, target.shape, target.dtype, boxes[key], readers))
         own = None
-        if sharding is not None and exchangeable(wanted):
+        if sharding is not None and exchangeable(target):
             if sharding not in owners:
-                owners[sharding] = tuple(device_owners(sharding, wanted.shape, process_count))
+                owners[sharding] = tuple(device_owners(sharding, target.shape, process_count))
             own = owners[sharding]
         owners_of_leaves.append(own)
-    return Planned(
+    return Distribution(
         checkpoint,
         tuple(leaves),
         tuple(shardings),
@@ -229,15 +231,15 @@ def dealt(
 
 
 def _boxes(
-    wanted: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
+    target: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
 ) -> list[tuple[Box, ...]]:
     """For each of `count` processes the boxes of its devices."""
-    whole = Box.whole(wanted.shape)
+    whole = Box.whole(target.shape)
     if sharding is None:  # every process has a NumPy array, the first the default device
-        return [(whole,) if wanted.kind is not jax.Array or process == 0 else () for process in range(count)]
+        return [(whole,) if target.kind is not jax.Array or process == 0 else () for process in range(count)]
     try:
-        boxes = device_boxes(sharding, wanted.shape)
-        owners = device_owners(sharding, wanted.shape, process_count)
+        boxes = device_boxes(sharding, target.shape)
+        owners = device_owners(sharding, target.shape, process_count)
     except TensorMismatchError as error:
-        raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
+        raise TensorMismatchError(f"{target.name!r}: {error}") from error
     return by_process(boxes, owners, count)

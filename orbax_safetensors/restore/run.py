@@ -123,7 +123,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
     count = jax.process_count()
     if count == 1:
         return False
-    spread = [one for one in requests.all_asked(item, restore_args) if len(one.processes) > 1]
+    spread = [one for one in requests.leaf_requests(item, restore_args) if len(one.processes) > 1]
     everywhere = [one for one in spread if len(one.processes) == count]
     if spread and moves(path):
         if not everywhere:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from orbax_safetensors.checkpoint.family import Tensors
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.agreement import all_gather
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.header import Header
@@ -27,7 +27,7 @@ Views = Mapping[tuple[str, Box], View]  # of the boxes of leaves, by the leaf's 
 
 
 def own_files(
-    owned: Sequence[tuple[Source, tuple[Box, ...]]],
+    owned: Sequence[tuple[Leaf, tuple[Box, ...]]],
     tensors: Tensors,
     metadata: Mapping[str, str],
     *,
@@ -39,9 +39,9 @@ def own_files(
 
     Raises `MappingError` where what it holds of a tensor is no set of boxes.
     """
-    boxes = [(source, box) for source, own in owned for box in own]
+    boxes = [(leaf, box) for leaf, own in owned for box in own]
     views, pieces = in_pieces(
-        [source.view.slice(*box.slices) for source, box in boxes],
+        [leaf.view.slice(*box.slices) for leaf, box in boxes],
         {name: shape for name, (_, shape) in tensors.items()},
     )
     if process == 0:  # what has no elements has no shards either
@@ -73,7 +73,7 @@ def own_files(
         )
         for own in files
     ]
-    return headers, files, {(source.name, box): view for (source, box), view in zip(boxes, views, strict=True)}
+    return headers, files, {(leaf.name, box): view for (leaf, box), view in zip(boxes, views, strict=True)}
 
 
 def places_in(headers: Sequence[Header], files: Sequence[Mapping[str, str]]) -> Mapping[str, Location]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.config import as_config
 from orbax_safetensors.checkpoint.family import AskedFamily, taken_apart
-from orbax_safetensors.checkpoint.source import Source, resolve
+from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.cost.counter import Boxes, Count, Counter, ShardedLeaf
 from orbax_safetensors.cost.figures import FileWrites, PlannedFile
 from orbax_safetensors.devices.sharding import by_process, holders, num_processes
@@ -88,23 +88,23 @@ def plan_save(
     options = options or SafetensorsOptions()
     metadata = {} if metadata is None else metadata
     with no_collection():
-        sources = resolve(item, save_args, abstract=True)
-        sources, tensors = taken_apart(sources, family, variant, as_config(config) or {})
-        shardings = [getattr(source.value, "sharding", None) for source in sources]
+        leaves = leaves_of(item, save_args, abstract=True)
+        leaves, tensors = taken_apart(leaves, family, variant, as_config(config) or {})
+        shardings = [getattr(leaf.value, "sharding", None) for leaf in leaves]
         count = num_processes(shardings, process_count)
         layout = laid_out(tensors, metadata, max_file_bytes, options)
 
-        def held(source: Source) -> Mapping[Box, tuple[int, ...]]:
-            if isinstance(source.value, np.ndarray):
-                return {Box.whole(source.shape): tuple(range(count))}
-            if source.value.sharding is None:  # JAX's default device
-                return {Box.whole(source.shape): (0,)}
-            return holders(source.value.sharding, source.shape, process_count)
+        def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+            if isinstance(leaf.value, np.ndarray):
+                return {Box.whole(leaf.shape): tuple(range(count))}
+            if leaf.value.sharding is None:  # JAX's default device
+                return {Box.whole(leaf.shape): (0,)}
+            return holders(leaf.value.sharding, leaf.shape, process_count)
 
         written = [
-            (source, by_process(list(writers), list(writers.values()), count))
-            for group in assign_writers(grouped(sources), held)
-            for source, writers in group
+            (leaf, by_process(list(writers), list(writers.values()), count))
+            for group in assign_writers(grouped(leaves), held)
+            for leaf, writers in group
         ]
         store, _ = store_of(path, options.storage_options)
         if not (store.whole and store.writes):
@@ -113,7 +113,7 @@ def plan_save(
             return _to_objects([layout.files])
         headers = [
             own_files(
-                [(source, boxes[process]) for source, boxes in written if boxes[process]],
+                [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],
                 tensors,
                 METADATA | dict(metadata),
                 max_file_bytes=max_file_bytes,
@@ -127,16 +127,16 @@ def plan_save(
 
 
 def _to_shared_files(
-    written: Sequence[tuple[Source, list[tuple[Box, ...]]]], layout: Layout, process_count: int
+    written: Sequence[tuple[Leaf, list[tuple[Box, ...]]]], layout: Layout, process_count: int
 ) -> SavePlan:
     """What it costs processes to write boxes of leaves, given for every process, into the files of `layout`."""
     shared: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves that are cut alike share a list
-    leaves = [
-        ShardedLeaf(source.name, source.view, source.shape, source.value.dtype, shared.setdefault(tuple(boxes), boxes))
-        for source, boxes in written
+    sharded = [
+        ShardedLeaf(leaf.name, leaf.view, leaf.shape, leaf.value.dtype, shared.setdefault(tuple(boxes), boxes))
+        for leaf, boxes in written
     ]
     # What lies in a gap is another process's.
-    counter = Counter(leaves, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
+    counter = Counter(sharded, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
     files = [PlannedFile(name, header.file_bytes) for name, header in layout.files]
     costs: dict[Boxes, ProcessWrites] = {}
     processes = []

@@ -21,7 +21,7 @@ import jax
 
 from orbax_safetensors.checkpoint.config import as_config
 from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, taken_apart
-from orbax_safetensors.checkpoint.source import Source, resolve
+from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
@@ -93,17 +93,17 @@ def prepare_save(
     metadata = {} if metadata is None else metadata
     key = new_key("save", directory)
 
-    def planned() -> _Planned:
+    def shared_save() -> _SharedSave:
         content = as_config(config)
-        sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
+        leaves, tensors = taken_apart(leaves_of(item, save_args), family, variant, content or {})
         found = registry.find(family, content or {})
         switches = {**(found.variant if found else {}), **(variant or {})}
         saved = {"family": found and found.name, "variant": switches}
         layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if content is None else json.dumps(content, indent=2) + "\n"
-        groups = tuple(written_here(grouped(sources)))
+        groups = tuple(written_here(grouped(leaves)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
-        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options), saved)
+        plan = _SharedSave(leaves, tensors, save, *store_of(directory, options.storage_options), saved)
         if plan.store.whole and jax.process_count() > 1:
             return plan  # to files of another layout
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
@@ -111,10 +111,10 @@ def prepare_save(
             make_room(plan.store, plan.path, existing)
         return plan
 
-    def indexed(plan: _Planned, layout: Layout) -> SavedIndex | None:
+    def indexed(plan: _SharedSave, layout: Layout) -> SavedIndex | None:
         return _indexed(item, plan, layout, index)
 
-    plan = together(f"{key}/plan", planned, _digest)
+    plan = together(f"{key}/plan", shared_save, _digest)
     if not plan.store.whole:
         return plan.save
     in_pieces = jax.process_count() > 1 and not options.whole_tensors
@@ -136,10 +136,10 @@ def prepare_save(
     return replace(save, layout=numbered(key, save.layout)) if in_pieces else save
 
 
-class _Planned(NamedTuple):
+class _SharedSave(NamedTuple):
     """A save to files that all processes write into, and what else files of their own are planned of."""
 
-    sources: Sequence[Source]
+    leaves: Sequence[Leaf]
     tensors: Tensors
     save: Save
     store: Store
@@ -147,7 +147,7 @@ class _Planned(NamedTuple):
     saved: Mapping[str, Any]  # what the index notes of it
 
 
-def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+def _own_pieces(plan: _SharedSave, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
     """The same save to files of this process, which hold what it owns; they have no names yet."""
     headers, contents, views = own_files(
         [one for group in plan.save.groups for one in group],
@@ -161,7 +161,7 @@ def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int
 
 
 def _whole_tensors(
-    plan: _Planned,
+    plan: _SharedSave,
     metadata: Mapping[str, str],
     max_file_bytes: int,
     indexed: Callable[[Layout], SavedIndex | None],
@@ -172,17 +172,17 @@ def _whole_tensors(
     files = laid_out(plan.tensors, metadata, most, plan.save.options)
     owners = assign_files(files, jax.process_count())
     layout, places = own_part(files, owners, jax.process_index())
-    sent = tuple(moves(plan.sources, files, owners))
+    sent = tuple(moves(plan.leaves, files, owners))
     return replace(plan.save, layout=layout, groups=(), places=places, moves=sent, index=indexed(files))
 
 
-def _indexed(item: Any, plan: _Planned, layout: Layout, index: IndexAs) -> SavedIndex | None:
+def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | None:
     """The index of whole tensors in the files of `layout`; raises `TensorMismatchError` if there has to be one."""
     if index.wanted is False:
         return None
     found = saved_index(
         item,
-        plan.sources,
+        plan.leaves,
         layout,
         locations(layout),
         saved=plan.saved,
@@ -214,14 +214,14 @@ def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int,
     )
 
 
-def _digest(plan: _Planned) -> str:
+def _digest(plan: _SharedSave) -> str:
     """Equal in processes that save the same: the same files, made alike of arrays sharded and ordered alike."""
     digest = hashlib.sha256(f"{plan.save.config}\0".encode())
     for _, header in plan.save.layout.files:
         digest.update(header.encode())
-    for source in plan.sources:
-        if isinstance(source.value, jax.Array):
-            digest.update(placement(source.value.sharding, source.shape).encode())
+    for leaf in plan.leaves:
+        if isinstance(leaf.value, jax.Array):
+            digest.update(placement(leaf.value.sharding, leaf.shape).encode())
         # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
-        digest.update(f"{source.name}\0{source.view!r}\0".encode())
+        digest.update(f"{leaf.name}\0{leaf.view!r}\0".encode())
     return digest.hexdigest()

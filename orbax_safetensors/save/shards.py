@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.agreement import together
 from orbax_safetensors.devices.sharding import local_shards, on_host
 from orbax_safetensors.geometry.box import Box
@@ -49,7 +49,7 @@ class Shards:
         if self._copies is not None:
             yield self._copies
             return
-        sized = ((group, sum(_leaving(source, boxes) for source, boxes in group)) for group in self._groups)
+        sized = ((group, sum(_leaving(leaf, boxes) for leaf, boxes in group)) for group in self._groups)
         for batch in batches(sized, batch_bytes):
             yield list(_memory([owned for group in batch for owned in group], self._views))
 
@@ -70,29 +70,29 @@ def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
     ]
 
 
-def _on_host(source: Source) -> bool:
-    return not isinstance(source.value, jax.Array) or on_host(source.value.sharding)
+def _on_host(leaf: Leaf) -> bool:
+    return not isinstance(leaf.value, jax.Array) or on_host(leaf.value.sharding)
 
 
-def _leaving(source: Source, boxes: Sequence[Box]) -> int:
+def _leaving(leaf: Leaf, boxes: Sequence[Box]) -> int:
     """Bytes that have to come to the host."""
-    return 0 if _on_host(source) else sum(box.volume for box in boxes) * source.value.dtype.itemsize
+    return 0 if _on_host(leaf) else sum(box.volume for box in boxes) * leaf.value.dtype.itemsize
 
 
 def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
     """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
-    for source, boxes in owned:
+    for leaf, boxes in owned:
         if not boxes:
             continue
-        if isinstance(source.value, jax.Array):
-            shards = local_shards(source.value, boxes)
+        if isinstance(leaf.value, jax.Array):
+            shards = local_shards(leaf.value, boxes)
         else:
-            shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
+            shards = {boxes[0]: np.ascontiguousarray(leaf.value).reshape(leaf.shape)}
         for box in boxes:
             shard = shards[box]
             if views is None:
-                block = Block(source.view, box, shard.shape, shard.dtype)
+                block = Block(leaf.view, box, shard.shape, shard.dtype)
             else:
                 whole = Box.whole(shard.shape)
-                block = Block(views[source.name, box], whole, shard.shape, shard.dtype)
+                block = Block(views[leaf.name, box], whole, shard.shape, shard.dtype)
             yield block, shard.reshape(-1).view(np.uint8)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.devices.sharding import local_shards
 from orbax_safetensors.errors import TensorMismatchError
@@ -34,7 +34,7 @@ _BATCH_BYTES = 256 * 2**20
 class Move:
     """What one tensor takes of one leaf: `boxes` of it, all in `hull`, go to the process `owner`."""
 
-    source: Source
+    leaf: Leaf
     hull: Box
     boxes: tuple[Box, ...]
     owner: int
@@ -65,19 +65,19 @@ def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layou
     return Layout(tuple(layout.files[number] for number in numbers), layout.index), places
 
 
-def moves(sources: Sequence[Source], layout: Layout, owners: Sequence[int]) -> list[Move]:
+def moves(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Move]:
     """All moves, in an order in which each process has its turn.
 
     Raises `TensorMismatchError` where a leaf is sharded so that the processes cannot exchange it.
     """
     places = locations(layout)
     queues: dict[int, list[tuple[int, int, Move]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
-    for source in sources:
-        _check(source)
-        for tensor, boxes in _boxes(source.view).items():
+    for leaf in leaves:
+        _check(leaf)
+        for tensor, boxes in _boxes(leaf.view).items():
             place = places[tensor]
             owner = owners[place.file]
-            queues[owner].append((place.file, place.begin, Move(source, Box.hull(boxes), tuple(boxes), owner)))
+            queues[owner].append((place.file, place.begin, Move(leaf, Box.hull(boxes), tuple(boxes), owner)))
     for queue in queues.values():
         queue.sort(key=lambda entry: entry[:2])
     longest = max(map(len, queues.values()), default=0)
@@ -95,8 +95,8 @@ def _boxes(view: View) -> dict[str, list[Box]]:
     return out
 
 
-def _check(source: Source) -> None:
-    value = source.value
+def _check(leaf: Leaf) -> None:
+    value = leaf.value
     if not isinstance(value, jax.Array) or not _is_spread(value):
         return
     sharding = value.sharding
@@ -104,7 +104,7 @@ def _check(source: Source) -> None:
     processes = {device.process_index for device in devices}
     if not isinstance(sharding, NamedSharding) or len(processes) < jax.process_count():
         raise TensorMismatchError(
-            f"{source.name!r}: cannot be saved whole: expected a NamedSharding over devices of all "
+            f"{leaf.name!r}: cannot be saved whole: expected a NamedSharding over devices of all "
             f"{jax.process_count()} processes, found {sharding}"
         )
 
@@ -123,7 +123,7 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
     def take() -> None:
         for move, whole in waiting:
             if move.owner == process:
-                data = np.asarray(whole.addressable_data(0)).view(move.source.value.dtype)
+                data = np.asarray(whole.addressable_data(0)).view(move.leaf.value.dtype)
                 out.extend(_blocks(move, data))
             whole.block_until_ready()
             whole.delete()
@@ -131,7 +131,7 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
 
     held = 0
     for move in all_moves:
-        value = move.source.value
+        value = move.leaf.value
         if isinstance(value, jax.Array) and _is_spread(value):
             waiting.append((move, _gathered(value, move.hull)))
             held += waiting[-1][1].nbytes
@@ -152,7 +152,7 @@ def _blocks(move: Move, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
         begins = move.hull.start
         at = tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, begins, strict=True))
         part = np.array(data[at], order="C", copy=True)
-        yield Block(move.source.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
+        yield Block(move.leaf.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
 
 
 def _gathered(value: jax.Array, box: Box) -> jax.Array:

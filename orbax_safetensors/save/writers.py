@@ -6,40 +6,40 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.sharding import local_holders
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.save.pieces import Views
 from orbax_safetensors.transfer.plan import Location
 
-Owned = tuple[Source, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
+Owned = tuple[Leaf, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
 
 
-def grouped(sources: Sequence[Source]) -> list[list[Source]]:
+def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
     """Leaves that belong together: written together, their runs are longer than what each has of them."""
-    return [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
+    return [[leaves[at] for at in group] for group in by_tensors([leaf.view for leaf in leaves])]
 
 
-def written_here(groups: Iterable[Sequence[Source]]) -> Iterator[tuple[Owned, ...]]:
+def written_here(groups: Iterable[Sequence[Leaf]]) -> Iterator[tuple[Owned, ...]]:
     """Yield each group of leaves with the boxes of them that this process writes."""
     process = jax.process_index()
     everyone = tuple(range(jax.process_count()))
 
-    def holders(source: Source) -> Mapping[Box, tuple[int, ...]]:
-        if isinstance(source.value, jax.Array):
-            return local_holders(source.value.sharding, source.shape)
-        return {Box.whole(source.shape): everyone}
+    def holders(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+        if isinstance(leaf.value, jax.Array):
+            return local_holders(leaf.value.sharding, leaf.shape)
+        return {Box.whole(leaf.shape): everyone}
 
     for group in assign_writers(groups, holders):
         yield tuple(
-            (source, tuple(box for box, writer in writers.items() if writer == process)) for source, writers in group
+            (leaf, tuple(box for box, writer in writers.items() if writer == process)) for leaf, writers in group
         )
 
 
 def assign_writers(
-    groups: Iterable[Sequence[Source]], holders: Callable[[Source], Mapping[Box, tuple[int, ...]]]
-) -> Iterator[list[tuple[Source, dict[Box, int]]]]:
+    groups: Iterable[Sequence[Leaf]], holders: Callable[[Leaf], Mapping[Box, tuple[int, ...]]]
+) -> Iterator[list[tuple[Leaf, dict[Box, int]]]]:
     """Yield each group of leaves with the process that writes each box, given the processes that hold it.
 
     Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
@@ -50,14 +50,14 @@ def assign_writers(
     for group in groups:
         writers: dict[tuple[Box, tuple[int, ...]], int] = {}
         out = []
-        for source in group:
+        for leaf in group:
             writer_of = {}
-            for box, held_by in holders(source).items():
+            for box, held_by in holders(leaf).items():
                 loads = loads_of.setdefault(held_by, [0] * len(held_by))
                 at = writers.setdefault((box, held_by), loads.index(min(loads)))
-                loads[at] += box.volume * source.dtype.itemsize
+                loads[at] += box.volume * leaf.dtype.itemsize
                 writer_of[box] = held_by[at]
-            out.append((source, writer_of))
+            out.append((leaf, writer_of))
         yield out
 
 
@@ -70,7 +70,7 @@ def in_file_order(
     """
     spans = []
     for group in groups:
-        own = [source.view if views is None else views[source.name, box] for source, boxes in group for box in boxes]
+        own = [leaf.view if views is None else views[leaf.name, box] for leaf, boxes in group for box in boxes]
         at = [(places[name].file, places[name].begin) for view in own for name in view.tensors]
         spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
     spans.sort(key=lambda span: span[:2])

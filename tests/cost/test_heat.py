@@ -16,7 +16,7 @@ from orbax_safetensors.cli.demo_worker import requested, union
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cost.heat import below, heat
 from orbax_safetensors.geometry.strided import runs_of
-from orbax_safetensors.restore.plan import planned
+from orbax_safetensors.restore.plan import distribution
 from orbax_safetensors.transfer.plan import Block, transfer_plan
 from tests.support.roots import TESTDATA
 
@@ -33,7 +33,7 @@ def restore(path, partition, *, mesh=MESH, process_count=4, max_gap_bytes=16, **
         )
         for name, view in checkpoint.leaves.items()
     }
-    return planned(checkpoint, target, process_count, ost.SafetensorsOptions(max_gap_bytes=max_gap_bytes))
+    return distribution(checkpoint, target, process_count, ost.SafetensorsOptions(max_gap_bytes=max_gap_bytes))
 
 
 def cuts_of(checkpoint, stretches):

@@ -14,8 +14,8 @@ from orbax.checkpoint import SaveArgs
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import family as mapped
 from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.leaf import leaves_of
 from orbax_safetensors.checkpoint.open import open_checkpoint
-from orbax_safetensors.checkpoint.source import resolve
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.format.layout import file_names
 from orbax_safetensors.save import writers
@@ -70,7 +70,7 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
         )
         for name, view in checkpoint.leaves.items()
     }
-    given, tensors = mapped.taken_apart(resolve(tree, None), family, variant, read_config(checkpoint))
+    given, tensors = mapped.taken_apart(leaves_of(tree, None), family, variant, read_config(checkpoint))
     layout = laid_out(tensors, {}, max_file_bytes, ost.SafetensorsOptions())
     with monkeypatch.context() as patched:
         patched.setattr(writers, "local_holders", local_holders)

@@ -16,7 +16,7 @@ from orbax_safetensors.geometry.view import View
 
 
 @dataclass(frozen=True)
-class Source:
+class Leaf:
     """One leaf to store.
 
     Attributes:
@@ -38,8 +38,8 @@ class Source:
         return tuple(self.value.shape)
 
 
-def resolve(item: Any, save_args: Any, *, abstract: bool = False) -> list[Source]:
-    """The leaves of a tree in its order.
+def leaves_of(item: Any, save_args: Any, *, abstract: bool = False) -> list[Leaf]:
+    """Return the leaves of a tree in its order.
 
     `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded. It may have
     entries at empty nodes. NumPy arrays of the other byte order are swapped. If `abstract`, leaves may be
@@ -55,10 +55,10 @@ def resolve(item: Any, save_args: Any, *, abstract: bool = False) -> list[Source
     unknown = args.keys() - leaves.keys()
     if unknown and (unknown := unknown - empty_nodes(item)):
         raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(sorted(unknown)[:8])}")
-    return [_source(name, leaf, args.get(name, ocp.SaveArgs()), abstract) for name, leaf in leaves.items()]
+    return [_leaf(name, leaf, args.get(name, ocp.SaveArgs()), abstract) for name, leaf in leaves.items()]
 
 
-def _source(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Source:
+def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
     if not isinstance(args, ocp.SaveArgs):
         raise TensorMismatchError(f"{name!r}: expected ocp.SaveArgs in save_args, found {args!r:.80}")
     if name == "__metadata__":
@@ -90,4 +90,4 @@ def _source(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Source:
         raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
     if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
         raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
-    return Source(name, value, dtype, View.tensor(name, value.shape, value.dtype))
+    return Leaf(name, value, dtype, View.tensor(name, value.shape, value.dtype))
