@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from orbax_safetensors.cost.counter import ShardedLeaf
-from orbax_safetensors.cost.figures import OverRead, Reads
-from orbax_safetensors.cost.restore import REPORTED_OVER_READ, restore_plan
+from orbax_safetensors.cost.counter import Counter, ShardedLeaf
+from orbax_safetensors.cost.figures import OverRead
+from orbax_safetensors.cost.restore import REPORTED_OVER_READ
 from orbax_safetensors.devices.sharding import Axes, axes_of, by_process, device_boxes
 from orbax_safetensors.transfer.plan import Location
 
@@ -32,11 +33,11 @@ class Advisor:
     """Plans leaves with other partitions. Leaves of equal geometry are planned once."""
 
     def __init__(
-        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, max_gap_bytes: int
+        self, locate: Callable[[str], Location], num_files: int, *, process_count: int, max_gap_bytes: int
     ) -> None:
-        """The arguments are those of `restore_plan`."""
+        """The arguments are those of `Counter` and of `restore_plan`."""
         self._locate = locate
-        self._files = files
+        self._num_files = num_files
         self._process_count = process_count
         self._max_gap_bytes = max_gap_bytes
         self._known: dict[tuple[object, ...], tuple[Instead, ...]] = {}
@@ -72,16 +73,11 @@ class Advisor:
 
     def _planned(self, leaf: ShardedLeaf, sharding: NamedSharding, axes: Axes, owners: Sequence[int]) -> Instead:
         other = NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
-        costs = restore_plan(
-            [replace(leaf, boxes=by_process(device_boxes(other, leaf.shape), owners, self._process_count))],
-            self._locate,
-            self._files,
-            process_count=self._process_count,
-            max_gap_bytes=self._max_gap_bytes,
-            threads=1,
-        ).processes
-        reads = Reads.total(costs)
-        return Instead(axes, reads.needed_bytes, reads.read_bytes)
+        other_leaf = replace(leaf, boxes=by_process(device_boxes(other, leaf.shape), owners, self._process_count))
+        counter = Counter([other_leaf], self._locate, self._num_files, max_gap_bytes=self._max_gap_bytes)
+        totals = [(count.needed_bytes.sum(), count.moved_bytes.sum()) for count in counter.counts(self._process_count)]
+        needed, read = np.sum(totals, axis=0).tolist()
+        return Instead(axes, needed, read)
 
 
 def form(leaf: ShardedLeaf, locate: Callable[[str], Location]) -> tuple[object, ...]:

@@ -103,10 +103,6 @@ class Counter:
         """Return the distinct boxes that a process holds of each slicing."""
         return tuple(slicing.held(process) for slicing in self.slicings)
 
-    def moved(self, process: int) -> Boxes:
-        """Return the distinct boxes that a process moves of each slicing."""
-        return tuple(slicing.moved(process) for slicing in self.slicings)
-
     def held_bytes(self, boxes: Boxes) -> int:
         """Return the memory of the boxes that a process holds of each slicing."""
         return sum(
@@ -114,8 +110,14 @@ class Counter:
             for slicing, count, of_slicing in zip(self.slicings, self.leaf_counts, boxes, strict=True)
         )
 
-    def count(self, boxes: Boxes) -> Count:
-        """Return what a process moves that moves `boxes` of each slicing."""
+    def counts(self, process_count: int) -> list[Count]:
+        """Return what each process moves; those that move the same boxes share one count."""
+        moved = [tuple(slicing.moved(process) for slicing in self.slicings) for process in range(process_count)]
+        known = {boxes: self._count(boxes) for boxes in dict.fromkeys(moved)}
+        return [known[boxes] for boxes in moved]
+
+    def _count(self, boxes: Boxes) -> Count:
+        """What a process moves that moves `boxes` of each slicing."""
         signature, wanted = self.tensors.signatures(boxes)
         gathers = [
             gather_at(one.location, one.copies, self._max_gap_bytes) if one.copies else _NOTHING for one in wanted

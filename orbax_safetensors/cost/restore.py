@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -10,7 +11,7 @@ from math import prod
 import numpy as np
 
 from orbax_safetensors.cost.alike import Slicing
-from orbax_safetensors.cost.counter import Boxes, Count, Counter, ShardedLeaf, summed
+from orbax_safetensors.cost.counter import Count, Counter, ShardedLeaf, summed
 from orbax_safetensors.cost.figures import FileReads, OverRead
 from orbax_safetensors.geometry.coalesce import MAX_REQUEST_BYTES
 from orbax_safetensors.transfer.plan import Location
@@ -139,15 +140,15 @@ def restore_plan(
     `locate` knows the stored tensors of their views; `files` has the names of the files.
     """
     counter = Counter(leaves, locate, len(files), max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
-    alike: dict[tuple[Boxes, Boxes], list[int]] = {}  # processes by what they hold and read of each slicing
-    for process in range(process_count):
-        alike.setdefault((counter.held(process), counter.moved(process)), []).append(process)
-    costs: dict[int, ProcessCost] = {}
+    counts = counter.counts(process_count)
+    processes = list(zip(counts, map(counter.held, range(process_count)), strict=True))
+    costs = {
+        (count, held): _process_cost(count, files, threads, counter.held_bytes(held))
+        for count, held in dict.fromkeys(processes)
+    }
     needed_and_read = np.zeros((2, counter.tensors.groups), np.int64)  # of one tensor of every group, by all processes
-    for (held, read), processes in alike.items():
-        count = counter.count(read)
-        costs |= dict.fromkeys(processes, _process_cost(count, files, threads, counter.held_bytes(held)))
-        needed_and_read += len(processes) * count.by_group
+    for count, times in Multiset(counts).items():
+        needed_and_read += times * count.by_group
     largest, smallest = _shard_sizes(counter.slicings, counter.leaf_counts)
     return RestorePlan(
         total_params=sum(prod(leaf.shape) for leaf in leaves),
@@ -155,7 +156,7 @@ def restore_plan(
         num_arrays=len(leaves),
         largest_shard=largest,
         smallest_shard=smallest,
-        processes=tuple(costs[process] for process in range(process_count)),
+        processes=tuple(costs[process] for process in processes),
         over_reads=_over_reads(leaves, counter, needed_and_read),
     )
 

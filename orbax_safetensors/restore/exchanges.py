@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from orbax_safetensors.cost.advice import form
-from orbax_safetensors.cost.counter import ShardedLeaf
-from orbax_safetensors.cost.restore import restore_plan
+from orbax_safetensors.cost.counter import Counter, ShardedLeaf
 from orbax_safetensors.devices.sharding import axes_of, by_process, device_boxes
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
@@ -66,17 +65,15 @@ def exchangeable(leaf: LeafRequest | Target) -> bool:
 
 
 class Chooser:
-    """Finds the leaves of a restore of which fewer bytes are read where devices exchange parts."""
+    """Finds the leaves of a restore of which fewer bytes are read if devices exchange parts."""
 
-    def __init__(
-        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, pace: Pace
-    ) -> None:
-        """`pace` is that of the store; the others are the arguments of `restore_plan`."""
+    def __init__(self, locate: Callable[[str], Location], num_files: int, *, process_count: int, pace: Pace) -> None:
+        """`pace` is that of the store; the others are the arguments of `Counter` and of `restore_plan`."""
         self._locate = locate
-        self._files = files
+        self._num_files = num_files
         self._process_count = process_count
         self._pace = pace
-        self._exchanges: dict[Hashable, list[Swap]] = {}
+        self._swaps: dict[Hashable, list[Swap]] = {}
         count = min(process_count, SOME_PROCESSES)
         self._some = [number * (process_count - 1) // max(count - 1, 1) for number in range(count)]
 
@@ -86,7 +83,7 @@ class Chooser:
         shardings: Sequence[Sharding | None],
         owners: Sequence[tuple[int, ...] | None],
     ) -> list[Swap | None]:
-        """For each leaf how it is exchanged, None where that saves no bytes.
+        """Return for each leaf how it is exchanged, None if that saves no bytes.
 
         `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
         are made of the same tensors are exchanged together or not at all.
@@ -115,15 +112,15 @@ class Chooser:
         assert owners is not None
         order = storage_order(leaf.view)
         key = (leaf.shape, sharding, owners, order)
-        if key not in self._exchanges:
+        if key not in self._swaps:
             names = list(sharding.mesh.shape)
             axes = tuple(tuple(map(names.index, entry)) for entry in axes_of(sharding, len(leaf.shape)))
             sizes = tuple(sharding.mesh.shape.values())
-            found = dict.fromkeys(
+            possible = dict.fromkeys(
                 exchange(leaf.shape, axes, sizes, order, padding) for padding in (SLIGHT_PADDING, inf)
             )
-            self._exchanges[key] = [Swap.of(one, owners, self._process_count) for one in found]
-        return self._exchanges[key]
+            self._swaps[key] = [Swap.of(parts, owners, self._process_count) for parts in possible]
+        return self._swaps[key]
 
     def _best(self, leaves: list[ShardedLeaf], swaps: list[list[Swap]]) -> list[Swap]:
         """The exchanges with which the slowest process reads least of leaves; empty if none saves bytes."""
@@ -131,7 +128,7 @@ class Chooser:
         least = inf
         out: list[Swap] = []
         for number in range(max(map(len, swaps))):
-            tried = [own[min(number, len(own) - 1)] for own in swaps]
+            tried = [of_leaf[min(number, len(of_leaf) - 1)] for of_leaf in swaps]
             read = self._read_bytes(leaves, [swap.boxes for swap in tried])
             if sum(read) < direct and max(read) < least:
                 least, out = max(read), tried
@@ -139,19 +136,12 @@ class Chooser:
 
     def _read_bytes(self, leaves: Sequence[ShardedLeaf], parts: Sequence[Boxes | None]) -> list[int]:
         """The bytes that each of some processes reads of leaves, directly or in parts."""
-        plan = restore_plan(
-            [
-                replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if own is None else self._of_some(own))
-                for leaf, own in zip(leaves, parts, strict=True)
-            ],
-            self._locate,
-            self._files,
-            process_count=len(self._some),
-            max_gap_bytes=self._pace.max_gap_bytes,
-            threads=1,
-            max_request_bytes=self._pace.max_request_bytes,
-        )
-        return [cost.read_bytes for cost in plan.processes]
+        leaves = [
+            replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if boxes is None else self._of_some(boxes))
+            for leaf, boxes in zip(leaves, parts, strict=True)
+        ]
+        counter = Counter(leaves, self._locate, self._num_files, max_gap_bytes=self._pace.max_gap_bytes)
+        return [int(count.moved_bytes.sum()) for count in counter.counts(len(self._some))]
 
     def _of_some(self, boxes: Boxes) -> Boxes:
         return [boxes[process] for process in self._some]

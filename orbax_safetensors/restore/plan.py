@@ -104,7 +104,7 @@ class Distribution:
         """For each leaf how devices would exchange it, None where that saves no bytes."""
         if self.process_count == 1:
             return [None] * len(self.leaves)
-        chooser = Chooser(self.checkpoint.location, self.files, process_count=self.process_count, pace=self.pace)
+        chooser = Chooser(self.checkpoint.location, len(self.files), process_count=self.process_count, pace=self.pace)
         return chooser.choose(self.leaves, self.shardings, self.owners)
 
     @property
@@ -162,7 +162,7 @@ class Distribution:
         """For each of the `over_reads` of its plan what other shardings would read; see `Advisor.instead`."""
         advisor = Advisor(
             self.checkpoint.location,
-            self.files,
+            len(self.files),
             process_count=self.process_count,
             max_gap_bytes=self.pace.max_gap_bytes,
         )

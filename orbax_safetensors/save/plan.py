@@ -12,7 +12,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.config import as_config
 from orbax_safetensors.checkpoint.family import AskedFamily, taken_apart
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
-from orbax_safetensors.cost.counter import Boxes, Count, Counter, ShardedLeaf
+from orbax_safetensors.cost.counter import Count, Counter, ShardedLeaf
 from orbax_safetensors.cost.figures import FileWrites, PlannedFile
 from orbax_safetensors.devices.sharding import by_process, holders, num_processes
 from orbax_safetensors.format.header import Header
@@ -138,13 +138,7 @@ def _to_shared_files(
     # What lies in a gap is another process's.
     counter = Counter(sharded, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
     files = [PlannedFile(name, header.file_bytes) for name, header in layout.files]
-    costs: dict[Boxes, ProcessWrites] = {}
-    processes = []
-    for process in range(process_count):
-        if (boxes := counter.moved(process)) not in costs:
-            costs[boxes] = _process_writes(counter.count(boxes), files)
-        processes.append(costs[boxes])
-    return SavePlan(tuple(files), tuple(processes))
+    return SavePlan(tuple(files), tuple(_process_writes(count, files) for count in counter.counts(process_count)))
 
 
 def _process_writes(count: Count, files: Sequence[PlannedFile]) -> ProcessWrites:

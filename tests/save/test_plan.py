@@ -186,7 +186,7 @@ def test_a_tree_without_a_checkpoint(tmp_path, mesh):
     # What all processes have, the one writes that has least to write; what has no sharding is the first's.
     assert [cost.written_bytes for cost in plan.processes] == [32 + 16 + 64 + 24 + 8, 32 + 16 + 64 + 8]
     (alone,) = ost.plan_save(tmp_path / "new", tree).processes
-    assert alone.written_bytes == 64 + 32 + 128 + 24 + 8 + 8
+    assert alone.written_bytes == 128 + 32 + 128 + 24 + 8 + 8
 
 
 @pytest.mark.parametrize(
