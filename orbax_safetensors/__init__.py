@@ -13,7 +13,7 @@ from orbax_safetensors.convert.plan import plan_convert, plan_reshard
 from orbax_safetensors.convert.run import Conversion, convert, reshard
 from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.cost.estimate import TimeEstimate, estimate_time
-from orbax_safetensors.cost.report import RestorePlan
+from orbax_safetensors.cost.restore import RestorePlan
 from orbax_safetensors.errors import (
     HeaderError,
     IndexFileError,
@@ -32,6 +32,7 @@ from orbax_safetensors.link.plan import LinkPlan, plan_link
 from orbax_safetensors.link.run import Link, link
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.plan import plan_restore
+from orbax_safetensors.save.plan import SavePlan, plan_save
 
 __all__ = [
     "Checkpoint",
@@ -52,6 +53,7 @@ __all__ = [
     "SafetensorsRestore",
     "SafetensorsSave",
     "SafetensorsTypeHandler",
+    "SavePlan",
     "StorageError",
     "TensorMismatchError",
     "TimeEstimate",
@@ -64,6 +66,7 @@ __all__ = [
     "plan_link",
     "plan_reshard",
     "plan_restore",
+    "plan_save",
     "register",
     "reshard",
     "unregister",

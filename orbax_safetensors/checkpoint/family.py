@@ -11,7 +11,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import quantization_config, read_config, stored_dtype
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_same
 from orbax_safetensors.geometry.elementwise import Cast
@@ -145,9 +145,9 @@ Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def taken_apart(
-    sources: Sequence[Source], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
-) -> tuple[list[Source], Tensors]:
-    """`sources` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
+    leaves: Sequence[Leaf], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[list[Leaf], Tensors]:
+    """`leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
     The family is the one that was asked for, or one that is registered for the config's architecture; without one,
     each leaf is a tensor. A tensor has the dtype of its leaf; where the family casts and nobody asked for a dtype, the
@@ -156,7 +156,7 @@ def taken_apart(
     family = registry.find(asked, config)
     if family is None:
         _no_family(variant)
-        return list(sources), {source.name: (source.dtype, source.shape) for source in sources}
+        return list(leaves), {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}
     shapes: dict[str, tuple[int, ...]] = {}
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
@@ -164,24 +164,24 @@ def taken_apart(
             raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
-    tree = family.describe(config, variant or {}, bind, stored=len(sources))
-    paths = by_same({source.name: source for source in sources}, tree)
-    tree = check_leaves(family.name, tree, {path: source.shape for path, source in paths.items()})
+    tree = family.describe(config, variant or {}, bind, stored=len(leaves))
+    paths = by_same({leaf.name: leaf for leaf in leaves}, tree)
+    tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
     viewed, tensors = [], Tensors()
-    for path, source in paths.items():
-        view = replace(tree[path], dtype=source.value.dtype)
-        asked_for = source.dtype != source.value.dtype
+    for path, leaf in paths.items():
+        view = replace(tree[path], dtype=leaf.value.dtype)
+        asked_for = leaf.dtype != leaf.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:
                 continue
             casts = any(isinstance(op, Cast) for op in piece.ops)
-            dtype = stored_dtype(config, source.dtype) if casts and not asked_for else source.dtype
+            dtype = stored_dtype(config, leaf.dtype) if casts and not asked_for else leaf.dtype
             if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
                 raise MappingError(
-                    f"{family.name}: {source.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
+                    f"{family.name}: {leaf.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
                     f"of one tensor, {piece.tensor!r}"
                 )
-        viewed.append(replace(source, view=view))
+        viewed.append(replace(leaf, view=view))
     # What is saved has to be whole.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
     return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))

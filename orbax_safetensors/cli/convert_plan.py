@@ -124,7 +124,7 @@ def _files(plan: ConversionPlan, output: Output) -> None:
         output.table(
             ("process", "file", "written", "writes"),
             (
-                (number, posixpath.basename(file.file), Size(file.read_bytes), file.num_requests)
+                (number, posixpath.basename(file.file), Size(file.written_bytes), file.num_requests)
                 for number, cost in enumerate(plan.processes)
                 for file in cost.writes
             ),

@@ -14,7 +14,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors import Checkpoint, SafetensorsOptions, StorageError, TimeEstimate, estimate_time, open_checkpoint
+from orbax_safetensors import (
+    Checkpoint,
+    SafetensorsOptions,
+    StorageError,
+    TimeEstimate,
+    estimate_time,
+    open_checkpoint,
+    plan_save,
+)
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.open import stored_arrays
@@ -35,11 +43,9 @@ from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, detai
 from orbax_safetensors.cli.tables import Output, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
 from orbax_safetensors.cost.estimate import estimate
-from orbax_safetensors.restore.plan import planned
-from orbax_safetensors.save.plan import plan_save
+from orbax_safetensors.restore.plan import distribution
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import place
-from orbax_safetensors.storage.store import Pace
 
 # Arrays that a warning lists before it says how many more there are.
 _LISTED = 3
@@ -133,18 +139,18 @@ def run(args: argparse.Namespace, output: Output) -> int:
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
         checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
+        family = None if args.family is None else full_name(checkpoint, args.family)
+        tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
+        named = {} if family is None else {"family": family, "variant": switches}
+        if args.save:
+            return _run_save(checkpoint, counts[0], args, options, tree, named, output)
         scenarios = [
             _scenario(checkpoint, mesh, count, args, options) for mesh, count in zip(args.mesh, counts, strict=True)
         ]
-        family = None if args.family is None else full_name(checkpoint, args.family)
-        tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
-        if args.save:
-            return _run_save(scenarios[0], tree, args, switches, output)
         if args.picture is not None:
             page = draw_plan(scenarios[0], tree[0][1] if tree else None)
             Path(args.picture).write_text(page, encoding="utf-8")
         if args.json:
-            named = {} if family is None else {"family": family, "variant": switches}
             plans = [_document(scenario, args) for scenario in scenarios]
             output.json({"path": checkpoint.path} | (plans[0] if len(plans) == 1 else {"meshes": plans}) | named)
             return 0
@@ -164,37 +170,43 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _run_save(
-    scenario: Scenario, tree: Facts, args: argparse.Namespace, switches: dict[str, Any], output: Output
+    checkpoint: Checkpoint,
+    process_count: int,
+    args: argparse.Namespace,
+    options: SafetensorsOptions,
+    tree: Facts,
+    named: dict[str, Any],
+    output: Output,
 ) -> int:
     """Prints what saving the tree costs."""
-    restored = scenario.planned
+    (mesh,) = args.mesh
+    arrays = stored_arrays(checkpoint)
     plan = plan_save(
-        restored.leaves,
-        restored.checkpoint.store,
-        read_config(restored.checkpoint),
-        args.family,
-        switches,
-        process_count=restored.process_count,
-        options=restored.options,
+        args.path,
+        _target(arrays, _axes({name: array.shape for name, array in arrays.items()}, mesh, args), mesh),
+        family=args.family,
+        variant=variant(args),
+        config=read_config(checkpoint),
+        process_count=process_count,
+        options=options,
     )
     time = None
+    streams = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests
     if args.bandwidth is not None:
         writes = [(cost.written_bytes, cost.num_requests) for cost in plan.processes]
-        time = estimate(writes, args.bandwidth, args.latency or 0.0, scenario.planned.pace.requests)
+        time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)
     if args.json:
-        document: dict[str, Any] = {"path": scenario.planned.checkpoint.path, "mesh": scenario.mesh} | asdict(plan)
+        document: dict[str, Any] = {"path": checkpoint.path, "mesh": mesh} | asdict(plan)
         if time is not None:
-            document["estimate"] = _estimate_document(time, args, scenario.planned.pace)
-        if args.family is not None:
-            document |= {"family": full_name(scenario.planned.checkpoint, args.family), "variant": switches}
-        output.json(document)
+            document["estimate"] = _estimate_document(time, args, streams)
+        output.json(document | named)
     else:
-        saved(scenario, plan, time, tree, output, files=args.files)
+        saved(mesh, plan, time, tree, output, files=args.files)
     return 0
 
 
-def _estimate_document(time: TimeEstimate, args: argparse.Namespace, pace: Pace) -> dict[str, Any]:
-    asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": pace.requests}
+def _estimate_document(time: TimeEstimate, args: argparse.Namespace, streams: int) -> dict[str, Any]:
+    asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": streams}
     return asked | asdict(time)
 
 
@@ -216,11 +228,8 @@ def _scenario(
 ) -> Scenario:
     arrays = stored_arrays(checkpoint)
     shapes = {name: array.shape for name, array in arrays.items()}
-    if args.spec:
-        axes = assign(shapes, args.spec, mesh)
-    else:
-        axes = {name: spread(shape, mesh) for name, shape in shapes.items()}
-    found = planned(checkpoint, _target(arrays, axes, mesh), count, options)
+    axes = _axes(shapes, mesh, args)
+    found = distribution(checkpoint, _target(arrays, axes, mesh), count, options)
     plan = found.plan(compared=True)
     time = None
     if args.bandwidth is not None:
@@ -228,19 +237,26 @@ def _scenario(
     return Scenario(mesh, shapes, axes, found, plan, time)
 
 
+def _axes(shapes: Mapping[str, tuple[int, ...]], mesh: dict[str, int], args: argparse.Namespace) -> dict[str, Axes]:
+    """The mesh axes that shard every array."""
+    if args.spec:
+        return assign(shapes, args.spec, mesh)
+    return {name: spread(shape, mesh) for name, shape in shapes.items()}
+
+
 def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     """All that `--json` says of one mesh."""
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
     document |= {"uneven_arrays": scenario.uneven} | json.loads(plan.to_json())
-    instead = scenario.planned.instead(plan)
+    instead = scenario.distribution.instead(plan)
     for leaf in document["over_reads"]:
         leaf["instead"] = [
             asdict(other) | {"axes": axes_text(other.axes), "over_read": other.over_read}
             for other in instead[leaf["name"]]
         ]
     if (time := scenario.estimate) is not None:
-        document["estimate"] = _estimate_document(time, args, scenario.planned.pace)
+        document["estimate"] = _estimate_document(time, args, scenario.distribution.pace.requests)
     return document
 
 

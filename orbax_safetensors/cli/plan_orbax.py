@@ -14,7 +14,7 @@ from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, UsageError, mesh_text, spread
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
 from orbax_safetensors.cost.estimate import estimate
-from orbax_safetensors.cost.orbax import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
+from orbax_safetensors.cost.orbax_restore import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.devices.rules import check_used
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax

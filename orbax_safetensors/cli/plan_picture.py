@@ -16,14 +16,14 @@ _WORST = 20
 
 def draw_plan(scenario: Scenario, family: str | None) -> str:
     """Return the page for one mesh; `family` is that of the tree that is restored."""
-    planned, plan = scenario.planned, scenario.plan
-    checkpoint, processes = planned.checkpoint, planned.process_count
+    distribution, plan = scenario.distribution, scenario.plan
+    checkpoint, processes = distribution.checkpoint, distribution.process_count
     reads = heat(
-        planned.leaves,
+        distribution.leaves,
         checkpoint.location,
         stretches(checkpoint),
         process_count=processes,
-        max_gap_bytes=planned.pace.max_gap_bytes,
+        max_gap_bytes=distribution.pace.max_gap_bytes,
     )
     needed = sum(cost.needed_bytes for cost in plan.processes)
     read = sum(cost.read_bytes for cost in plan.processes)
@@ -51,8 +51,8 @@ def _leaves(scenario: Scenario) -> str:
     if not rows:
         return ""
     cells = "".join(
-        f'<tr><td class="left name">{escape(clean(row.text))}</td><td>{human_bytes(row.needed)}</td>'
-        f"<td>{human_bytes(row.read)}</td><td>{row.over_read:.2f}</td>"
+        f'<tr><td class="left name">{escape(clean(row.text))}</td><td>{human_bytes(row.needed_bytes)}</td>'
+        f"<td>{human_bytes(row.read_bytes)}</td><td>{row.over_read:.2f}</td>"
         + (
             "<td></td><td></td></tr>\n"
             if row.instead is None

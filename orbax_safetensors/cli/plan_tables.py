@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from orbax_safetensors import RestorePlan, TimeEstimate
+from orbax_safetensors import RestorePlan, SavePlan, TimeEstimate
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
 from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
 from orbax_safetensors.cost.advice import Instead
-from orbax_safetensors.cost.report import FileCost, ProcessCost
-from orbax_safetensors.restore.plan import Planned
-from orbax_safetensors.save.plan import SavePlan
+from orbax_safetensors.cost.figures import FileReads, OverRead, Reads
+from orbax_safetensors.cost.restore import ProcessCost
+from orbax_safetensors.restore.plan import Distribution
 
 # Leaves that a terminal shows of those whose sharding makes processes read more.
 _WORST = 10
@@ -28,14 +28,14 @@ class Scenario:
     Attributes:
       mesh: axis sizes by name.
       shapes, axes: of every array, and how the mesh shards it.
-      planned, plan: the restore, and what it costs.
+      distribution, plan: the restore, and what it costs.
       estimate: how long it takes, where storage was described.
     """
 
     mesh: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     axes: Mapping[str, Axes]
-    planned: Planned
+    distribution: Distribution
     plan: RestorePlan
     estimate: TimeEstimate | None
 
@@ -120,13 +120,13 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
 
 
 def saved(
-    scenario: Scenario, plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
+    mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
 ) -> None:
     """What a save writes: the files, and what each process writes into them."""
     facts: list[tuple[str, Cell]] = [
         *tree,
-        ("mesh", mesh_text(scenario.mesh)),
-        ("devices", scenario.devices),
+        ("mesh", mesh_text(mesh)),
+        ("devices", prod(mesh.values())),
         ("processes", len(plan.processes)),
         ("files", len(plan.files)),
         ("bytes", Size(sum(file.nbytes for file in plan.files))),
@@ -184,14 +184,13 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> No
 
 def _compared(scenario: Scenario) -> list[Cell]:
     processes = scenario.plan.processes
-    needed, read = sum(cost.needed_bytes for cost in processes), sum(cost.read_bytes for cost in processes)
     row: list[Cell] = [
         mesh_text(scenario.mesh),
         scenario.devices,
         len(processes),
         Size(scenario.plan.largest_shard.nbytes),
         Size(max(cost.read_bytes for cost in processes)),
-        read / needed if needed else 1.0,
+        Reads.total(processes).over_read,
         max(cost.num_requests for cost in processes),
         Size(max(map(_memory, processes))),
     ]
@@ -232,7 +231,7 @@ def _memory(cost: ProcessCost) -> int:
     return cost.staging_bytes + cost.destination_bytes
 
 
-def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileCost]]) -> None:
+def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileReads]]) -> None:
     """A table of what each process reads of each file; `requests` is the head of that column."""
     output.table(
         ("process", "file", "needed", "read", "over-read", requests),
@@ -242,7 +241,7 @@ def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileC
                 posixpath.basename(cost.file),
                 Size(cost.needed_bytes),
                 Size(cost.read_bytes),
-                cost.read_bytes / cost.needed_bytes if cost.needed_bytes else 1.0,
+                cost.over_read,
                 cost.num_requests,
             )
             for number, files in enumerate(processes)
@@ -252,18 +251,13 @@ def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileC
 
 
 @dataclass(frozen=True)
-class Worst:
+class Worst(OverRead):
     """Leaves for which more is read than needed, and the partition that would waste less, if there is one."""
 
     text: str
-    needed: int
-    read: int
+    needed_bytes: int
+    read_bytes: int
     instead: Instead | None
-
-    @property
-    def over_read(self) -> float:
-        """Bytes read for each byte needed."""
-        return self.read / self.needed
 
     @property
     def axes(self) -> str:
@@ -277,15 +271,15 @@ def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
     With `grouped`, those that differ in their numbers alone are one.
     """
     leaves = {leaf.name: leaf for leaf in scenario.plan.over_reads}
-    others = scenario.planned.instead(scenario.plan)
+    others = scenario.distribution.instead(scenario.plan)
     out = []
     for text, names in in_braces(leaves) if grouped else [(name, [name]) for name in leaves]:
-        needed = sum(leaves[name].needed_bytes for name in names)
-        read = sum(leaves[name].read_bytes for name in names)
+        reads = Reads.total(leaves[name] for name in names)
         best = _best([others[name] for name in names])
         # What saves nothing is no advice.
-        out.append(Worst(text, needed, read, best if best and best.over_read < read / needed else None))
-    return sorted(out, key=lambda row: row.needed - row.read)
+        saves = best is not None and best.over_read < reads.over_read
+        out.append(Worst(text, reads.needed_bytes, reads.read_bytes, best if saves else None))
+    return sorted(out, key=lambda row: row.needed_bytes - row.read_bytes)
 
 
 def _over_reads(scenario: Scenario, output: Output) -> None:
@@ -298,8 +292,8 @@ def _over_reads(scenario: Scenario, output: Output) -> None:
         (
             (
                 row.text,
-                Size(row.needed),
-                Size(row.read),
+                Size(row.needed_bytes),
+                Size(row.read_bytes),
                 row.over_read,
                 row.axes,
                 "-" if row.instead is None else f"{row.instead.over_read:{digits}}",
@@ -317,9 +311,6 @@ def _best(choices: Sequence[Sequence[Instead]]) -> Instead | None:
     for own in choices:
         for one in own:
             sums.setdefault(one.axes, []).append(one)
-    possible = [
-        Instead(axes, sum(one.needed_bytes for one in own), sum(one.read_bytes for one in own))
-        for axes, own in sums.items()
-        if len(own) == len(choices)
-    ]
+    totals = ((axes, Reads.total(own)) for axes, own in sums.items() if len(own) == len(choices))
+    possible = [Instead(axes, reads.needed_bytes, reads.read_bytes) for axes, reads in totals]
     return min(possible, key=lambda one: one.over_read, default=None)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_safetensors.checkpoint.family import taken_apart
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.checkpoint.source import Source
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition
 from orbax_safetensors.errors import MappingError, TensorMismatchError
@@ -54,7 +54,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, which say shape and dtype.
     leaves = [
-        Source(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
+        Leaf(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
     viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})

@@ -7,47 +7,42 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from orbax_safetensors.cost.report import REPORTED_OVER_READ, Leaf, restore_plan
-from orbax_safetensors.devices.sharding import device_boxes
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.cost.counter import Counter, ShardedLeaf
+from orbax_safetensors.cost.figures import OverRead
+from orbax_safetensors.cost.restore import REPORTED_OVER_READ
+from orbax_safetensors.devices.sharding import Axes, axes_of, by_process, device_boxes
 from orbax_safetensors.transfer.plan import Location
-
-Axes = tuple[tuple[str, ...], ...]  # for every dimension the mesh axes that shard it
 
 # Partitions to try of a leaf for which no single dimension will do: three axes over four dimensions.
 _TRIED = 64
 
 
 @dataclass(frozen=True)
-class Instead:
+class Instead(OverRead):
     """What processes would read of a leaf if these mesh axes sharded its dimensions; the figures are sums over all."""
 
     axes: Axes
     needed_bytes: int
     read_bytes: int
 
-    @property
-    def over_read(self) -> float:
-        """Bytes read for each byte needed; 1.0 where nothing is needed."""
-        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
-
 
 class Advisor:
     """Plans leaves with other partitions. Leaves of equal geometry are planned once."""
 
     def __init__(
-        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, max_gap_bytes: int
+        self, locate: Callable[[str], Location], num_files: int, *, process_count: int, max_gap_bytes: int
     ) -> None:
-        """The arguments are those of `restore_plan`."""
+        """The arguments are those of `Counter` and of `restore_plan`."""
         self._locate = locate
-        self._files = files
+        self._num_files = num_files
         self._process_count = process_count
         self._max_gap_bytes = max_gap_bytes
         self._known: dict[tuple[object, ...], tuple[Instead, ...]] = {}
 
-    def instead(self, leaf: Leaf, sharding: Sharding, owners: Sequence[int]) -> tuple[Instead, ...]:
+    def instead(self, leaf: ShardedLeaf, sharding: Sharding, owners: Sequence[int]) -> tuple[Instead, ...]:
         """What the axes of a leaf's sharding would cost on other dimensions, evenly, the one that reads least first.
 
         First all axes together, in the order of the mesh, on every dimension that they divide. Where all of these read
@@ -76,20 +71,16 @@ class Advisor:
             self._known[key] = tuple(sorted(found, key=lambda one: one.read_bytes))
         return self._known[key]
 
-    def _planned(self, leaf: Leaf, sharding: NamedSharding, axes: Axes, owners: Sequence[int]) -> Instead:
+    def _planned(self, leaf: ShardedLeaf, sharding: NamedSharding, axes: Axes, owners: Sequence[int]) -> Instead:
         other = NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
-        costs = restore_plan(
-            [replace(leaf, boxes=deal(device_boxes(other, leaf.shape), owners, self._process_count))],
-            self._locate,
-            self._files,
-            process_count=self._process_count,
-            max_gap_bytes=self._max_gap_bytes,
-            threads=1,
-        ).processes
-        return Instead(axes, sum(cost.needed_bytes for cost in costs), sum(cost.read_bytes for cost in costs))
+        other_leaf = replace(leaf, boxes=by_process(device_boxes(other, leaf.shape), owners, self._process_count))
+        counter = Counter([other_leaf], self._locate, self._num_files, max_gap_bytes=self._max_gap_bytes)
+        totals = [(count.needed_bytes.sum(), count.moved_bytes.sum()) for count in counter.counts(self._process_count)]
+        needed, read = np.sum(totals, axis=0).tolist()
+        return Instead(axes, needed, read)
 
 
-def form(leaf: Leaf, locate: Callable[[str], Location]) -> tuple[object, ...]:
+def form(leaf: ShardedLeaf, locate: Callable[[str], Location]) -> tuple[object, ...]:
     """Equal for leaves of which equal boxes read equally much: the pieces without the names of their tensors."""
     numbers: dict[str | None, int] = {None: 0}
     out: list[object] = []
@@ -99,20 +90,3 @@ def form(leaf: Leaf, locate: Callable[[str], Location]) -> tuple[object, ...]:
         kind = None if stored is None else (stored.dtype, stored.encoding)
         out.append((number, kind, piece.start, piece.offset, piece.dims, piece.ops))
     return tuple(out)
-
-
-def deal(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> list[tuple[Box, ...]]:
-    """For each process the boxes of its devices, given the box and the process of every device."""
-    out: list[list[Box]] = [[] for _ in range(process_count)]
-    for owner, box in zip(owners, boxes, strict=True):
-        out[owner].append(box)
-    return [tuple(own) for own in out]
-
-
-def axes_of(sharding: NamedSharding, rank: int) -> Axes:
-    """The mesh axes that shard every dimension."""
-    entries = (*sharding.spec, *[None] * (rank - len(sharding.spec)))
-    return tuple(
-        () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry if isinstance(entry, tuple) else (entry,)
-        for entry in entries
-    )

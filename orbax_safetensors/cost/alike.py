@@ -5,8 +5,8 @@ each tensor and each process. What a box takes from a piece depends on the piece
 ops) and on how the box cuts it, relative to where the piece begins. Where in the box it goes makes no difference to
 what is read. So the pieces of all leaves come down to few cases, which arrays of small numbers tell apart:
 
-- a *layout* is how leaves of one kind are cut: leaves of one layout have the same boxes;
-- a *site* is a place in a layout where a piece of some form begins, in any number of leaves;
+- a *slicing* is how leaves of one kind are cut: leaves of one slicing have the same boxes;
+- a *site* is a place in a slicing where a piece of some form begins, in any number of leaves;
 - a *group* has the tensors that are used at the same sites; a *pattern* has the groups whose sites have the same forms;
 - the *signature* of a group for one process: its pattern, and how the process's boxes cut each of its sites.
 """
@@ -18,14 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.strided import Copy, extent
-from orbax_safetensors.geometry.view import Box, Piece, View
+from orbax_safetensors.geometry.view import Piece, View
 from orbax_safetensors.transfer.plan import Location, same_bits
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Slicing:
     """How leaves of one kind are cut.
 
     Attributes:
@@ -47,8 +48,8 @@ class Layout:
         """The distinct boxes that a process holds of each leaf."""
         return tuple(dict.fromkeys(self.boxes[process]))
 
-    def read(self, process: int) -> tuple[Box, ...]:
-        """Those that it reads."""
+    def moved(self, process: int) -> tuple[Box, ...]:
+        """Those of them that it moves, or its parts instead."""
         if self.parts is not None:
             return tuple(dict.fromkeys(self.parts[process]))
         return self.held(process) if self.readers is None or process in self.readers else ()
@@ -73,7 +74,7 @@ class Wanted:
 _Uses = tuple[tuple[int, ...], ...]  # for each leaf that uses a tensor, the sites
 
 
-class Tensors:
+class TensorGroups:
     """The stored tensors of a tree's views, in the order of the files and of their offsets.
 
     Attributes:
@@ -85,14 +86,14 @@ class Tensors:
     def __init__(
         self,
         views: Sequence[View],
-        layout_of: Sequence[int],
-        layouts: Sequence[Layout],
+        slicing_of: Sequence[int],
+        slicings: Sequence[Slicing],
         locate: Callable[[str], Location],
     ) -> None:
-        """`layout_of` has the position in `layouts` for each of `views`; `locate` knows their tensors."""
-        self._layouts = layouts
-        self._sites: list[tuple[int, Piece]] = []  # the layout of every site, and one of the pieces there
-        uses, first_leaf = self._find_uses(views, layout_of)
+        """`slicing_of` has the position in `slicings` for each of `views`; `locate` knows their tensors."""
+        self._slicings = slicings
+        self._sites: list[tuple[int, Piece]] = []  # the slicing of every site, and one of the pieces there
+        uses, first_leaf = self._find_uses(views, slicing_of)
         located = sorted(((locate(name), name) for name in uses), key=lambda at: (at[0].file, at[0].begin, at[1]))
         self.file = np.array([location.file for location, _ in located], np.int64)
         self.begin = np.array([location.begin for location, _ in located], np.int64)
@@ -110,23 +111,23 @@ class Tensors:
         self._groups = [(located[own[0]][0], key[2]) for key, own in groups]
         self._pattern, self._patterns = self._find_patterns()
         self._nth_sites = _by_position([[site for sites in used for site in sites] for _, used in self._groups])
-        self._cuts = _cuts_by_layout(self._sites, len(layouts))
+        self._cuts = _cuts_by_slicing(self._sites, len(slicings))
 
     def _find_uses(
-        self, views: Sequence[View], layout_of: Sequence[int]
+        self, views: Sequence[View], slicing_of: Sequence[int]
     ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, int]]:
         """For every tensor its uses, and the first leaf that has one. Fills `_sites`."""
         uses: dict[str, list[tuple[int, ...]]] = {}
         first_leaf: dict[str, int] = {}
         numbers: dict[tuple[object, ...], int] = {}
-        for leaf, (view, layout) in enumerate(zip(views, layout_of, strict=True)):
+        for leaf, (view, slicing) in enumerate(zip(views, slicing_of, strict=True)):
             own: dict[str, list[int]] = {}
             for piece in view.pieces:
                 if piece.tensor is not None:
-                    key = (layout, piece.start, piece.offset, piece.dims, piece.ops)
+                    key = (slicing, piece.start, piece.offset, piece.dims, piece.ops)
                     site = numbers.setdefault(key, len(numbers))
                     if site == len(self._sites):
-                        self._sites.append((layout, piece))
+                        self._sites.append((slicing, piece))
                     own.setdefault(piece.tensor, []).append(site)
             for name, sites in own.items():
                 uses.setdefault(name, []).append(tuple(sites))
@@ -137,7 +138,8 @@ class Tensors:
         """A number for every group, the same for groups that differ in nothing but where their pieces begin."""
         forms: dict[tuple[object, ...], int] = {}
         form = [
-            forms.setdefault((layout, piece.offset, piece.dims, piece.ops), len(forms)) for layout, piece in self._sites
+            forms.setdefault((slicing, piece.offset, piece.dims, piece.ops), len(forms))
+            for slicing, piece in self._sites
         ]
         patterns: dict[tuple[object, ...], int] = {}
         numbers = [
@@ -150,7 +152,7 @@ class Tensors:
         return np.array(numbers, np.int64), len(patterns)
 
     def signatures(self, boxes: Sequence[tuple[Box, ...]]) -> tuple[np.ndarray, list[Wanted]]:
-        """The signature of every group for a process that reads `boxes` of each layout, and what each one takes."""
+        """The signature of every group for a process that reads `boxes` of each slicing, and what each one takes."""
         cut, cuts = np.zeros(len(self._sites), np.int64), 1
         for own, (sites, axes) in zip(boxes, self._cuts, strict=True):
             numbers, count = _cut_by_all(axes, own) if sites.size else (None, 1)
@@ -170,16 +172,16 @@ class Tensors:
         return signature, [self._wanted(number, boxes) for number in example.tolist()]
 
     def _wanted(self, group: int, boxes: Sequence[tuple[Box, ...]]) -> Wanted:
-        """What the boxes of each layout take from a tensor of a group, in the order of `plan.transfer_plan`."""
+        """What the boxes of each slicing take from a tensor of a group, in the order of `plan.transfer_plan`."""
         location, used = self._groups[group]
         copies = []
         for sites in used:
             number = self._sites[sites[0]][0]
-            layout = self._layouts[number]
-            view = View(layout.stored_shape, layout.dtype, tuple(self._sites[site][1] for site in sites))
+            slicing = self._slicings[number]
+            view = View(slicing.stored_shape, slicing.dtype, tuple(self._sites[site][1] for site in sites))
             for box in boxes[number]:
-                for _, copy, ops in view.copies(view.clipped(box), [stop - start for start, stop in box]):
-                    copies.append((copy, same_bits(ops, location.dtype, layout.dtype)))
+                for _, copy, ops in view.copies(view.clipped(box), box.shape):
+                    copies.append((copy, same_bits(ops, location.dtype, slicing.dtype)))
         step = _step(location)
         first = min((copy.source for copy, _ in copies), default=0) // step * step
         return Wanted(
@@ -199,7 +201,7 @@ def _step(location: Location) -> int:
 
 
 class _Axis:
-    """Where the pieces at the sites of one layout lie along one dimension."""
+    """Where the pieces at the sites of one slicing lie along one dimension."""
 
     def __init__(self, begin: np.ndarray, size: np.ndarray) -> None:
         distinct, self._which = _unique_pairs(begin, size)
@@ -248,11 +250,11 @@ def _by_position(rows: list[list[int]]) -> list[np.ndarray]:
     return out
 
 
-def _cuts_by_layout(sites: Sequence[tuple[int, Piece]], layouts: int) -> list[tuple[np.ndarray, list[_Axis]]]:
-    """For every layout the numbers of its sites, and its dimensions."""
-    own: list[list[int]] = [[] for _ in range(layouts)]
-    for number, (layout, _) in enumerate(sites):
-        own[layout].append(number)
+def _cuts_by_slicing(sites: Sequence[tuple[int, Piece]], slicings: int) -> list[tuple[np.ndarray, list[_Axis]]]:
+    """For every slicing the numbers of its sites, and its dimensions."""
+    own: list[list[int]] = [[] for _ in range(slicings)]
+    for number, (slicing, _) in enumerate(sites):
+        own[slicing].append(number)
     out = []
     for numbers in own:
         pieces = [sites[number][1] for number in numbers]

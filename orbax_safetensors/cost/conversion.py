@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors.cost.estimate import TimeEstimate, estimate
-from orbax_safetensors.cost.report import FileCost, PlannedFile
+from orbax_safetensors.cost.figures import FileReads, FileWrites, OverRead, PlannedFile
 from orbax_safetensors.transfer.plan import TransferPlan
 
 # Of a `ConversionCost`, as JSON has them.
@@ -28,6 +28,15 @@ _FIGURES = (
     "num_tiles",
     "staging_bytes",
 )
+
+
+class FileTraffic(NamedTuple):
+    """The traffic of one file; see `Traffic`."""
+
+    file: str
+    needed_bytes: int
+    moved_bytes: int
+    num_requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Traffic:
     num_requests: int
     staging_bytes: int
     streams: int
-    files: tuple[FileCost, ...] = ()
+    files: tuple[FileTraffic, ...] = ()
 
 
 def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_bytes: int = 0) -> Traffic:
@@ -63,7 +72,7 @@ def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_byte
         plan.num_requests,
         staging_bytes=at_once * plan.window_bytes + min(at_once * held_bytes, plan.moved_bytes),
         streams=streams,
-        files=tuple(FileCost(files[number], *figures) for number, *figures in plan.files),
+        files=tuple(FileTraffic(files[number], *figures) for number, *figures in plan.files),
     )
 
 
@@ -78,7 +87,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class ConversionCost:
+class ConversionCost(OverRead):
     """What a conversion costs one process: `batches` are all that it moves, one after the other."""
 
     batches: tuple[Batch, ...]
@@ -118,11 +127,6 @@ class ConversionCost:
         """Storage operations for that; to Orbax, chunks. An object store gets what they write in parts of its own."""
         return sum(batch.write.num_requests for batch in self.batches)
 
-    @property
-    def over_read(self) -> float:
-        """Bytes read for each byte needed; 1.0 where nothing is needed."""
-        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
-
     @cached_property
     def staging_bytes(self) -> int:
         """The most memory for tiles, a batch that is read and one that is written, and for what is made of both.
@@ -136,21 +140,24 @@ class ConversionCost:
         return max(most, written)
 
     @property
-    def reads(self) -> tuple[FileCost, ...]:
-        """What it reads of each file; empty where the source is of Orbax."""
-        return _by_file(batch.read for batch in self.batches)
+    def reads(self) -> tuple[FileReads, ...]:
+        """What it reads of each file; empty if the source is of Orbax."""
+        return tuple(FileReads(*figures) for figures in _by_file(batch.read for batch in self.batches))
 
     @property
-    def writes(self) -> tuple[FileCost, ...]:
-        """What it writes into each file; empty where the destination is of Orbax."""
-        return _by_file(batch.write for batch in self.batches)
+    def writes(self) -> tuple[FileWrites, ...]:
+        """What it writes into each file; empty if the destination is of Orbax."""
+        by_file = _by_file(batch.write for batch in self.batches)
+        return tuple(FileWrites(file.file, file.moved_bytes, file.num_requests) for file in by_file)
 
     def to_json(self) -> dict[str, Any]:
         """The figures as a dict: of all batches together."""
-        reads = [asdict(file) for file in self.reads]
-        writes = [{"file": f.file, "written_bytes": f.read_bytes, "num_requests": f.num_requests} for f in self.writes]
         figures = {name: getattr(self, name) for name in _FIGURES}
-        return figures | {"num_batches": len(self.batches), "reads": reads, "writes": writes}
+        return figures | {
+            "num_batches": len(self.batches),
+            "reads": [asdict(file) for file in self.reads],
+            "writes": [asdict(file) for file in self.writes],
+        }
 
 
 @dataclass(frozen=True)
@@ -253,20 +260,14 @@ class ConversionPlan:
         )
 
 
-def _by_file(traffic: Iterable[Traffic]) -> tuple[FileCost, ...]:
-    found: dict[str, list[FileCost]] = {}
-    for own in traffic:
-        for file in own.files:
-            found.setdefault(file.file, []).append(file)
-    return tuple(
-        FileCost(
-            name,
-            sum(file.needed_bytes for file in files),
-            sum(file.read_bytes for file in files),
-            sum(file.num_requests for file in files),
-        )
-        for name, files in sorted(found.items())
-    )
+def _by_file(traffic: Iterable[Traffic]) -> list[FileTraffic]:
+    """The traffic of each file, all batches together, in the order of the names."""
+    totals: dict[str, tuple[int, int, int]] = {}
+    for of_batch in traffic:
+        for name, *figures in of_batch.files:
+            needed, moved, requests = map(sum, zip(totals.get(name, (0, 0, 0)), figures, strict=True))
+            totals[name] = needed, moved, requests
+    return [FileTraffic(name, *figures) for name, figures in sorted(totals.items())]
 
 
 def _seconds(traffic: Traffic, bandwidth: float, latency: float) -> float:

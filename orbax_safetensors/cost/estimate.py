@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from orbax_safetensors.cost.report import RestorePlan
+from orbax_safetensors.cost.restore import RestorePlan
 from orbax_safetensors.errors import SafetensorsError
 
 

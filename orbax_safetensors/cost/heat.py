@@ -1,6 +1,6 @@
 """Which process reads how much of each stretch of the files: a plan as a table, to be drawn.
 
-The bytes are those of `report.restore_plan`, laid out over the files instead of summed up.
+The bytes are those of `restore.restore_plan`, laid out over the files instead of summed up.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orbax_safetensors.cost.alike import Tensors, Wanted
-from orbax_safetensors.cost.report import Leaf, layouts_of
+from orbax_safetensors.cost.alike import TensorGroups, Wanted
+from orbax_safetensors.cost.counter import ShardedLeaf, slicings_of
 from orbax_safetensors.geometry.coalesce import Gather
 from orbax_safetensors.geometry.strided import Runs
 from orbax_safetensors.transfer.plan import Location, gather_at
@@ -30,7 +30,7 @@ class Heat:
 
 
 def heat(
-    leaves: Sequence[Leaf],
+    leaves: Sequence[ShardedLeaf],
     locate: Callable[[str], Location],
     cuts: Sequence[np.ndarray],
     *,
@@ -42,13 +42,13 @@ def heat(
     `cuts` has for each file the ascending offsets between which its stretches lie; all that is read lies between the
     first and the last. The columns are in the order of the files. The other arguments are those of `restore_plan`.
     """
-    layouts, layout_of = layouts_of(leaves)
-    tensors = Tensors([leaf.view for leaf in leaves], layout_of, layouts, locate)
+    slicings, slicing_of = slicings_of(leaves)
+    tensors = TensorGroups([leaf.view for leaf in leaves], slicing_of, slicings, locate)
     ruler = _Ruler(leaves, tensors, locate, cuts)
     columns: dict[object, np.ndarray] = {}
     out = np.zeros((2, process_count, sum(len(cut) - 1 for cut in cuts)))
     for process in range(process_count):
-        boxes = tuple(layout.read(process) for layout in layouts)
+        boxes = tuple(slicing.moved(process) for slicing in slicings)
         if boxes not in columns:
             signature, wanted = tensors.signatures(boxes)
             gathers = [gather_at(one.location, one.copies, max_gap_bytes) if one.copies else None for one in wanted]
@@ -108,8 +108,8 @@ class _Ruler:
 
     def __init__(
         self,
-        leaves: Sequence[Leaf],
-        tensors: Tensors,
+        leaves: Sequence[ShardedLeaf],
+        tensors: TensorGroups,
         locate: Callable[[str], Location],
         cuts: Sequence[np.ndarray],
     ) -> None:

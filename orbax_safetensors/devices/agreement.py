@@ -84,7 +84,7 @@ def agree(key: str, failure: BaseException | None, facts: str = "", *, otherwise
     """
     own = f"{facts}\n" if failure is None else f"{facts}\n{type(failure).__name__}: {failure}"
     try:
-        told = exchange(key, own)
+        told = all_gather(key, own)
     except StorageError as error:
         raise error from (failure or error.__cause__)
     if failure is None:
@@ -95,7 +95,7 @@ def agree(key: str, failure: BaseException | None, facts: str = "", *, otherwise
         raise StorageError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def exchange(key: str, own: str) -> list[str]:
+def all_gather(key: str, own: str) -> list[str]:
     """What every process has called this with, in their order; `StorageError` where they cannot be reached."""
     if jax.process_count() == 1:
         return [own]

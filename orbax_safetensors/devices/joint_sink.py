@@ -12,7 +12,7 @@ from typing import Self
 
 import jax
 
-from orbax_safetensors.devices.agreement import agree, announce, announced, exchange, forget, new_key, together
+from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, forget, new_key, together
 from orbax_safetensors.errors import StorageError
 
 # Seconds between two looks at whether another process has given up.
@@ -41,7 +41,7 @@ class JointSink:
         self._process = jax.process_index()
         self._is_first = self._process == 0
         # Tells this run from all others, in all processes alike.
-        self._run = exchange(f"{self._key}/run", secrets.token_hex(8))[0]
+        self._run = all_gather(f"{self._key}/run", secrets.token_hex(8))[0]
         self._steps = ["run"]
         self._step("plan", plan, str)
         try:

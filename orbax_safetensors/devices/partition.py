@@ -26,7 +26,7 @@ from orbax_safetensors.devices.rules import (
 from orbax_safetensors.devices.sharding import device_boxes
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import same
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None

@@ -6,7 +6,7 @@ No collective, no compilation and no traffic between hosts happens here; they do
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -16,8 +16,10 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec
 
-from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
+from orbax_safetensors.geometry.box import Box
+
+Axes = tuple[tuple[str, ...], ...]  # for every dimension the mesh axes that shard it
 
 
 def default_sharding() -> jax.sharding.Sharding:
@@ -48,7 +50,7 @@ def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tupl
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
     """A tuple of slices, as JAX describes a shard, as a box of `shape`."""
     assert index is not None
-    return tuple(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
+    return Box(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
 
 
 def on_host(sharding: jax.sharding.Sharding) -> bool:
@@ -72,11 +74,23 @@ def assemble(
 @lru_cache(maxsize=2**16)
 def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     """For each distinct box that a device of this process holds, all processes that hold it; the boxes are sorted."""
-    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-    holders: dict[Box, set[int]] = {}
-    for device, index in indices.items():
-        holders.setdefault(box_of(index, shape), set()).add(device.process_index)
-    return {box: tuple(sorted(holders[box])) for box in sorted(local_boxes(sharding, shape))}
+    local = local_boxes(sharding, shape)
+    return {box: processes for box, processes in holders(sharding, shape, None).items() if box in local}
+
+
+@lru_cache(maxsize=2**16)
+def holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None
+) -> dict[Box, tuple[int, ...]]:
+    """Return for each distinct box of an array all processes that hold it; the boxes are sorted.
+
+    `process_count` is that of `device_owners`.
+    """
+    owners = device_owners(sharding, shape, process_count)
+    out: dict[Box, set[int]] = {}
+    for box, owner in zip(device_boxes(sharding, shape), owners, strict=True):
+        out.setdefault(box, set()).add(owner)
+    return {box: tuple(sorted(out[box])) for box in sorted(out)}
 
 
 @lru_cache(maxsize=2**16)
@@ -140,6 +154,28 @@ def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], proce
     return [device.process_index for device in devices]
 
 
+def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> list[tuple[Box, ...]]:
+    """Return for each process the boxes of its devices, given the box and the process of every device."""
+    out: list[list[Box]] = [[] for _ in range(process_count)]
+    for owner, box in zip(owners, boxes, strict=True):
+        out[owner].append(box)
+    return [tuple(of_process) for of_process in out]
+
+
+def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_count: int | None) -> int:
+    """Return how many processes share arrays of these shardings: `process_count`, or without it as many as there are.
+
+    Raises `SafetensorsError` if `process_count` is not positive.
+    """
+    if process_count is not None:
+        if process_count < 1:
+            raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
+        return process_count
+    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
+    with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)
+    return int(jax.process_count()) if with_devices or jax.distributed.is_initialized() else 1
+
+
 def is_abstract(sharding: jax.sharding.Sharding) -> bool:
     """Whether a sharding has no devices."""
     return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
@@ -153,21 +189,27 @@ def _check_entries(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> N
         )
 
 
+def axes_of(sharding: jax.sharding.NamedSharding, rank: int) -> Axes:
+    """Return the mesh axes that shard every dimension of an array of `rank` dimensions."""
+    entries = (*sharding.spec, *[None] * (rank - len(sharding.spec)))
+    return tuple(
+        # JAX replicates what is unconstrained if nothing else decides.
+        () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
+
+
 def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
     """The box of each device of a mesh, in the order of the mesh."""
     sizes = dict(sharding.mesh.shape)
     places = {axis: place for place, axis in enumerate(sizes)}
     coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T
     ranges = []
-    for axis, size in enumerate(shape):
-        entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-        if entry is PartitionSpec.UNCONSTRAINED:  # JAX replicates it where nothing else decides
-            entry = None
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    for size, axes in zip(shape, axes_of(sharding, len(shape)), strict=True):
         block = np.zeros(coordinates.shape[1], np.int64)
         for name in axes:
             block = block * sizes[name] + coordinates[places[name]]
         length = -(-size // prod(sizes[name] for name in axes))
         start = np.minimum(block * length, size)
         ranges.append(zip(start.tolist(), np.minimum(start + length, size).tolist(), strict=True))
-    return list(zip(*ranges, strict=True)) if ranges else [()] * coordinates.shape[1]
+    return list(map(Box, zip(*ranges, strict=True))) if ranges else [Box()] * coordinates.shape[1]

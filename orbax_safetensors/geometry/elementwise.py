@@ -6,7 +6,6 @@ the dtype of the memory; only `Cast` rounds in between. `undo` is the way back, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -74,11 +73,6 @@ def undo(ops: Ops, values: np.ndarray) -> np.ndarray:
             case Cast():
                 pass
     return out
-
-
-def result_dtype(ops: Sequence[Op], stored: np.dtype) -> np.dtype:
-    """The dtype that an array of `stored` has after `ops`: the last cast's, or its own."""
-    return next((op.dtype for op in reversed(ops) if isinstance(op, Cast)), stored)
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

@@ -12,8 +12,9 @@ from math import prod
 from typing import NamedTuple
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import Modes, merged, row_major
-from orbax_safetensors.geometry.view import Box, Piece, View
+from orbax_safetensors.geometry.view import Piece, View
 
 # (axis of the tensor, size, step): `size` positions, `step` apart along the axis; for every dimension outermost first.
 _Digits = tuple[tuple[int, int, int], ...]
@@ -39,7 +40,7 @@ class _Taken(NamedTuple):
         for digits in self.dims:
             for axis, size, step in digits:
                 stop[axis] += (size - 1) * step
-        return tuple(zip(self.start, stop, strict=True))
+        return Box(zip(self.start, stop, strict=True))
 
 
 def in_pieces(
@@ -59,7 +60,7 @@ def in_pieces(
     for tensor, own in taken.items():
         boxes = _joined([one.box for one in own])
         covered = sum(prod(size for digits in one.dims for _, size, _ in digits) for one in own)
-        if sum(map(_volume, boxes)) != covered:
+        if sum(box.volume for box in boxes) != covered:
             raise MappingError(f"{tensor!r}: what one process holds of it is no set of boxes")
         names[tensor] = {box: f"{number}/{tensor}" for number, box in enumerate(boxes)}
         pieces |= {name: TensorPiece(tensor, box) for box, name in names[tensor].items()}
@@ -102,8 +103,8 @@ def _rebased(piece: Piece, shapes: Mapping[str, tuple[int, ...]], names: Mapping
     assert piece.tensor is not None
     own = _taken(piece, shapes[piece.tensor])
     box, name = next((box, name) for box, name in names[piece.tensor].items() if _within(own.box, box))
-    strides = row_major([stop - start for start, stop in box])
-    offset = sum((at - start) * stride for at, (start, _), stride in zip(own.start, box, strides, strict=True))
+    strides = row_major(box.shape)
+    offset = sum((at - start) * stride for at, start, stride in zip(own.start, box.start, strides, strict=True))
     dims = tuple(tuple((size, step * strides[axis]) for axis, size, step in digits) for digits in own.dims)
     return piece._replace(tensor=name, offset=offset, dims=tuple(merged(modes) for modes in dims))
 
@@ -120,7 +121,7 @@ def _joined(boxes: Sequence[Box]) -> list[Box]:
         for other in out:
             if _joins(box, other):
                 out.remove(other)
-                todo.append(tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)))
+                todo.append(Box.hull([box, other]))
                 break
         else:
             out.append(box)
@@ -133,7 +134,3 @@ def _joins(box: Box, other: Box) -> bool:
     apart = sum(b <= c or d <= a for (a, b), (c, d) in pairs)
     touching = sum(b == c or d == a for (a, b), (c, d) in pairs)
     return apart == 0 or (apart == touching == 1 and sum(own != its for own, its in pairs) == 1)
-
-
-def _volume(box: Box) -> int:
-    return prod(stop - start for start, stop in box)

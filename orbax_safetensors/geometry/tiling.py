@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import product
 from math import inf, isqrt, lcm, prod
 
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 
 
 def storage_order(view: View) -> tuple[int, ...]:
@@ -133,4 +134,4 @@ def tiles(shape: Sequence[int], tile: Sequence[int], order: Sequence[int]) -> It
     ]
     for ranges in product(*cuts):
         box = dict(zip(outermost_first, ranges, strict=True))
-        yield tuple(box[axis] for axis in range(len(shape)))
+        yield Box(box[axis] for axis in range(len(shape)))

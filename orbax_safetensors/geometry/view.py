@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Op, Ops, Scale
 from orbax_safetensors.geometry.strided import (
     Copy,
@@ -34,7 +35,6 @@ from orbax_safetensors.geometry.strided import (
 )
 
 _T = TypeVar("_T")
-Box = tuple[tuple[int, int], ...]  # for every dimension a half-open range
 
 # The dtype of a view whose tensors' dtype is not known: of a description, before it meets a checkpoint or a tree.
 UNKNOWN = np.dtype(np.void)
@@ -267,7 +267,7 @@ class View:
 
     def copies(self, box: Box, shape: Sequence[int]) -> list[Taken]:
         """What fills the leading corner of a dense row-major array of `shape` with `box` of the view."""
-        if len(self.pieces) == 1 and shape == self.shape and box == whole_box(self.shape):
+        if len(self.pieces) == 1 and shape == self.shape and box == Box.whole(self.shape):
             (piece,) = self.pieces
             return [Taken(piece.tensor, _whole_copy(piece.offset, piece.dims, self.shape), piece.ops)]
         strides = row_major(shape)
@@ -295,7 +295,7 @@ class View:
 
     def clipped(self, box: Box) -> Box:
         """The part of a box, which may reach over the end of the view, that lies in the view."""
-        return tuple((min(start, size), min(stop, size)) for (start, stop), size in zip(box, self.shape, strict=True))
+        return Box((min(start, size), min(stop, size)) for (start, stop), size in zip(box, self.shape, strict=True))
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -307,18 +307,6 @@ class View:
     def __str__(self) -> str:
         shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
         return f"view {self.shape} of [{shown}]"
-
-
-@lru_cache(maxsize=2**16)
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box that is all of an array of `shape`."""
-    return tuple((0, size) for size in shape)
-
-
-@lru_cache(maxsize=2**16)
-def shape_of(box: Box) -> tuple[int, ...]:
-    """Return the shape of a box."""
-    return tuple(stop - start for start, stop in box)
 
 
 @lru_cache(maxsize=2**16)

@@ -20,7 +20,8 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.run import restore
 from orbax_safetensors.save.destination import Existing
 from orbax_safetensors.save.index import IndexAs
-from orbax_safetensors.save.prepare import Save, Shards, prepare_save
+from orbax_safetensors.save.prepare import Save, prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
 
 logger = logging.getLogger(__name__)

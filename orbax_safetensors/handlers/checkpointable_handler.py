@@ -13,7 +13,8 @@ from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.run import restore
-from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
 
 

@@ -18,7 +18,8 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.restore.run import restore_leaves
 from orbax_safetensors.save.index import IndexAs
-from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import read_beside, write_save
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orbax_safetensors.checkpoint.family import AskedFamily
-from orbax_safetensors.cost.orbax import OrbaxRestorePlan, plan_arrays
+from orbax_safetensors.cost.orbax_restore import OrbaxRestorePlan, plan_arrays
 from orbax_safetensors.devices.partition import AskedMesh, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.decide import decide, nbytes

@@ -16,6 +16,7 @@ from etils import epath
 
 from orbax_safetensors.devices import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX, OperationIdGenerator, run_sync
 from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal, kvstore, names, remove
 from orbax_safetensors.orbax_store.discovery import RECORD_FILE, STEP_FILE, TREE_FILE
@@ -243,7 +244,7 @@ class ItemWriter:
             raise TensorMismatchError(
                 f"{self._where}: {len(lacking)} of {len(self.leaves)} arrays are not complete: {(~present).sum()} "
                 f"chunks of {name!r} were not written, the first is "
-                f"{box_of(tuple((at, at + 1) for at in index), self.leaves[name])}"
+                f"{box_of(Box((at, at + 1) for at in index), self.leaves[name])}"
             )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 
 # Orbax's names of the kinds of leaves, as `_METADATA` has them.
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
@@ -67,7 +67,7 @@ def check_box(box: Box, shape: tuple[int, ...], where: str) -> None:
 
 def check_memory(array: np.ndarray, box: Box, dtype: np.dtype, where: str) -> None:
     """Raises `TensorMismatchError` where `array` cannot hold the elements of `box`."""
-    shape = tuple(stop - start for start, stop in box)
+    shape = box.shape
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
         found = f"shape {array.shape} of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
         raise TensorMismatchError(
@@ -77,14 +77,12 @@ def check_memory(array: np.ndarray, box: Box, dtype: np.dtype, where: str) -> No
 
 def chunks_of(box: Box, leaf: OrbaxLeaf) -> Box:
     """The chunks that a box touches, as a box of the grid."""
-    return tuple(
-        (start // chunk, -(-stop // chunk)) for (start, stop), chunk in zip(box, leaf.chunk_shape, strict=True)
-    )
+    return Box((start // chunk, -(-stop // chunk)) for (start, stop), chunk in zip(box, leaf.chunk_shape, strict=True))
 
 
 def box_of(chunks: Box, leaf: OrbaxLeaf) -> Box:
     """The elements of a box of the grid."""
-    return tuple(
+    return Box(
         (first * chunk, min(last * chunk, size))
         for (first, last), chunk, size in zip(chunks, leaf.chunk_shape, leaf.shape, strict=True)
     )
@@ -92,27 +90,22 @@ def box_of(chunks: Box, leaf: OrbaxLeaf) -> Box:
 
 def num_chunks(box: Box, leaf: OrbaxLeaf) -> int:
     """How many chunks a box touches."""
-    return prod(last - first for first, last in chunks_of(box, leaf))
+    return chunks_of(box, leaf).volume
 
 
 def touched_nbytes(box: Box, leaf: OrbaxLeaf) -> int:
     """Decoded bytes of the chunks that a box touches, which are read and decoded whole."""
-    return prod(stop - start for start, stop in box_of(chunks_of(box, leaf), leaf)) * leaf.dtype.itemsize
+    return box_of(chunks_of(box, leaf), leaf).volume * leaf.dtype.itemsize
 
 
 def cut(chunks: Box, leaf: OrbaxLeaf, limit: int) -> Iterator[Box]:
     """A box of the grid in boxes of at most `limit` decoded bytes, or of one chunk, in row-major order."""
-    lengths = [last - first for first, last in chunks]
-    if prod(lengths) * leaf.chunk_nbytes <= limit or max(lengths, default=1) <= 1:
+    lengths = chunks.shape
+    if chunks.volume * leaf.chunk_nbytes <= limit or max(lengths, default=1) <= 1:
         yield chunks
         return
     axis = next(axis for axis, length in enumerate(lengths) if length > 1)
     first, last = chunks[axis]
     middle = (first + last) // 2
-    yield from cut((*chunks[:axis], (first, middle), *chunks[axis + 1 :]), leaf, limit)
-    yield from cut((*chunks[:axis], (middle, last), *chunks[axis + 1 :]), leaf, limit)
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """The index of a box."""
-    return tuple(slice(start, stop) for start, stop in box)
+    yield from cut(Box((*chunks[:axis], (first, middle), *chunks[axis + 1 :])), leaf, limit)
+    yield from cut(Box((*chunks[:axis], (middle, last), *chunks[axis + 1 :])), leaf, limit)

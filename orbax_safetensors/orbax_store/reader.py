@@ -14,7 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
 from orbax_safetensors.orbax_store.discovery import (
@@ -36,7 +36,6 @@ from orbax_safetensors.orbax_store.leaf import (
     check_memory,
     chunks_of,
     cut,
-    slices,
     touched_nbytes,
 )
 from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
@@ -110,12 +109,12 @@ class OrbaxCheckpoint:
         nbytes, failure = 0, None
         try:
             with storage_errors(where):
-                target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[[start for start, _ in box]]]
+                target = ts.array(out, copy=False, write=True)[ts.d[:].translate_to[box.start]]
                 for chunks in cut(chunks_of(box, leaf), leaf, self._read_bytes) if out.size else ():
                     if operations.failed:
                         break
                     whole = box_of(chunks, leaf)
-                    part = slices(tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(whole, box, strict=True)))
+                    part = whole.overlap(box).slices
                     touched = touched_nbytes(whole, leaf)
                     taken = self._budget.acquire(_COPIES * touched)
                     try:
@@ -145,7 +144,7 @@ class OrbaxCheckpoint:
                 }
                 return str(ts.open(spec, read=True, open=True).result().read().result().item())
         out: np.ndarray = np.empty(leaf.shape, leaf.dtype)
-        self.read(name, tuple((0, size) for size in leaf.shape), out).result()
+        self.read(name, Box.whole(leaf.shape), out).result()
         if leaf.kind != SCALAR:
             return out
         return out[()] if isinstance(out[()], np.number) else out.item()

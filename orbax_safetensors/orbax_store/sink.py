@@ -14,11 +14,11 @@ import numpy as np
 
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store.directories import absolute
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem
-from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of, slices
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of
 from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
 from orbax_safetensors.storage.paths import PathLike
 
@@ -99,7 +99,7 @@ class OrbaxSink(JointSink):
         leaf = self._leaf(name)
         check_box(box, leaf.shape, f"{self.path}: {name!r}")
         with self._lock:
-            return bool(self._present[name][slices(chunks_of(box, leaf))].all())
+            return bool(self._present[name][chunks_of(box, leaf).slices].all())
 
     def missing(self, name: str) -> Iterator[Box]:
         """The boxes of the chunks of an array that are not `written`, in row-major order."""
@@ -107,7 +107,7 @@ class OrbaxSink(JointSink):
         with self._lock:
             indices = np.argwhere(~self._present[name])
         for index in indices.tolist():
-            yield box_of(tuple((at, at + 1) for at in index), leaf)
+            yield box_of(Box((at, at + 1) for at in index), leaf)
 
     def write(self, name: str, box: Box, tile: np.ndarray) -> Future[int]:
         """Begins to write the elements of `box`, which is made of whole chunks; the future is their bytes.
@@ -121,7 +121,7 @@ class OrbaxSink(JointSink):
         check_box(box, leaf.shape, where)
         check_memory(tile, box, leaf.dtype, where)
         chunks = chunks_of(box, leaf)
-        if box_of(chunks, leaf) != tuple(box):
+        if box_of(chunks, leaf) != box:
             raise TensorMismatchError(f"{where}: expected a box of chunks of shape {leaf.chunk_shape}, found {box}")
         self._check()
         operations = Operations(where)
@@ -133,7 +133,7 @@ class OrbaxSink(JointSink):
         taken = self._budget.acquire(tile.nbytes * (2 if self._compression else 1) + _WRITE_OVERHEAD)
         try:
             with storage_errors(where):
-                store = self._stores[name][slices(box)]
+                store = self._stores[name][box.slices]
                 operation = store.write(tile, can_reference_source_data_indefinitely=True).commit
         except BaseException as error:
             self._budget.release(taken)
@@ -147,7 +147,7 @@ class OrbaxSink(JointSink):
         failure = future.exception()
         with self._lock:
             if failure is None:
-                self._present[name][slices(chunks)] = True
+                self._present[name][chunks.slices] = True
             elif self._failure is None and isinstance(failure, Exception):
                 self._failure = failure
 

@@ -13,26 +13,26 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from orbax_safetensors.cost.advice import axes_of, deal, form
-from orbax_safetensors.cost.report import Leaf, restore_plan
-from orbax_safetensors.devices.sharding import device_boxes
+from orbax_safetensors.cost.advice import form
+from orbax_safetensors.cost.counter import Counter, ShardedLeaf
+from orbax_safetensors.devices.sharding import axes_of, by_process, device_boxes
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.exchange import SLIGHT_PADDING, Axes, Exchange, exchange
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import storage_order
-from orbax_safetensors.geometry.view import Box
-from orbax_safetensors.restore.target import Asked, Target
+from orbax_safetensors.restore.target import LeafRequest, Target
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Location
 
-# Processes for which reads are planned before a way is chosen, from the first to the last. Others are much the same.
+# Processes for which reads are planned before an exchange is chosen, from the first to the last. Others are alike.
 SOME_PROCESSES = 16
 
 Boxes = Sequence[tuple[Box, ...]]  # for every process
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """How leaves of one shape and sharding are exchanged.
+class Swap:
+    """An exchange of leaves of one shape and sharding between the devices of processes.
 
     Attributes:
       exchange: their parts and what makes shards of them.
@@ -47,13 +47,13 @@ class Way:
     received: int
 
     @staticmethod
-    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Way:
-        """The way of an exchange between devices of `process_count` processes."""
-        boxes = deal(device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
-        return Way(exchange, owners, boxes, exchange.received(owners))
+    def of(exchange: Exchange, owners: tuple[int, ...], process_count: int) -> Swap:
+        """Return an exchange between devices of `process_count` processes."""
+        boxes = by_process(device_boxes(reading(exchange), exchange.padded), sorted(owners), process_count)
+        return Swap(exchange, owners, boxes, exchange.received(owners))
 
 
-def exchangeable(leaf: Asked | Target) -> bool:
+def exchangeable(leaf: LeafRequest | Target) -> bool:
     """Whether the devices of a leaf can exchange parts of it at all."""
     sharding = leaf.sharding
     return (
@@ -65,27 +65,25 @@ def exchangeable(leaf: Asked | Target) -> bool:
 
 
 class Chooser:
-    """Finds the leaves of a restore of which fewer bytes are read where devices exchange parts."""
+    """Finds the leaves of a restore of which fewer bytes are read if devices exchange parts."""
 
-    def __init__(
-        self, locate: Callable[[str], Location], files: Sequence[str], *, process_count: int, pace: Pace
-    ) -> None:
-        """`pace` is that of the store; the others are the arguments of `restore_plan`."""
+    def __init__(self, locate: Callable[[str], Location], num_files: int, *, process_count: int, pace: Pace) -> None:
+        """`pace` is that of the store; the others are the arguments of `Counter` and of `restore_plan`."""
         self._locate = locate
-        self._files = files
+        self._num_files = num_files
         self._process_count = process_count
         self._pace = pace
-        self._ways: dict[Hashable, list[Way]] = {}
+        self._swaps: dict[Hashable, list[Swap]] = {}
         count = min(process_count, SOME_PROCESSES)
         self._some = [number * (process_count - 1) // max(count - 1, 1) for number in range(count)]
 
     def choose(
         self,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[ShardedLeaf],
         shardings: Sequence[Sharding | None],
         owners: Sequence[tuple[int, ...] | None],
-    ) -> list[Way | None]:
-        """For each leaf how it is exchanged, None where that saves no bytes.
+    ) -> list[Swap | None]:
+        """Return for each leaf how it is exchanged, None if that saves no bytes.
 
         `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
         are made of the same tensors are exchanged together or not at all.
@@ -99,58 +97,51 @@ class Chooser:
                     for leaf in (leaves[at],)
                 )
                 kinds.setdefault(key, []).append(group)
-        out: list[Way | None] = [None] * len(leaves)
+        out: list[Swap | None] = [None] * len(leaves)
         for groups in kinds.values():
-            ways = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
-            best = self._best([leaves[at] for at in groups[0]], ways)
+            swaps = [self._of_leaf(leaves[at], shardings[at], owners[at]) for at in groups[0]]
+            best = self._best([leaves[at] for at in groups[0]], swaps)
             for group in groups if best else ():
-                for at, way in zip(group, best, strict=True):
-                    out[at] = way
+                for at, swap in zip(group, best, strict=True):
+                    out[at] = swap
         return out
 
-    def _of_leaf(self, leaf: Leaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Way]:
-        """The ways to exchange a leaf."""
+    def _of_leaf(self, leaf: ShardedLeaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Swap]:
+        """The exchanges that a leaf could have."""
         assert isinstance(sharding, NamedSharding)
         assert owners is not None
         order = storage_order(leaf.view)
         key = (leaf.shape, sharding, owners, order)
-        if key not in self._ways:
+        if key not in self._swaps:
             names = list(sharding.mesh.shape)
             axes = tuple(tuple(map(names.index, entry)) for entry in axes_of(sharding, len(leaf.shape)))
             sizes = tuple(sharding.mesh.shape.values())
-            found = dict.fromkeys(
+            possible = dict.fromkeys(
                 exchange(leaf.shape, axes, sizes, order, padding) for padding in (SLIGHT_PADDING, inf)
             )
-            self._ways[key] = [Way.of(one, owners, self._process_count) for one in found]
-        return self._ways[key]
+            self._swaps[key] = [Swap.of(parts, owners, self._process_count) for parts in possible]
+        return self._swaps[key]
 
-    def _best(self, leaves: list[Leaf], ways: list[list[Way]]) -> list[Way]:
-        """The way in which the slowest process reads least of leaves; empty where none saves bytes."""
+    def _best(self, leaves: list[ShardedLeaf], swaps: list[list[Swap]]) -> list[Swap]:
+        """The exchanges with which the slowest process reads least of leaves; empty if none saves bytes."""
         direct = sum(self._read_bytes(leaves, [None] * len(leaves)))
         least = inf
-        out: list[Way] = []
-        for number in range(max(map(len, ways))):
-            tried = [own[min(number, len(own) - 1)] for own in ways]
-            read = self._read_bytes(leaves, [way.boxes for way in tried])
+        out: list[Swap] = []
+        for number in range(max(map(len, swaps))):
+            tried = [of_leaf[min(number, len(of_leaf) - 1)] for of_leaf in swaps]
+            read = self._read_bytes(leaves, [swap.boxes for swap in tried])
             if sum(read) < direct and max(read) < least:
                 least, out = max(read), tried
         return out
 
-    def _read_bytes(self, leaves: Sequence[Leaf], parts: Sequence[Boxes | None]) -> list[int]:
+    def _read_bytes(self, leaves: Sequence[ShardedLeaf], parts: Sequence[Boxes | None]) -> list[int]:
         """The bytes that each of some processes reads of leaves, directly or in parts."""
-        plan = restore_plan(
-            [
-                replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if own is None else self._of_some(own))
-                for leaf, own in zip(leaves, parts, strict=True)
-            ],
-            self._locate,
-            self._files,
-            process_count=len(self._some),
-            max_gap_bytes=self._pace.max_gap_bytes,
-            threads=1,
-            max_request_bytes=self._pace.max_request_bytes,
-        )
-        return [cost.read_bytes for cost in plan.processes]
+        leaves = [
+            replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if boxes is None else self._of_some(boxes))
+            for leaf, boxes in zip(leaves, parts, strict=True)
+        ]
+        counter = Counter(leaves, self._locate, self._num_files, max_gap_bytes=self._pace.max_gap_bytes)
+        return [int(count.moved_bytes.sum()) for count in counter.counts(len(self._some))]
 
     def _of_some(self, boxes: Boxes) -> Boxes:
         return [boxes[process] for process in self._some]

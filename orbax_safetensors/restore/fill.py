@@ -18,7 +18,6 @@ from orbax_safetensors.devices.sharding import assemble, on_host, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.strided import keeps_order
-from orbax_safetensors.geometry.view import shape_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
@@ -55,7 +54,7 @@ def blocks(target: Target) -> tuple[Block, ...]:
     view = target.view
     padded = target.shape != view.shape
     return tuple(
-        [Block(view, view.clipped(box) if padded else box, shape_of(box), target.dtype) for box in target.local_boxes()]
+        [Block(view, view.clipped(box) if padded else box, box.shape, target.dtype) for box in target.local_boxes()]
     )
 
 

@@ -13,14 +13,15 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import AskedFamily, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cost.advice import Advisor, Instead, deal
-from orbax_safetensors.cost.report import Cooperation, Leaf, RestorePlan, WayCost, restore_plan
-from orbax_safetensors.devices.sharding import device_boxes, device_owners, is_abstract, plain
-from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.cost.advice import Advisor, Instead
+from orbax_safetensors.cost.counter import ShardedLeaf
+from orbax_safetensors.cost.restore import Cooperation, RestorePlan, WayCost, restore_plan
+from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, num_processes, plain
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas, request
-from orbax_safetensors.restore.exchanges import Chooser, Way, exchangeable
+from orbax_safetensors.restore.exchanges import Chooser, Swap, exchangeable
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
@@ -59,8 +60,6 @@ def plan_restore(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
-    if process_count is not None and process_count < 1:
-        raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
     with no_collection():
         checkpoint = mapped(
             read_checkpoint(path, options.storage_options),
@@ -69,24 +68,24 @@ def plan_restore(
             complete=False,
             dequantize=options.dequantize,
         )
-        return planned(checkpoint, target, process_count, options).plan()
+        return distribution(checkpoint, target, process_count, options).plan()
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A target of a checkpoint, dealt to `process_count` processes.
+class Distribution:
+    """A tree of targets, and what each of `process_count` processes holds of it.
 
-    `shardings` are those of the leaves, None where a leaf has none; `owners` are the processes of their devices where
-    these can exchange what is read of a leaf, otherwise None. `dealt` says that devices are given to processes
+    `shardings` are those of the leaves, None if a leaf has none; `owners` are the processes of their devices if these
+    can exchange what is read of a leaf, otherwise None. `dealt_evenly` says that devices are given to processes
     evenly and in order, rather than by what they say themselves.
     """
 
     checkpoint: Checkpoint
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ShardedLeaf, ...]
     shardings: tuple[jax.sharding.Sharding | None, ...]
     owners: tuple[tuple[int, ...] | None, ...]
     process_count: int
-    dealt: bool
+    dealt_evenly: bool
     options: SafetensorsOptions
 
     @property
@@ -101,17 +100,17 @@ class Planned:
         return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
     @cached_property
-    def possible(self) -> list[Way | None]:
+    def possible(self) -> list[Swap | None]:
         """For each leaf how devices would exchange it, None where that saves no bytes."""
         if self.process_count == 1:
             return [None] * len(self.leaves)
-        chooser = Chooser(self.checkpoint.location, self.files, process_count=self.process_count, pace=self.pace)
+        chooser = Chooser(self.checkpoint.location, len(self.files), process_count=self.process_count, pace=self.pace)
         return chooser.choose(self.leaves, self.shardings, self.owners)
 
     @property
-    def chosen(self) -> list[Way | None]:
+    def chosen(self) -> list[Swap | None]:
         """Those of the possible exchanges that the restore makes: all or none."""
-        return self.possible if exchanges(self.options) else [None] * len(self.leaves)
+        return self.possible if cooperates(self.options) else [None] * len(self.leaves)
 
     def plan(self, *, compared: bool = False) -> RestorePlan:
         """What it costs every process.
@@ -119,37 +118,37 @@ class Planned:
         With `compared` also what cooperation would save where the options rule it out.
         """
         direct = self._plan([None] * len(self.leaves))
-        if self.process_count == 1 or not (compared or exchanges(self.options)):
+        if self.process_count == 1 or not (compared or cooperates(self.options)):
             return direct
-        count = sum(way is not None for way in self.possible)
+        count = sum(swap is not None for swap in self.possible)
         cooperative = self._plan(self.possible) if count else direct
         return replace(
-            cooperative if exchanges(self.options) else direct,
+            cooperative if cooperates(self.options) else direct,
             cooperation=Cooperation(
                 num_arrays=count,
-                direct=_ways(direct, [0] * self.process_count),
-                cooperative=_ways(cooperative, self._received_bytes()),
+                direct=_way_costs(direct, [0] * self.process_count),
+                cooperative=_way_costs(cooperative, self._received_bytes()),
             ),
         )
 
     def _received_bytes(self) -> list[int]:
         """What the devices of every process receive from others where all that is possible is exchanged."""
-        by_way: dict[Way, int] = {}  # bytes of one device
-        for leaf, way in zip(self.leaves, self.possible, strict=True):
-            if way is not None:
-                by_way[way] = by_way.get(way, 0) + way.received * leaf.dtype.itemsize
+        by_swap: dict[Swap, int] = {}  # bytes of one device
+        for leaf, swap in zip(self.leaves, self.possible, strict=True):
+            if swap is not None:
+                by_swap[swap] = by_swap.get(swap, 0) + swap.received * leaf.dtype.itemsize
         out = np.zeros(self.process_count, np.int64)
-        for way, nbytes in by_way.items():
-            out += nbytes * np.bincount(way.owners, minlength=self.process_count)
+        for swap, nbytes in by_swap.items():
+            out += nbytes * np.bincount(swap.owners, minlength=self.process_count)
         received: list[int] = out.tolist()
         return received
 
-    def _plan(self, ways: Sequence[Way | None]) -> RestorePlan:
+    def _plan(self, swaps: Sequence[Swap | None]) -> RestorePlan:
         """`plan`, where these leaves are exchanged."""
         return restore_plan(
             [
-                leaf if way is None else replace(leaf, parts=way.boxes)
-                for way, leaf in zip(ways, self.leaves, strict=True)
+                leaf if swap is None else replace(leaf, parts=swap.boxes)
+                for swap, leaf in zip(swaps, self.leaves, strict=True)
             ],
             self.checkpoint.location,
             self.files,
@@ -163,12 +162,12 @@ class Planned:
         """For each of the `over_reads` of its plan what other shardings would read; see `Advisor.instead`."""
         advisor = Advisor(
             self.checkpoint.location,
-            self.files,
+            len(self.files),
             process_count=self.process_count,
             max_gap_bytes=self.pace.max_gap_bytes,
         )
         given = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
-        count = self.process_count if self.dealt else None
+        count = self.process_count if self.dealt_evenly else None
         out = {}
         for worst in plan.over_reads:
             leaf, sharding = given[worst.name]
@@ -177,51 +176,50 @@ class Planned:
         return out
 
 
-def exchanges(options: SafetensorsOptions) -> bool:
+def cooperates(options: SafetensorsOptions) -> bool:
     """Whether devices exchange what processes read. Memory that is shared with a file is not read."""
     return options.cooperative and not options.alias
 
 
-def _ways(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
+def _way_costs(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
     return tuple(
         WayCost(cost.read_bytes, cost.num_requests, nbytes)
         for cost, nbytes in zip(plan.processes, received, strict=True)
     )
 
 
-def planned(checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions) -> Planned:
-    """Checks a target and deals its shards; see `plan_restore` for the arguments and errors."""
+def distribution(
+    checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
+) -> Distribution:
+    """Check a target and deal its shards; see `plan_restore` for the arguments and errors."""
     item, restore_args = (None, target) if request.are_restore_args(target) else (target, None)
-    return dealt(
+    return distribution_of(
         checkpoint, request.resolve(checkpoint, item, restore_args, partial=True).targets, process_count, options
     )
 
 
-def dealt(
-    checkpoint: Checkpoint, wanted_leaves: Sequence[Target], process_count: int | None, options: SafetensorsOptions
-) -> Planned:
-    """Deals the shards of targets to processes; `process_count` is as in `plan_restore`."""
-    shardings = [None if wanted.sharding is None else plain(wanted.sharding) for wanted in wanted_leaves]
-    with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)
-    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
-    started = with_devices or jax.distributed.is_initialized()
-    count = process_count or (jax.process_count() if started else 1)
+def distribution_of(
+    checkpoint: Checkpoint, targets: Sequence[Target], process_count: int | None, options: SafetensorsOptions
+) -> Distribution:
+    """Deal the shards of targets to processes; `process_count` is as in `plan_restore`."""
+    shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
+    count = num_processes(shardings, process_count)
     boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
     owners: dict[jax.sharding.Sharding, tuple[int, ...]] = {}
     leaves, owners_of_leaves = [], []
-    for wanted, sharding in zip(wanted_leaves, shardings, strict=True):
-        key = (wanted.kind, sharding, wanted.shape)
+    for target, sharding in zip(targets, shardings, strict=True):
+        key = (target.kind, sharding, target.shape)
         if key not in boxes:
-            boxes[key] = _boxes(wanted, sharding, process_count, count)
-        readers = replicas.readers(wanted, process_count)
-        leaves.append(Leaf(wanted.name, wanted.view, wanted.shape, wanted.dtype, boxes[key], readers))
+            boxes[key] = _boxes(target, sharding, process_count, count)
+        readers = replicas.readers(target, process_count)
+        leaves.append(ShardedLeaf(target.name, target.view, target.shape, target.dtype, boxes[key], readers))
         own = None
-        if sharding is not None and exchangeable(wanted):
+        if sharding is not None and exchangeable(target):
             if sharding not in owners:
-                owners[sharding] = tuple(device_owners(sharding, wanted.shape, process_count))
+                owners[sharding] = tuple(device_owners(sharding, target.shape, process_count))
             own = owners[sharding]
         owners_of_leaves.append(own)
-    return Planned(
+    return Distribution(
         checkpoint,
         tuple(leaves),
         tuple(shardings),
@@ -233,15 +231,15 @@ def dealt(
 
 
 def _boxes(
-    wanted: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
+    target: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
 ) -> list[tuple[Box, ...]]:
     """For each of `count` processes the boxes of its devices."""
-    whole: Box = tuple((0, size) for size in wanted.shape)
+    whole = Box.whole(target.shape)
     if sharding is None:  # every process has a NumPy array, the first the default device
-        return [(whole,) if wanted.kind is not jax.Array or process == 0 else () for process in range(count)]
+        return [(whole,) if target.kind is not jax.Array or process == 0 else () for process in range(count)]
     try:
-        boxes = device_boxes(sharding, wanted.shape)
-        owners = device_owners(sharding, wanted.shape, process_count)
+        boxes = device_boxes(sharding, target.shape)
+        owners = device_owners(sharding, target.shape, process_count)
     except TensorMismatchError as error:
-        raise TensorMismatchError(f"{wanted.name!r}: {error}") from error
-    return deal(boxes, owners, count)
+        raise TensorMismatchError(f"{target.name!r}: {error}") from error
+    return by_process(boxes, owners, count)

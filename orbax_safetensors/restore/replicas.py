@@ -1,8 +1,8 @@
 """Restoring with one reader: a replica of the mesh reads, the others receive over the network between devices.
 
-Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` take this way, one of two places where processes
-talk to each other: `cooperative` is the other. It pays where storage is slower than the network and there are many
-replicas.
+Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` are read so, which pays if storage is slower than the
+network and there are many replicas. `cooperative` is the other module in which devices send what was read; there every
+process reads a share and all agree before anything is sent, here the readers are fixed and nobody agrees on anything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.devices import collectives
+from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import device_owners
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.restore.fill import Filling
@@ -115,21 +116,8 @@ def _broadcast(target: Target, value: jax.Array | None) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("dtype", "sharding"))
 def _sum(stacked: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    """The only summand that is not zero, bit for bit: floating-point zeros have a sign, and NaNs a payload."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        summed = jnp.sum(stacked, axis=0, dtype=dtype)
-    elif dtype == jnp.bool_:
-        summed = jnp.any(stacked, axis=0)
-    elif jnp.issubdtype(dtype, jnp.complexfloating):
-        summed = jax.lax.complex(_bits_sum(jnp.real(stacked)), _bits_sum(jnp.imag(stacked)))
-    else:
-        summed = _bits_sum(stacked)
+    """The only summand that is not zero, bit for bit."""
+    bits = to_bits(stacked)
+    summed = from_bits(jnp.sum(bits, axis=0, dtype=bits.dtype), dtype)
     made: jax.Array = jax.lax.with_sharding_constraint(summed, sharding)
     return made
-
-
-def _bits_sum(stacked: jax.Array) -> jax.Array:
-    bits = jnp.dtype(f"u{stacked.dtype.itemsize}")
-    summed: jax.Array = jnp.sum(jax.lax.bitcast_convert_type(stacked, bits), axis=0, dtype=bits)
-    restored: jax.Array = jax.lax.bitcast_convert_type(summed, stacked.dtype)
-    return restored

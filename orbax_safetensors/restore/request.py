@@ -19,7 +19,7 @@ from orbax_safetensors.devices.trees import empty_nodes, flatten
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_same, nearest, some
-from orbax_safetensors.restore.target import Asked, Target, as_stored, asked, target
+from orbax_safetensors.restore.target import LeafRequest, Target, as_stored, leaf_request, target
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,12 @@ def placed(request: Request, checkpoint: Checkpoint) -> Request:
     return replace(request, leaves=leaves)
 
 
-def all_asked(item: Any, restore_args: Any) -> set[Asked]:
-    """The different things that a request, as `resolve` has it, asks for, but for what is wrong with it."""
+def leaf_requests(item: Any, restore_args: Any) -> set[LeafRequest]:
+    """Return the distinct requests of leaves in a request, as `resolve` has it, except those that are wrong."""
     _, leaves, args = _flattened(item, restore_args)
     found = {
-        asked(leaf if item is not None else None, args.get(name)) for name, leaf in _without_placeholders(leaves, args)
+        leaf_request(leaf if item is not None else None, args.get(name))
+        for name, leaf in _without_placeholders(leaves, args)
     }
     return {one for one in found if one is not None}
 

@@ -14,10 +14,10 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.agreement import first, new_key
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore import cooperative
 from orbax_safetensors.restore import request as requests
-from orbax_safetensors.restore import together
 from orbax_safetensors.restore.exchanges import exchangeable
-from orbax_safetensors.restore.plan import exchanges
+from orbax_safetensors.restore.plan import cooperates
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike, as_text
@@ -110,8 +110,8 @@ def _restored(
             checkpoint, request = resolve(stored)
             return checkpoint, requests.placed(request, checkpoint)
 
-    decided = together.decide(placed, options, key)
-    return decided.request.tree(together.restore(decided, options))
+    decided = cooperative.decide(placed, options, key)
+    return decided.request.tree(cooperative.restore(decided, options))
 
 
 def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsOptions) -> bool:
@@ -123,7 +123,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
     count = jax.process_count()
     if count == 1:
         return False
-    spread = [one for one in requests.all_asked(item, restore_args) if len(one.processes) > 1]
+    spread = [one for one in requests.leaf_requests(item, restore_args) if len(one.processes) > 1]
     everywhere = [one for one in spread if len(one.processes) == count]
     if spread and moves(path):
         if not everywhere:
@@ -132,7 +132,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
                 "commit, which is in the path of open_checkpoint"
             )
         return True
-    return exchanges(options) and any(map(exchangeable, everywhere))
+    return cooperates(options) and any(map(exchangeable, everywhere))
 
 
 def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:

@@ -18,7 +18,8 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
-from orbax_safetensors.geometry.view import Box, View, whole_box
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 
 # The types of NumPy's scalars that tensors can have: not `np.number` and the like, which are none of one dtype.
 _SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
@@ -58,7 +59,7 @@ class Target:
     def local_boxes(self) -> tuple[Box, ...]:
         """The distinct boxes that this process fills."""
         if self.sharding is None:
-            return (whole_box(self.shape),)
+            return (Box.whole(self.shape),)
         try:
             return local_boxes(plain(self.sharding), self.shape)
         except TensorMismatchError as error:
@@ -111,8 +112,8 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
     )
 
 
-class Asked(NamedTuple):
-    """What a leaf is asked for as, of whatever checkpoint; as the fields of `Target`."""
+class LeafRequest(NamedTuple):
+    """What a caller requests of a leaf, of whatever checkpoint; the fields are those of `Target`."""
 
     kind: type
     sharding: jax.sharding.Sharding | Format | None
@@ -132,12 +133,12 @@ class Asked(NamedTuple):
         return frozenset(device.process_index for device in devices)
 
 
-def asked(leaf: Any, args: Any) -> Asked | None:
-    """What can be told of a `target` before there is a checkpoint; None where what is asked for is wrong."""
+def leaf_request(leaf: Any, args: Any) -> LeafRequest | None:
+    """Return what can be said of a `target` before there is a checkpoint; None if the request is wrong."""
     args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
     try:
         kind = _kind(leaf, args, "")
-        return Asked(kind, _sharding(None, leaf, args, "") if kind is jax.Array else None, _is_broadcast(args))
+        return LeafRequest(kind, _sharding(None, leaf, args, "") if kind is jax.Array else None, _is_broadcast(args))
     except TensorMismatchError:
         return None
 
@@ -148,17 +149,17 @@ def _is_broadcast(args: ocp.RestoreArgs) -> bool:
 
 def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
     """What the leaf is returned as."""
-    asked: Any = args.restore_type
-    if asked is not None:
-        if isinstance(asked, type):
-            if asked in _SCALARS:
-                return asked
+    requested: Any = args.restore_type
+    if requested is not None:
+        if isinstance(requested, type):
+            if requested in _SCALARS:
+                return requested
             for kind in (jax.Array, np.ndarray, bool, int, float):
-                if issubclass(asked, kind):
+                if issubclass(requested, kind):
                     return kind
         raise TensorMismatchError(
-            f"{where}: restore_type is {asked!r}, can be jax.Array, np.ndarray, a scalar type of NumPy, int, float or "
-            "bool"
+            f"{where}: restore_type is {requested!r}, can be jax.Array, np.ndarray, a scalar type of NumPy, int, float "
+            "or bool"
         )
     # NumPy's float64 is a float, and a bool is an int.
     if leaf is None or isinstance(leaf, np.ndarray | np.generic):
@@ -173,18 +174,18 @@ def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
 
 def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str) -> tuple[int, ...]:
     """The leaf's global shape, checked against what is stored."""
-    asked = getattr(args, "global_shape", None)
-    if asked is None:
-        asked = getattr(leaf, "shape", None)
+    requested = getattr(args, "global_shape", None)
+    if requested is None:
+        requested = getattr(leaf, "shape", None)
     if kind not in (jax.Array, np.ndarray):
-        asked = ()
-    if asked is None:
+        requested = ()
+    if requested is None:
         return view.shape
-    if not isinstance(asked, tuple | list) or not all(
-        isinstance(size, int | np.integer) and size >= 0 for size in asked
+    if not isinstance(requested, tuple | list) or not all(
+        isinstance(size, int | np.integer) and size >= 0 for size in requested
     ):
-        raise TensorMismatchError(f"{where}: expected a shape, found {asked!r}")
-    shape = tuple(int(size) for size in asked)
+        raise TensorMismatchError(f"{where}: expected a shape, found {requested!r}")
+    shape = tuple(int(size) for size in requested)
     if len(shape) != len(view.shape) or (shape != view.shape and getattr(args, "strict", True)):
         raise TensorMismatchError(f"{where}: expected shape {shape}, found {view.shape}")
     return shape
@@ -194,12 +195,12 @@ def _dtype(
     stored: Set[DType], held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
 ) -> tuple[np.dtype, bool]:
     """The leaf's dtype, and whether values have to survive the way to it."""
-    asked = args.dtype
+    requested = args.dtype
     if kind in _SCALARS:
-        asked = kind
-    elif asked is None and kind in (jax.Array, np.ndarray):
-        asked = getattr(leaf, "dtype", None)
-    dtype = held if asked is None else _checked_dtype(asked, where)
+        requested = kind
+    elif requested is None and kind in (jax.Array, np.ndarray):
+        requested = getattr(leaf, "dtype", None)
+    dtype = held if requested is None else _checked_dtype(requested, where)
     if dtype != held and (packed := [one.name for one in stored if one.numpy is None]):
         raise TensorMismatchError(f"{where}: {packed[0]} is held packed as {held} and cannot be cast to {dtype}")
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
@@ -217,20 +218,20 @@ def _dtype(
     return canonical, canonical != dtype
 
 
-def _checked_dtype(asked: Any, where: str) -> np.dtype:
+def _checked_dtype(requested: Any, where: str) -> np.dtype:
     """A dtype that somebody asked for, if it is one of numbers that a file could have."""
-    extended = getattr(asked, "type", asked)
+    extended = getattr(requested, "type", requested)
     if isinstance(extended, type) and issubclass(extended, jax.dtypes.extended):
         raise TensorMismatchError(
-            f"{where}: {asked} is not a dtype of stored tensors; restore the key data as uint32 and pass it to "
+            f"{where}: {requested} is not a dtype of stored tensors; restore the key data as uint32 and pass it to "
             "jax.random.wrap_key_data"
         )
     try:
-        dtype: np.dtype = np.dtype(asked).newbyteorder("=")
+        dtype: np.dtype = np.dtype(requested).newbyteorder("=")
         if dtype != np.dtype(np.complex128):
             from_numpy(dtype)
     except (TypeError, TensorMismatchError) as error:
-        raise TensorMismatchError(f"{where}: expected a dtype that tensors can have, found {asked!r}") from error
+        raise TensorMismatchError(f"{where}: expected a dtype that tensors can have, found {requested!r}") from error
     return dtype
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.trees import flatten
 from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
@@ -103,7 +103,7 @@ class SavedIndex:
 
 def saved_index(
     item: Any,
-    sources: Sequence[Source],
+    leaves: Sequence[Leaf],
     layout: Layout,
     places: Mapping[str, Location],
     *,
@@ -111,27 +111,27 @@ def saved_index(
     zarr3: bool = True,
     whole_tree: bool = True,
 ) -> SavedIndex | str:
-    """The index of the tree `item`, whose leaves are `sources`; a sentence that says why there can be none, if so."""
+    """Return the index of the tree `item`, which has these `leaves`, or a sentence that says why there can be none."""
     try:
         json.dumps(saved)
     except (TypeError, ValueError, RecursionError) as error:
         return f"its variant {saved.get('variant')!r:.200} cannot be noted: {error}"
-    structure, leaves = flatten(item)
+    structure, values = flatten(item)
     arrays: dict[str, AddressedArray] = {}
     reasons = {}
-    for source in sources:
-        view = source.view if source.view.dtype == source.dtype else replace(source.view, dtype=source.dtype)
-        found = misread(source.name) or addressed_array(
-            view, _leaf(source, _kind(leaves[source.name])), _CHUNK_BYTES, zarr3=zarr3
+    for leaf in leaves:
+        view = leaf.view if leaf.view.dtype == leaf.dtype else replace(leaf.view, dtype=leaf.dtype)
+        found = misread(leaf.name) or addressed_array(
+            view, _leaf(leaf, _kind(values[leaf.name])), _CHUNK_BYTES, zarr3=zarr3
         )
         if isinstance(found, str):
-            reasons[source.name] = found
+            reasons[leaf.name] = found
         else:
-            arrays[source.name] = found
+            arrays[leaf.name] = found
     if reasons:
         name, reason = next(iter(reasons.items()))
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
-    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in leaves]) if whole_tree else None
+    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if whole_tree else None
     return SavedIndex(arrays, tree, layout, places, zarr3, saved["family"] is None, saved if whole_tree else None)
 
 
@@ -142,12 +142,12 @@ def _kind(leaf: Any) -> str:
     return NUMPY_ARRAY if isinstance(leaf, np.ndarray) else SCALAR
 
 
-def _leaf(source: Source, kind: str) -> OrbaxLeaf:
+def _leaf(leaf: Leaf, kind: str) -> OrbaxLeaf:
     """A leaf with its shards as chunks."""
-    if not isinstance(source.value, jax.Array):
-        return OrbaxLeaf(source.shape, source.dtype, source.shape, kind)
-    sharding = source.value.sharding
-    return OrbaxLeaf(source.shape, source.dtype, sharding.shard_shape(source.shape), kind, sharding=_recorded(sharding))
+    if not isinstance(leaf.value, jax.Array):
+        return OrbaxLeaf(leaf.shape, leaf.dtype, leaf.shape, kind)
+    sharding = leaf.value.sharding
+    return OrbaxLeaf(leaf.shape, leaf.dtype, sharding.shard_shape(leaf.shape), kind, sharding=_recorded(sharding))
 
 
 def _recorded(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:

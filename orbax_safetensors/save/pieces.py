@@ -12,21 +12,22 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from orbax_safetensors.checkpoint.family import Tensors
-from orbax_safetensors.checkpoint.source import Source
-from orbax_safetensors.devices.agreement import exchange
+from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.devices.agreement import all_gather
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout, file_names
 from orbax_safetensors.format.sharding_info import sharding_info
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.pieces import TensorPiece, in_pieces
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Location, locations
 
 Views = Mapping[tuple[str, Box], View]  # of the boxes of leaves, by the leaf's name
 
 
 def own_files(
-    owned: Sequence[tuple[Source, tuple[Box, ...]]],
+    owned: Sequence[tuple[Leaf, tuple[Box, ...]]],
     tensors: Tensors,
     metadata: Mapping[str, str],
     *,
@@ -38,15 +39,15 @@ def own_files(
 
     Raises `MappingError` where what it holds of a tensor is no set of boxes.
     """
-    boxes = [(source, box) for source, own in owned for box in own]
+    boxes = [(leaf, box) for leaf, own in owned for box in own]
     views, pieces = in_pieces(
-        [source.view.slice(*(slice(*sides) for sides in box)) for source, box in boxes],
+        [leaf.view.slice(*box.slices) for leaf, box in boxes],
         {name: shape for name, (_, shape) in tensors.items()},
     )
     if process == 0:  # what has no elements has no shards either
         for name, (_, shape) in tensors.items():
             if 0 in shape:
-                pieces[f"0/{name}"] = TensorPiece(name, tuple((0, size) for size in shape))
+                pieces[f"0/{name}"] = TensorPiece(name, Box.whole(shape))
     files: list[dict[str, str]] = []
     filled: list[int] = []
     order = {name: number for number, name in enumerate(tensors)}
@@ -63,18 +64,16 @@ def own_files(
         filled[at] += nbytes
     headers = [
         Header.layout(
-            [(tensor, from_numpy(tensors[tensor][0]), _shape(pieces[name])) for tensor, name in own.items()],
+            [(tensor, from_numpy(tensors[tensor][0]), pieces[name].box.shape) for tensor, name in own.items()],
             {
                 **metadata,
-                **sharding_info(
-                    {tensor: tuple(start for start, _ in pieces[name].box) for tensor, name in own.items()}
-                ),
+                **sharding_info({tensor: pieces[name].box.start for tensor, name in own.items()}),
             },
             alignment=alignment,
         )
         for own in files
     ]
-    return headers, files, {(source.name, box): view for (source, box), view in zip(boxes, views, strict=True)}
+    return headers, files, {(leaf.name, box): view for (leaf, box), view in zip(boxes, views, strict=True)}
 
 
 def places_in(headers: Sequence[Header], files: Sequence[Mapping[str, str]]) -> Mapping[str, Location]:
@@ -93,18 +92,11 @@ def unnamed(headers: Sequence[Header]) -> Layout:
 
 def numbered(key: str, layout: Layout) -> Layout:
     """The files of this process with their names among those of all others."""
-    counts = [int(count) for count in exchange(f"{key}/files", str(len(layout.files)))]
+    counts = [int(count) for count in all_gather(f"{key}/files", str(len(layout.files)))]
     before = sum(counts[: jax.process_index()])
     names = file_names(sum(counts))[before : before + len(layout.files)]
     return Layout(tuple((name, header) for name, (_, header) in zip(names, layout.files, strict=True)), None)
 
 
-def _shape(piece: TensorPiece) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in piece.box)
-
-
 def _nbytes(piece: TensorPiece, tensors: Tensors) -> int:
-    count = tensors[piece.tensor][0].itemsize
-    for size in _shape(piece):
-        count *= size
-    return count
+    return piece.box.volume * tensors[piece.tensor][0].itemsize

@@ -1,35 +1,32 @@
-"""A save that is only counted: what each process would write where. No arrays and no devices are needed."""
+"""`plan_save`: a save up to the point where bytes would move, counted for every process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
-import jax
+import numpy as np
 
-from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, taken_apart
-from orbax_safetensors.checkpoint.source import Source
-from orbax_safetensors.cost.report import Leaf, PlannedFile, restore_plan
+from orbax_safetensors.checkpoint.config import as_config
+from orbax_safetensors.checkpoint.family import AskedFamily, taken_apart
+from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
+from orbax_safetensors.cost.counter import Count, Counter, ShardedLeaf
+from orbax_safetensors.cost.figures import FileWrites, PlannedFile
+from orbax_safetensors.devices.sharding import by_process, holders, num_processes
 from orbax_safetensors.format.header import Header
-from orbax_safetensors.format.layout import MAX_FILE_BYTES, file_names
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, file_names
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.save import prepare as saving
 from orbax_safetensors.save.pieces import own_files
-from orbax_safetensors.storage.store import Store
+from orbax_safetensors.save.prepare import METADATA, laid_out
+from orbax_safetensors.save.writers import assign_writers, grouped
+from orbax_safetensors.storage.memory import no_collection
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.upload import num_parts
 from orbax_safetensors.transfer.plan import locations
-
-
-@dataclass(frozen=True)
-class FileWrites:
-    """What one process writes into one file. A request is one storage operation."""
-
-    file: str
-    written_bytes: int
-    num_requests: int
 
 
 @dataclass(frozen=True)
@@ -57,130 +54,107 @@ class SavePlan:
 
 
 def plan_save(
-    leaves: Sequence[Leaf],
-    store: Store,
-    config: Mapping[str, Any],
-    family: AskedFamily,
-    variant: Mapping[str, Any] | None,
+    path: PathLike,
+    item: Any,
     *,
-    process_count: int,
-    options: SafetensorsOptions,
+    save_args: Any = None,
+    metadata: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    family: AskedFamily = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    process_count: int | None = None,
+    options: SafetensorsOptions | None = None,
 ) -> SavePlan:
-    """Count what saving a tree costs each of its processes.
+    """Return what saving `item` to `path` will cost each process. Nothing is written, and no device is needed.
 
-    `leaves` say which boxes of which arrays each process holds; their views are not looked at. `config` is the content
-    of the model's `config.json`. If `store` is an object store that can be written to, the files go there as objects;
-    otherwise they are files. Figures are those of arrays on CPU devices; from accelerators leaves come in batches,
-    between which requests are not joined. Raises what `SafetensorsSave` raises of a tree that cannot be stored.
+    If `path` is on an object store, each file has one writer, and requests are the parts that it goes in; otherwise
+    processes write into shared files. Figures are those of arrays on CPU devices; from accelerators leaves come in
+    batches, between which requests are not joined.
+
+    Args:
+      path: where the save would go; it need not be there, and what is there is not looked at.
+      item: a tree of `jax.ShapeDtypeStruct` with shardings, over abstract meshes if need be, or of what
+        `SafetensorsSave` takes.
+      save_args, metadata, max_file_bytes, family, variant, config: as for `SafetensorsSave`.
+      process_count: how many processes the devices of each mesh are dealt to, evenly and in order. Without it, the
+        devices say whose they are, and those of an abstract mesh are all of one process.
+      options: those that the save will have.
+
+    Raises:
+      TensorMismatchError, MappingError, HeaderError: the tree cannot be stored, or devices cannot be dealt evenly.
+      StorageError: there is no store for `path`.
     """
-    sources = [
-        Source(
-            leaf.name,
-            cast(Any, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)),
-            leaf.dtype,
-            View.tensor(leaf.name, leaf.shape, leaf.dtype),
-        )
-        for leaf in leaves
+    options = options or SafetensorsOptions()
+    metadata = {} if metadata is None else metadata
+    with no_collection():
+        leaves = leaves_of(item, save_args, abstract=True)
+        leaves, tensors = taken_apart(leaves, family, variant, as_config(config) or {})
+        shardings = [getattr(leaf.value, "sharding", None) for leaf in leaves]
+        count = num_processes(shardings, process_count)
+        layout = laid_out(tensors, metadata, max_file_bytes, options)
+
+        def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+            if isinstance(leaf.value, np.ndarray):
+                return {Box.whole(leaf.shape): tuple(range(count))}
+            if leaf.value.sharding is None:  # JAX's default device
+                return {Box.whole(leaf.shape): (0,)}
+            return holders(leaf.value.sharding, leaf.shape, process_count)
+
+        written = [
+            (leaf, by_process(list(writers), list(writers.values()), count))
+            for group in assign_writers(grouped(leaves), held)
+            for leaf, writers in group
+        ]
+        store, _ = store_of(path, options.storage_options)
+        if not (store.whole and store.writes):
+            return _to_shared_files(written, layout, count)
+        if count == 1:
+            return _to_objects([layout.files])
+        headers = [
+            own_files(
+                [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],
+                tensors,
+                METADATA | dict(metadata),
+                max_file_bytes=max_file_bytes,
+                alignment=options.alignment,
+                process=process,
+            )[0]
+            for process in range(count)
+        ]
+        names = iter(file_names(sum(map(len, headers))))
+        return _to_objects([[(next(names), header) for header in of_process] for of_process in headers])
+
+
+def _to_shared_files(
+    written: Sequence[tuple[Leaf, list[tuple[Box, ...]]]], layout: Layout, process_count: int
+) -> SavePlan:
+    """What it costs processes to write boxes of leaves, given for every process, into the files of `layout`."""
+    shared: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves that are cut alike share a list
+    sharded = [
+        ShardedLeaf(leaf.name, leaf.view, leaf.shape, leaf.value.dtype, shared.setdefault(tuple(boxes), boxes))
+        for leaf, boxes in written
     ]
-    sources, tensors = taken_apart(sources, family, variant, config)
-    layout = saving.laid_out(tensors, {}, max_file_bytes, options)
-    holders = _Holders(leaves)
-    dealt = saving.deal(saving.grouped(sources), holders.of)
-    if store.whole and store.writes:
-        if process_count == 1:
-            return _of_objects([layout.files])
-        return _of_objects(_own_files(dealt, tensors, max_file_bytes, options.alignment, process_count))
-    boxes: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves dealt alike share a list
-    owned = []
-    for group in dealt:
-        for source, writers in group:
-            own: list[list[Box]] = [[] for _ in range(process_count)]
-            for box, writer in writers.items():
-                own[writer].append(box)
-            given = tuple(map(tuple, own))
-            shared = boxes.setdefault(given, list(given))
-            owned.append(Leaf(source.name, source.view, source.shape, source.value.dtype, shared))
-    plan = restore_plan(
-        owned,
-        locations(layout).__getitem__,
-        [name for name, _ in layout.files],
-        process_count=process_count,
-        max_gap_bytes=0,  # what lies in a gap is another process's
-        threads=store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests,
-    )
-    return SavePlan(
-        tuple(PlannedFile(name, header.file_bytes) for name, header in layout.files),
-        tuple(
-            ProcessWrites(
-                cost.read_bytes,
-                cost.num_requests,
-                tuple(FileWrites(file.file, file.read_bytes, file.num_requests) for file in cost.files),
-            )
-            for cost in plan.processes
-        ),
+    # What lies in a gap is another process's.
+    counter = Counter(sharded, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
+    files = [PlannedFile(name, header.file_bytes) for name, header in layout.files]
+    return SavePlan(tuple(files), tuple(_process_writes(count, files) for count in counter.counts(process_count)))
+
+
+def _process_writes(count: Count, files: Sequence[PlannedFile]) -> ProcessWrites:
+    return ProcessWrites(
+        int(count.moved_bytes.sum()),
+        int(count.num_requests.sum()),
+        tuple(FileWrites(files[number].file, moved, requests) for number, _, moved, requests in count.files()),
     )
 
 
-def _own_files(
-    dealt: Iterable[Sequence[tuple[Source, Mapping[Box, int]]]],
-    tensors: Tensors,
-    max_file_bytes: int,
-    alignment: int,
-    process_count: int,
-) -> list[list[tuple[str, Header]]]:
-    """The files of each process, where each file has one writer."""
-    owned: list[list[tuple[Source, tuple[Box, ...]]]] = [[] for _ in range(process_count)]
-    for source, writers in (one for group in dealt for one in group):
-        boxes: dict[int, list[Box]] = {}
-        for box, writer in writers.items():
-            boxes.setdefault(writer, []).append(box)
-        for writer, own in boxes.items():
-            owned[writer].append((source, tuple(own)))
-    headers = [
-        own_files(
-            own,
-            tensors,
-            saving.METADATA,
-            max_file_bytes=max_file_bytes,
-            alignment=alignment,
-            process=process,
-        )[0]
-        for process, own in enumerate(owned)
-    ]
-    names = iter(file_names(sum(map(len, headers))))
-    return [[(next(names), header) for header in own] for own in headers]
-
-
-def _of_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
+def _to_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
     """What it costs each process to write whole files of its own, in parts."""
-    writes = [
-        tuple(FileWrites(name, header.data_bytes, num_parts(header.file_bytes)) for name, header in own)
-        for own in files
-    ]
-    return SavePlan(
-        tuple(PlannedFile(name, header.file_bytes) for own in files for name, header in own),
-        tuple(
-            ProcessWrites(sum(file.written_bytes for file in own), sum(file.num_requests for file in own), own)
-            for own in writes
-        ),
-    )
-
-
-class _Holders:
-    """The processes that hold each box of a leaf."""
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self._boxes = {leaf.name: leaf.boxes for leaf in leaves}
-        self._known: dict[int, dict[Box, tuple[int, ...]]] = {}
-
-    def of(self, source: Source) -> Mapping[Box, tuple[int, ...]]:
-        """For each distinct box, in order, all processes that have it; as `arrays.local_holders`, but of everyone."""
-        boxes = self._boxes[source.name]
-        if id(boxes) not in self._known:
-            holders: dict[Box, list[int]] = {}
-            for process, own in enumerate(boxes):
-                for box in dict.fromkeys(own):
-                    holders.setdefault(box, []).append(process)
-            self._known[id(boxes)] = {box: tuple(holders[box]) for box in sorted(holders)}
-        return self._known[id(boxes)]
+    planned = tuple(PlannedFile(name, header.file_bytes) for of_process in files for name, header in of_process)
+    processes = []
+    for of_process in files:
+        writes = [FileWrites(name, header.data_bytes, num_parts(header.file_bytes)) for name, header in of_process]
+        nbytes, requests = sum(file.written_bytes for file in writes), sum(file.num_requests for file in writes)
+        processes.append(ProcessWrites(nbytes, requests, tuple(writes)))
+    return SavePlan(planned, tuple(processes))

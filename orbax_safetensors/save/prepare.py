@@ -12,38 +12,32 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from orbax_safetensors.checkpoint.config import as_config
 from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, taken_apart
-from orbax_safetensors.checkpoint.source import Source, resolve
+from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.devices.agreement import new_key, together
-from orbax_safetensors.devices.sharding import local_holders, local_shards, on_host, placement
+from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import Layout, lay_out
-from orbax_safetensors.geometry.groups import by_tensors
-from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.destination import Existing, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save.pieces import Views, numbered, own_files, places_in, unnamed
-from orbax_safetensors.save.whole import Move, file_bytes, moves, own_part, received
-from orbax_safetensors.save.whole import deal as deal_files
-from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.save.whole import Move, assign_files, file_bytes, moves, own_part
+from orbax_safetensors.save.writers import Owned, grouped, in_file_order, written_here
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store
-from orbax_safetensors.transfer.engine import batches
-from orbax_safetensors.transfer.plan import Block, Location, locations
+from orbax_safetensors.transfer.plan import Location, locations
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +47,6 @@ _NO_INDEX_OF_PIECES = (
     "several processes save pieces of tensors to an object store, of which Orbax finds none by itself; save with "
     "SafetensorsOptions(whole_tensors=True), or without index=True"
 )
-
-
-Owned = tuple[Source, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
 
 
 @dataclass(frozen=True)
@@ -102,21 +93,17 @@ def prepare_save(
     metadata = {} if metadata is None else metadata
     key = new_key("save", directory)
 
-    def planned() -> _Planned:
-        if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-            raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
-        if not isinstance(metadata, Mapping):
-            raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
+    def shared_save() -> _SharedSave:
         content = as_config(config)
-        sources, tensors = taken_apart(resolve(item, save_args), family, variant, content or {})
+        leaves, tensors = taken_apart(leaves_of(item, save_args), family, variant, content or {})
         found = registry.find(family, content or {})
         switches = {**(found.variant if found else {}), **(variant or {})}
         saved = {"family": found and found.name, "variant": switches}
         layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if content is None else json.dumps(content, indent=2) + "\n"
-        groups = tuple(_owned(grouped(sources)))
+        groups = tuple(written_here(grouped(leaves)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
-        plan = _Planned(sources, tensors, save, *store_of(directory, options.storage_options), saved)
+        plan = _SharedSave(leaves, tensors, save, *store_of(directory, options.storage_options), saved)
         if plan.store.whole and jax.process_count() > 1:
             return plan  # to files of another layout
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
@@ -124,10 +111,10 @@ def prepare_save(
             make_room(plan.store, plan.path, existing)
         return plan
 
-    def indexed(plan: _Planned, layout: Layout) -> SavedIndex | None:
+    def indexed(plan: _SharedSave, layout: Layout) -> SavedIndex | None:
         return _indexed(item, plan, layout, index)
 
-    plan = together(f"{key}/plan", planned, _digest)
+    plan = together(f"{key}/plan", shared_save, _digest)
     if not plan.store.whole:
         return plan.save
     in_pieces = jax.process_count() > 1 and not options.whole_tensors
@@ -149,10 +136,10 @@ def prepare_save(
     return replace(save, layout=numbered(key, save.layout)) if in_pieces else save
 
 
-class _Planned(NamedTuple):
+class _SharedSave(NamedTuple):
     """A save to files that all processes write into, and what else files of their own are planned of."""
 
-    sources: Sequence[Source]
+    leaves: Sequence[Leaf]
     tensors: Tensors
     save: Save
     store: Store
@@ -160,7 +147,7 @@ class _Planned(NamedTuple):
     saved: Mapping[str, Any]  # what the index notes of it
 
 
-def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+def _own_pieces(plan: _SharedSave, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
     """The same save to files of this process, which hold what it owns; they have no names yet."""
     headers, contents, views = own_files(
         [one for group in plan.save.groups for one in group],
@@ -174,7 +161,7 @@ def _own_pieces(plan: _Planned, metadata: Mapping[str, str], max_file_bytes: int
 
 
 def _whole_tensors(
-    plan: _Planned,
+    plan: _SharedSave,
     metadata: Mapping[str, str],
     max_file_bytes: int,
     indexed: Callable[[Layout], SavedIndex | None],
@@ -183,19 +170,19 @@ def _whole_tensors(
     total = sum(header.data_bytes for _, header in plan.save.layout.files)
     most = file_bytes(total, max_file_bytes, jax.process_count())
     files = laid_out(plan.tensors, metadata, most, plan.save.options)
-    owners = deal_files(files, jax.process_count())
+    owners = assign_files(files, jax.process_count())
     layout, places = own_part(files, owners, jax.process_index())
-    sent = tuple(moves(plan.sources, files, owners))
+    sent = tuple(moves(plan.leaves, files, owners))
     return replace(plan.save, layout=layout, groups=(), places=places, moves=sent, index=indexed(files))
 
 
-def _indexed(item: Any, plan: _Planned, layout: Layout, index: IndexAs) -> SavedIndex | None:
+def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | None:
     """The index of whole tensors in the files of `layout`; raises `TensorMismatchError` if there has to be one."""
     if index.wanted is False:
         return None
     found = saved_index(
         item,
-        plan.sources,
+        plan.leaves,
         layout,
         locations(layout),
         saved=plan.saved,
@@ -211,7 +198,14 @@ def _indexed(item: Any, plan: _Planned, layout: Layout, index: IndexAs) -> Saved
 
 
 def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
-    """The files of tensors, which come in order with dtype and shape."""
+    """Return the files of tensors, which come in order with dtype and shape.
+
+    Raises `HeaderError` if they cannot be stored, and `SafetensorsError` if `metadata` or `max_file_bytes` is wrong.
+    """
+    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
+    if not isinstance(metadata, Mapping):
+        raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
     return lay_out(
         [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
         METADATA | dict(metadata),
@@ -220,165 +214,14 @@ def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int,
     )
 
 
-def grouped(sources: Sequence[Source]) -> list[list[Source]]:
-    """Leaves that belong together: written together, their runs are longer than what each has of them."""
-    return [[sources[at] for at in group] for group in by_tensors([source.view for source in sources])]
-
-
-def in_file_order(
-    groups: Iterable[tuple[Owned, ...]], views: Views | None, places: Mapping[str, Location]
-) -> list[tuple[Owned, ...]]:
-    """Groups in the order of the bytes that they become in the files.
-
-    Those of which one has bytes between another's are one group, so that each group is one stretch of the files.
-    """
-    spans = []
-    for group in groups:
-        own = [source.view if views is None else views[source.name, box] for source, boxes in group for box in boxes]
-        at = [(places[name].file, places[name].begin) for view in own for name in view.tensors]
-        spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
-    spans.sort(key=lambda span: span[:2])
-    out: list[tuple[Owned, ...]] = []
-    last = (-1, 0)
-    for low, high, group in spans:
-        if low < last:
-            out[-1] += group
-        else:
-            out.append(group)
-        last = max(last, high)
-    return out
-
-
-def _digest(plan: _Planned) -> str:
+def _digest(plan: _SharedSave) -> str:
     """Equal in processes that save the same: the same files, made alike of arrays sharded and ordered alike."""
     digest = hashlib.sha256(f"{plan.save.config}\0".encode())
     for _, header in plan.save.layout.files:
         digest.update(header.encode())
-    for source in plan.sources:
-        if isinstance(source.value, jax.Array):
-            digest.update(placement(source.value.sharding, source.shape).encode())
+    for leaf in plan.leaves:
+        if isinstance(leaf.value, jax.Array):
+            digest.update(placement(leaf.value.sharding, leaf.shape).encode())
         # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
-        digest.update(f"{source.name}\0{source.view!r}\0".encode())
+        digest.update(f"{leaf.name}\0{leaf.view!r}\0".encode())
     return digest.hexdigest()
-
-
-def _owned(groups: Iterable[Sequence[Source]]) -> Iterator[tuple[Owned, ...]]:
-    """The boxes of each leaf that this process writes."""
-    process = jax.process_index()
-    everyone = tuple(range(jax.process_count()))
-
-    def holders(source: Source) -> Mapping[Box, tuple[int, ...]]:
-        if isinstance(source.value, jax.Array):
-            return local_holders(source.value.sharding, source.shape)
-        return {tuple((0, size) for size in source.shape): everyone}
-
-    for group in deal(groups, holders):
-        yield tuple(
-            (source, tuple(box for box, writer in writers.items() if writer == process)) for source, writers in group
-        )
-
-
-def deal(
-    groups: Iterable[Sequence[Source]], holders: Callable[[Source], Mapping[Box, tuple[int, ...]]]
-) -> Iterator[list[tuple[Source, dict[Box, int]]]]:
-    """Which process writes which box of each leaf, given the processes that hold each box, in the order of the boxes.
-
-    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
-    just these processes; in a group, it is the same one for the same box of all leaves. All processes see the boxes
-    that they hold in the same order, so that they agree without a word.
-    """
-    dealt: dict[tuple[int, ...], list[int]] = {}
-    for group in groups:
-        writers: dict[tuple[Box, tuple[int, ...]], int] = {}
-        out = []
-        for source in group:
-            own = {}
-            for box, held_by in holders(source).items():
-                loads = dealt.setdefault(held_by, [0] * len(held_by))
-                at = writers.setdefault((box, held_by), loads.index(min(loads)))
-                loads[at] += _volume(box) * source.dtype.itemsize
-                own[box] = held_by[at]
-            out.append((source, own))
-        yield out
-
-
-class Shards:
-    """The shards that this process writes, and their memory."""
-
-    def __init__(self, save: Save) -> None:
-        """The memory is that of the leaves, which must not change before it is written."""
-        self._groups = save.groups
-        self._views = save.views
-        self._copies: list[tuple[Block, np.ndarray]] | None = None
-
-    @staticmethod
-    def of(save: Save) -> Shards:
-        """Shards in the memory of the leaves, or copies where they have to be sent first."""
-        return Shards(save) if save.moves is None else Shards.copied(save)
-
-    @staticmethod
-    def copied(save: Save) -> Shards:
-        """Shards that have been copied to host memory: the leaves may be changed or deleted.
-
-        Raises `StorageError` in every process where one has no memory for its own.
-        """
-        shards = Shards(save)
-        shards._copies = together(f"{save.key}/copies", lambda: _copies(save))
-        return shards
-
-    def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
-        """All of them, and at most `batch_bytes` of device memory, or one group, on the host at a time."""
-        if self._copies is not None:
-            yield self._copies
-            return
-        sized = ((group, sum(_leaving(source, boxes) for source, boxes in group)) for group in self._groups)
-        for batch in batches(sized, batch_bytes):
-            yield list(_memory([owned for group in batch for owned in group], self._views))
-
-
-def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
-    if save.moves is not None:
-        return received(save.moves)
-    # What comes from an accelerator is a copy already.
-    owned = [one for group in save.groups for one in group]
-    from_host = [one for one in owned if _on_host(one[0])]
-    shards = list(_memory(from_host, save.views))
-    copies = allocate([memory.nbytes for _, memory in shards])
-    for (_, memory), copy in zip(shards, copies, strict=True):
-        np.copyto(copy, memory)
-    return [
-        *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
-        *_memory([one for one in owned if not _on_host(one[0])], save.views),
-    ]
-
-
-def _on_host(source: Source) -> bool:
-    return not isinstance(source.value, jax.Array) or on_host(source.value.sharding)
-
-
-def _leaving(source: Source, boxes: Sequence[Box]) -> int:
-    """Bytes that have to come to the host."""
-    return 0 if _on_host(source) else sum(_volume(box) for box in boxes) * source.value.dtype.itemsize
-
-
-def _volume(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
-
-
-def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
-    """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
-    for source, boxes in owned:
-        if not boxes:
-            continue
-        if isinstance(source.value, jax.Array):
-            shards = local_shards(source.value, boxes)
-        else:
-            shards = {boxes[0]: np.ascontiguousarray(source.value).reshape(source.shape)}
-        for box in boxes:
-            shard = shards[box]
-            if views is None:
-                block = Block(source.view, box, shard.shape, shard.dtype)
-            else:
-                whole = tuple((0, size) for size in shard.shape)
-                block = Block(views[source.name, box], whole, shard.shape, shard.dtype)
-            yield block, shard.reshape(-1).view(np.uint8)

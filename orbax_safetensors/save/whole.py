@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from orbax_safetensors.checkpoint.source import Source
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.devices.sharding import local_shards
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Block, Location, locations
 
 # Device memory for what has been received and not yet been copied to the host.
@@ -33,7 +34,7 @@ _BATCH_BYTES = 256 * 2**20
 class Move:
     """What one tensor takes of one leaf: `boxes` of it, all in `hull`, go to the process `owner`."""
 
-    source: Source
+    leaf: Leaf
     hull: Box
     boxes: tuple[Box, ...]
     owner: int
@@ -44,8 +45,8 @@ def file_bytes(total: int, max_file_bytes: int, process_count: int) -> int:
     return max(1, min(max_file_bytes, -(-total // process_count)))
 
 
-def deal(layout: Layout, process_count: int) -> list[int]:
-    """The process that writes each file: the longest files first, each to the one that has least to write."""
+def assign_files(layout: Layout, process_count: int) -> list[int]:
+    """Return the process that writes each file: the longest files first, each to the one that has least to write."""
     loads = [0] * process_count
     owners = [0] * len(layout.files)
     for number in sorted(range(len(owners)), key=lambda at: (-layout.files[at][1].file_bytes, at)):
@@ -64,22 +65,19 @@ def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layou
     return Layout(tuple(layout.files[number] for number in numbers), layout.index), places
 
 
-def moves(sources: Sequence[Source], layout: Layout, owners: Sequence[int]) -> list[Move]:
+def moves(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Move]:
     """All moves, in an order in which each process has its turn.
 
     Raises `TensorMismatchError` where a leaf is sharded so that the processes cannot exchange it.
     """
     places = locations(layout)
     queues: dict[int, list[tuple[int, int, Move]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
-    for source in sources:
-        _check(source)
-        for tensor, boxes in _boxes(source.view).items():
-            hull = tuple(
-                (min(start for start, _ in sides), max(stop for _, stop in sides)) for sides in zip(*boxes, strict=True)
-            )
+    for leaf in leaves:
+        _check(leaf)
+        for tensor, boxes in _boxes(leaf.view).items():
             place = places[tensor]
             owner = owners[place.file]
-            queues[owner].append((place.file, place.begin, Move(source, hull, tuple(boxes), owner)))
+            queues[owner].append((place.file, place.begin, Move(leaf, Box.hull(boxes), tuple(boxes), owner)))
     for queue in queues.values():
         queue.sort(key=lambda entry: entry[:2])
     longest = max(map(len, queues.values()), default=0)
@@ -92,13 +90,13 @@ def _boxes(view: View) -> dict[str, list[Box]]:
     for piece in view.pieces:
         sizes = [extent(modes) for modes in piece.dims]
         if piece.tensor is not None and all(sizes):
-            box = tuple((start, start + size) for start, size in zip(piece.start, sizes, strict=True))
+            box = Box((start, start + size) for start, size in zip(piece.start, sizes, strict=True))
             out.setdefault(piece.tensor, []).append(box)
     return out
 
 
-def _check(source: Source) -> None:
-    value = source.value
+def _check(leaf: Leaf) -> None:
+    value = leaf.value
     if not isinstance(value, jax.Array) or not _is_spread(value):
         return
     sharding = value.sharding
@@ -106,7 +104,7 @@ def _check(source: Source) -> None:
     processes = {device.process_index for device in devices}
     if not isinstance(sharding, NamedSharding) or len(processes) < jax.process_count():
         raise TensorMismatchError(
-            f"{source.name!r}: cannot be saved whole: expected a NamedSharding over devices of all "
+            f"{leaf.name!r}: cannot be saved whole: expected a NamedSharding over devices of all "
             f"{jax.process_count()} processes, found {sharding}"
         )
 
@@ -125,7 +123,7 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
     def take() -> None:
         for move, whole in waiting:
             if move.owner == process:
-                data = np.asarray(whole.addressable_data(0)).view(move.source.value.dtype)
+                data = np.asarray(whole.addressable_data(0)).view(move.leaf.value.dtype)
                 out.extend(_blocks(move, data))
             whole.block_until_ready()
             whole.delete()
@@ -133,7 +131,7 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
 
     held = 0
     for move in all_moves:
-        value = move.source.value
+        value = move.leaf.value
         if isinstance(value, jax.Array) and _is_spread(value):
             waiting.append((move, _gathered(value, move.hull)))
             held += waiting[-1][1].nbytes
@@ -141,9 +139,9 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
                 take()
                 held = 0
         elif move.owner == process:
-            whole = tuple((0, size) for size in value.shape)
+            whole = Box.whole(value.shape)
             host = local_shards(value, [whole])[whole] if isinstance(value, jax.Array) else value
-            out.extend(_blocks(move, np.asarray(host)[tuple(slice(*sides) for sides in move.hull)]))
+            out.extend(_blocks(move, np.asarray(host)[move.hull.slices]))
     take()
     return out
 
@@ -151,9 +149,10 @@ def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
 def _blocks(move: Move, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
     """The boxes of a move as blocks of their own memory; `data` is the hull."""
     for box in move.boxes:
-        at = tuple(slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, move.hull, strict=True))
+        begins = move.hull.start
+        at = tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, begins, strict=True))
         part = np.array(data[at], order="C", copy=True)
-        yield Block(move.source.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
+        yield Block(move.leaf.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
 
 
 def _gathered(value: jax.Array, box: Box) -> jax.Array:
@@ -165,8 +164,8 @@ def _gathered(value: jax.Array, box: Box) -> jax.Array:
     plain = Mesh(mesh.devices, mesh.axis_names)
     shards = [shard.data for shard in value.addressable_shards]
     same = jax.make_array_from_single_device_arrays(value.shape, NamedSharding(plain, value.sharding.spec), shards)
-    start = np.array([begin for begin, _ in box], np.int32)
-    return _program(tuple(stop - begin for begin, stop in box), NamedSharding(plain, PartitionSpec()))(same, start)
+    start = np.array(box.start, np.int32)
+    return _program(box.shape, NamedSharding(plain, PartitionSpec()))(same, start)
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,8 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.addressed_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
-from orbax_safetensors.save.prepare import Save, Shards
+from orbax_safetensors.save.prepare import Save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.storage.local import rename
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of

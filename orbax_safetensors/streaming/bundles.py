@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import common, tile_shape, tiles
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource, tile_bytes
 
 # Each takes some hundred bytes of memory.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
-from orbax_safetensors.cost.report import PlannedFile
+from orbax_safetensors.cost.figures import PlannedFile
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Location, locations
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
@@ -68,15 +68,15 @@ def in_pieces(
             holders.setdefault(box, []).append(device)
         for box, devices in holders.items():
             writer = min(devices, key=lambda device: (filled[device], device))
-            filled[writer] += prod(stop - start for start, stop in box) * tensors[name][0].bits
+            filled[writer] += box.volume * tensors[name][0].bits
             pieces[writer][name] = box
     written = [of_file for of_file in pieces if of_file]
     files, places = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
     for number, of_file in enumerate(written):
-        offsets = {name: tuple(start for start, _ in box) for name, box in of_file.items()}
+        offsets = {name: box.start for name, box in of_file.items()}
         header = Header.layout(
-            [(name, tensors[name][0], tuple(stop - start for start, stop in box)) for name, box in of_file.items()],
+            [(name, tensors[name][0], box.shape) for name, box in of_file.items()],
             {**metadata, **sharding_info(offsets)},
             alignment=alignment,
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource
@@ -47,29 +47,23 @@ def file_units(files: Files, source: TileSource, limit: int) -> Iterator[FileUni
 
 def _boxes(view: View, limit: int) -> Iterator[Box]:
     """Yield boxes of at most `limit` elements that the pieces of a view make up."""
-    pieces: list[Box] = [
-        tuple((start, start + extent(modes)) for start, modes in zip(piece.start, piece.dims, strict=True))
+    pieces = [
+        Box((start, start + extent(modes)) for start, modes in zip(piece.start, piece.dims, strict=True))
         for piece in view.pieces
     ]
-    hull: Box = tuple(
-        (min(low for low, _ in axis), max(high for _, high in axis)) for axis in zip(*pieces, strict=True)
-    )
+    hull = Box.hull(pieces)
     order = storage_order(view)
-    for whole in [hull] if _volume(hull) == sum(map(_volume, pieces)) else pieces:
-        shape = [high - low for low, high in whole]
+    for whole in [hull] if hull.volume == sum(piece.volume for piece in pieces) else pieces:
+        shape = whole.shape
         for box in tiles(shape, tile_shape(shape, (1,) * len(shape), order, max(limit, 1)), order):
-            yield tuple((low + first, low + last) for (low, _), (first, last) in zip(whole, box, strict=True))
-
-
-def _volume(box: Box) -> int:
-    return prod(high - low for low, high in box)
+            yield Box((low + first, low + last) for low, (first, last) in zip(whole.start, box, strict=True))
 
 
 def _first_byte(view: View, box: Box, files: Files) -> int:
     """Return where the first element of a box lies in its file; 0 if none of its elements does."""
     begins = (
         files.locations[name].begin + copy.source * files.locations[name].dtype.itemsize
-        for name, copy, _ in view.copies(box, [stop - start for start, stop in box])
+        for name, copy, _ in view.copies(box, box.shape)
         if name is not None
     )
     return min(begins, default=0)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from orbax_safetensors.cost.conversion import PlannedArray
-from orbax_safetensors.cost.report import PlannedFile
+from orbax_safetensors.cost.figures import PlannedFile
 from orbax_safetensors.geometry.tiling import chunk_shape
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLayout, OrbaxLeaf, OrbaxSink, array_name
 from orbax_safetensors.streaming.bundles import bundles

@@ -12,8 +12,8 @@ import numpy as np
 
 from orbax_safetensors.cost.conversion import Batch, Traffic
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import MAX_STAGED_BYTES
-from orbax_safetensors.geometry.view import Box
 from orbax_safetensors.storage.memory import resident, trim
 from orbax_safetensors.storage.store import Cost, Pace
 from orbax_safetensors.transfer.engine import batches
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its own shape."""
-        return tuple(stop - start for start, stop in self.box)
+        return self.box.shape
 
 
 class Fact(NamedTuple):

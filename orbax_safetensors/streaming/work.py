@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import jax
 
 from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, PlannedArray
-from orbax_safetensors.cost.report import PlannedFile
+from orbax_safetensors.cost.figures import PlannedFile
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
     PlannedSink,

@@ -23,7 +23,7 @@ from orbax_safetensors.storage.store import File, NewFile, Stamp
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
-from orbax_safetensors.transfer.strided_copy import assign, convert, elements, revert, words
+from orbax_safetensors.transfer.strided_copy import assign, copy_applying, copy_undoing, elements, words
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -283,7 +283,7 @@ class Reader(_Transfer[File]):
                 assign(copy.dense, copy.packed)
                 continue
             try:
-                convert(copy.packed, copy.dense, copy.end.ops, lossless=self._lossless[copy.end.block])
+                copy_applying(copy.packed, copy.dense, copy.end.ops, lossless=self._lossless[copy.end.block])
             except TensorMismatchError as error:
                 path = self._file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
@@ -356,7 +356,7 @@ class Writer(_Transfer[NewFile]):
             if copy.same_bits:
                 assign(copy.packed, copy.dense)
             else:
-                revert(copy.dense, copy.packed, copy.end.ops)
+                copy_undoing(copy.dense, copy.packed, copy.end.ops)
         self._runs(window, packed)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from orbax_safetensors.format.dtypes import held
 from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import (
     MAX_REQUEST_BYTES,
     Direct,
@@ -28,7 +29,7 @@ from orbax_safetensors.geometry.coalesce import (
 from orbax_safetensors.geometry.elementwise import Ops
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.strided import Copy
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.view import View
 
 
 class Location(NamedTuple):

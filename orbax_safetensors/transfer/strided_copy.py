@@ -77,22 +77,22 @@ def assign(destination: np.ndarray, source: np.ndarray) -> None:
         into[...] = piece
 
 
-def convert(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
-    """Assigns what `ops` make of `source`, cast to the destination's dtype as NumPy does.
+def copy_applying(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
+    """Assign what `ops` make of `source`, cast to the destination's dtype as NumPy does.
 
     With `lossless`, numbers that do not fit an integer and finite numbers that become infinite, or NaN where a dtype
     has no infinity, raise `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded,
     without a word.
     """
-    _convert(source, destination, partial(apply, ops) if ops else None, lossless=lossless)
+    _copy_through(source, destination, partial(apply, ops) if ops else None, lossless=lossless)
 
 
-def revert(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
-    """Assigns what `ops` made `source` of, cast to the destination's dtype."""
-    _convert(source, destination, partial(undo, ops) if ops else None, lossless=False)
+def copy_undoing(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
+    """Assign what `ops` made `source` of, cast to the destination's dtype."""
+    _copy_through(source, destination, partial(undo, ops) if ops else None, lossless=False)
 
 
-def _convert(
+def _copy_through(
     source: np.ndarray,
     destination: np.ndarray,
     compute: Callable[[np.ndarray], np.ndarray] | None,

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionPlan, Traffic
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.streaming.files_sink import FilesSink
@@ -118,12 +119,12 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
     assert (len(cost.batches) > 3) == (memory_bytes == SMALL)
     assert cost.needed_bytes <= cost.read_bytes
     for side, kind_of, nbytes in (
-        (cost.reads, SafetensorsSource, cost.read_bytes),
-        (cost.writes, FilesSink, cost.written_bytes),
+        ([file.read_bytes for file in cost.reads], SafetensorsSource, cost.read_bytes),
+        ([file.written_bytes for file in cost.writes], FilesSink, cost.written_bytes),
     ):
         assert bool(side) == (kind_of in transferred)
         if side:
-            assert nbytes == transferred[kind_of] == sum(file.read_bytes for file in side)
+            assert nbytes == transferred[kind_of] == sum(side)
     assert plan.from_orbax == (not cost.reads)
     assert plan.to_orbax == (not cost.writes)
     if plan.to_orbax:
@@ -209,7 +210,7 @@ def test_chunks_that_are_read_in_part_are_read_whole(tmp_path):
     rows = ost.convert(tmp_path / "model.safetensors", tmp_path / "to", to="orbax", mesh={"x": 4}, spec={"w": ("x",)})
     checkpoint = open_orbax(rows.path)
     source = OrbaxSource(checkpoint, {"w": (checkpoint, "w")}, 1 << 20)
-    of_two = source.traffic([Tile("w", ((10, 20), (0, 64))), Tile("w", ((20, 25), (5, 6)))])
+    of_two = source.traffic([Tile("w", Box(((10, 20), (0, 64)))), Tile("w", Box(((20, 25), (5, 6))))])
     assert of_two.needed_bytes == (10 * 64 + 5) * 4
     assert of_two.moved_bytes == (2 + 1) * 15 * 64 * 4
     assert of_two.num_requests == 3

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, item_writer, open_orbax, open_step
 from tests.support.orbax_items import all_formats
 from tests.support.steps import F4, OPT, PARAMS, SMALL, B, W, arrays, files, is_whole, same, save
@@ -326,6 +327,6 @@ def test_errors_name_the_item(tmp_path):
         OrbaxSink(tmp_path / "to", {"params": OrbaxItem({"w": leaf}), "opt": OrbaxItem({"w": b""})})
     with OrbaxSink(tmp_path / "to", {"params": OrbaxItem({"w": leaf}), "opt": OrbaxItem({"w": leaf})}) as sink:
         assert list(sink.leaves) == ["params/w", "opt/w"]
-        sink.write("params/w", ((0, 4),), np.zeros(4, F4))
+        sink.write("params/w", Box(((0, 4),)), np.zeros(4, F4))
         with pytest.raises(ost.TensorMismatchError, match="to/opt: 1 of 1 arrays are not complete: 1 chunks of 'w'"):
             sink.commit()

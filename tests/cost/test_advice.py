@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.open import open_checkpoint
-from orbax_safetensors.restore.plan import planned
+from orbax_safetensors.restore.plan import distribution
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
@@ -26,7 +26,7 @@ def target(checkpoint, specs):
 
 def advice(path, specs, process_count=4, **family):
     checkpoint = open_checkpoint(path, **family)
-    found = planned(checkpoint, target(checkpoint, specs), process_count, ost.SafetensorsOptions())
+    found = distribution(checkpoint, target(checkpoint, specs), process_count, ost.SafetensorsOptions())
     return found.instead(found.plan())
 
 

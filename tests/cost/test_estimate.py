@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.cost.estimate import estimate_time
-from orbax_safetensors.cost.report import ProcessCost, RestorePlan, ShardSize
+from orbax_safetensors.cost.restore import ProcessCost, RestorePlan, ShardSize
 from orbax_safetensors.errors import SafetensorsError
 
 

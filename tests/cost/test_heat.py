@@ -16,7 +16,7 @@ from orbax_safetensors.cli.demo_worker import requested, union
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.cost.heat import below, heat
 from orbax_safetensors.geometry.strided import runs_of
-from orbax_safetensors.restore.plan import planned
+from orbax_safetensors.restore.plan import distribution
 from orbax_safetensors.transfer.plan import Block, transfer_plan
 from tests.support.roots import TESTDATA
 
@@ -33,7 +33,7 @@ def restore(path, partition, *, mesh=MESH, process_count=4, max_gap_bytes=16, **
         )
         for name, view in checkpoint.leaves.items()
     }
-    return planned(checkpoint, target, process_count, ost.SafetensorsOptions(max_gap_bytes=max_gap_bytes))
+    return distribution(checkpoint, target, process_count, ost.SafetensorsOptions(max_gap_bytes=max_gap_bytes))
 
 
 def cuts_of(checkpoint, stretches):
@@ -66,7 +66,7 @@ def test_what_is_read_is_where_the_plan_reads_it(family, partition, stretches):
     assert drawn.read.shape == drawn.needed.shape == (4, 3 * stretches)
     for process in range(4):
         blocks = [
-            Block(leaf.view, box, tuple(stop - start for start, stop in box), leaf.dtype)
+            Block(leaf.view, box, box.shape, leaf.dtype)
             for leaf in found.leaves
             for box in dict.fromkeys(leaf.boxes[process])
         ]

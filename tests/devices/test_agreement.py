@@ -3,16 +3,7 @@
 import pytest
 
 from orbax_safetensors.devices import agreement
-from orbax_safetensors.devices.agreement import (
-    agree,
-    announce,
-    announced,
-    exchange,
-    first,
-    forget,
-    new_key,
-    together,
-)
+from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, first, forget, new_key, together
 from orbax_safetensors.errors import HeaderError, StorageError, TensorMismatchError
 from tests.support.processes import Processes
 
@@ -48,7 +39,7 @@ def test_other_errors_become_storage_errors(failure):
 
 def test_facts_may_be_told_of_the_result(monkeypatch):
     told = []
-    monkeypatch.setattr(agreement, "exchange", lambda key, own: told.append(own) or [own])
+    monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append(own) or [own])
     assert together("key", lambda: 3, lambda result: f"made {result}") == 3
     with pytest.raises(StorageError):
         together("key", lambda: 1 // 0, lambda result: f"made {result}")
@@ -60,11 +51,13 @@ def kinds(outcomes):
 
 
 def test_every_process_is_told_what_all_have_said(processes):
-    assert processes.run(lambda index: exchange("key", f"process {index}")) == [[f"process {n}" for n in range(3)]] * 3
+    assert (
+        processes.run(lambda index: all_gather("key", f"process {index}")) == [[f"process {n}" for n in range(3)]] * 3
+    )
 
 
 def test_bytes_of_a_path_that_are_no_text_are_told(processes):
-    assert processes.run(lambda index: exchange("key", "\udcff"))[0] == ["\\udcff"] * 3
+    assert processes.run(lambda index: all_gather("key", "\udcff"))[0] == ["\\udcff"] * 3
 
 
 def test_the_failure_of_one_process_is_raised_in_all(processes):
@@ -133,7 +126,7 @@ def test_a_failure_is_the_cause_if_nobody_can_be_told(processes):
 
 def test_a_program_that_is_not_initialised_is_an_error(processes, monkeypatch):
     monkeypatch.setattr(agreement.global_state, "client", None)
-    for outcome in processes.run(lambda index: first("key", "x")) + processes.run(lambda index: exchange("key", "x")):
+    for outcome in processes.run(lambda index: first("key", "x")) + processes.run(lambda index: all_gather("key", "x")):
         assert str(outcome) == "the other processes cannot be reached: jax.distributed is not initialised"
 
 

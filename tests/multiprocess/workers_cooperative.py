@@ -23,9 +23,8 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement
-from orbax_safetensors.restore import exchanges
+from orbax_safetensors.restore import cooperative, exchanges
 from orbax_safetensors.restore import run as restoring
-from orbax_safetensors.restore import together as cooperative
 from orbax_safetensors.storage import local
 from tests.support import cases
 from tests.support.checkpoints import Reference
@@ -372,10 +371,10 @@ def nobody_waits_who_does_not_have_to(site: Site) -> None:
         met.append(key)
         return real(key, own)
 
-    real = agreement.exchange
+    real = agreement.all_gather
     own = Mesh(np.array(jax.local_devices()), ("d",))
     alone = {"F32": jax.ShapeDtypeStruct((24, 2048), np.float32, sharding=NamedSharding(own, PartitionSpec()))}
-    with mock.patch.object(agreement, "exchange", exchange):
+    with mock.patch.object(agreement, "all_gather", exchange):
         site.check(restore(site.root, site.target(None, "x"), options=ost.SafetensorsOptions()))
         for _ in range(site.index):
             site.check(restore(site.root, alone), ["F32"])

@@ -16,7 +16,8 @@ import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import Family, stack, tensor
-from orbax_safetensors.save.prepare import Save, Shards, prepare_save
+from orbax_safetensors.save.prepare import Save, prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_beside, write_save
 from tests.multiprocess.workers_save import VALUES, array
 

@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
-from orbax_safetensors.restore import together
-from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.restore import cooperative
+from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
 from tests.support.measure import different_shards
 
@@ -76,7 +77,7 @@ def waits_for_devices(directory: str) -> None:
     victim = _victim()
     if jax.process_index() == 0:
         exchanged(directory)
-    with mock.patch.object(together, "_shards", side_effect=lambda *_: _end(victim)):
+    with mock.patch.object(cooperative, "_shards", side_effect=lambda *_: _end(victim)):
         exchanged(directory)
 
 

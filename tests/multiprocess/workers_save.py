@@ -31,7 +31,7 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement as processes
-from orbax_safetensors.save import prepare as saving
+from orbax_safetensors.save import shards as saved_shards
 from orbax_safetensors.storage import local
 from tests.support.files import nothing_left
 from tests.support.measure import different_shards
@@ -571,7 +571,7 @@ def one_process_has_no_memory_for_its_copies(site: Site) -> dict[str, Any]:
     error = MemoryError("no memory for the copies") if site.index == site.count - 1 else None
 
     def attempt() -> None:
-        with mock.patch.object(saving, "allocate", side_effect=error, wraps=saving.allocate):
+        with mock.patch.object(saved_shards, "allocate", side_effect=error, wraps=saved_shards.allocate):
             checkpointer.save(site.root / "no memory", args=arguments(tree))
             checkpointer.wait_until_finished()
 

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     OrbaxLeaf,
     directories,
@@ -212,6 +213,7 @@ def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
 STREAM = """
 import resource, sys
 import numpy as np
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
 from tests.support.sinks import step_sink
 
@@ -231,7 +233,7 @@ with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes, f
 written = grown()
 checkpoint = open_orbax(path, memory_bytes=memory_bytes)
 for first in range(0, 4096, 16):
-    checkpoint.read("a", ((first, first + 16), (500, 1500)), out).result()
+    checkpoint.read("a", Box(((first, first + 16), (500, 1500))), out).result()
 assert (out == tile[:, 500:1500]).all()
 print(written, grown())
 """
@@ -261,7 +263,7 @@ def test_memory_that_somebody_waits_for_when_a_write_fails(tmp_path, monkeypatch
 
     def work(number):
         try:
-            sink.write("a", ((number, number + 1), (0, 8)), array[number : number + 1])
+            sink.write("a", Box(((number, number + 1), (0, 8))), array[number : number + 1])
             sink.wait()
         except StorageError as error:
             failures.append(error)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     OrbaxLeaf,
     named_sharding,
@@ -42,7 +43,6 @@ from tests.support.orbax_items import (
     sharded,
     tree_of,
     values,
-    whole,
     write,
 )
 from tests.support.roots import ROOT
@@ -171,7 +171,7 @@ def test_tiles_of_several_chunks_from_several_threads(tmp_path):
     arrays = {f"a{number}": random(BF16, shape, number) for number in range(6)}
     tree = {name: OrbaxLeaf(shape, BF16, chunks) for name in arrays}
     tiles = [
-        (name, ((x, min(x + 8, 30)), (y, min(y + 6, 14)), (0, 5)))
+        (name, Box(((x, min(x + 8, 30)), (y, min(y + 6, 14)), (0, 5))))
         for name in arrays
         for x in range(0, 30, 8)
         for y in range(0, 14, 6)
@@ -227,16 +227,16 @@ def test_any_shape_in_any_chunks(tmp_path_factory, data):
     ocdbt, zarr3 = data.draw(st.sampled_from(FORMATS))
     path = tmp_path_factory.mktemp("any")
     with step_sink(path, {"a": OrbaxLeaf(shape, array.dtype, chunks)}, ocdbt=ocdbt, zarr3=zarr3) as sink:
-        assert not sink.written("a", whole(shape))
+        assert not sink.written("a", Box.whole(shape))
         fill(sink, {"a": array})
         sink.wait()
-        assert sink.written("a", whole(shape))
+        assert sink.written("a", Box.whole(shape))
         assert not list(sink.missing("a"))
         sink.commit()
     checkpoint = open_orbax(path)
     assert checkpoint.leaves["a"].chunk_shape == chunks
     box = data.draw(boxes(shape))
-    out = np.empty([stop - start for start, stop in box], array.dtype)
+    out = np.empty(box.shape, array.dtype)
     checkpoint.read("a", box, out).result()
     same_bits(out, array[index(box)])
 
@@ -259,7 +259,7 @@ def test_kinds_of_leaves_survive(tmp_path):
     tree = source.tree(lambda name, leaf: leaf if "[" in str(leaf.shape) or leaf.shape else source.value(name))
     with step_sink(tmp_path / "ours", tree) as sink:
         for name, leaf in sink.leaves.items():
-            sink.write(name, whole(leaf.shape), source.value(name))
+            sink.write(name, Box.whole(leaf.shape), source.value(name))
         sink.commit()
     item = tmp_path / "ours" / "0" / "items"
     assert open_orbax(item).leaves == source.leaves
@@ -342,16 +342,16 @@ def test_options_that_make_no_sense(tmp_path, options):
 @pytest.mark.parametrize(
     ("name", "box", "tile", "why"),
     [
-        ("params.nothing", ((0, 4),), np.zeros(4, BF16), "has no array 'params.nothing'"),
+        ("params.nothing", Box(((0, 4),)), np.zeros(4, BF16), "has no array 'params.nothing'"),
         ("step", (), np.zeros((), np.int64), "has no array 'step'"),
-        ("params.kernel", ((0, 4),), np.zeros(4, BF16), "expected a box of shape"),
-        ("params.kernel", ((0, 4), (0, 13)), np.zeros((4, 13), BF16), "expected a box of shape"),
-        ("params.kernel", ((4, 0), (0, 3)), np.zeros((4, 3), BF16), "expected a box of shape"),
-        ("params.kernel", ((0, 4), (1, 4)), np.zeros((4, 3), BF16), r"chunks of shape \(4, 3\)"),
-        ("params.kernel", ((0, 3), (0, 3)), np.zeros((3, 3), BF16), r"chunks of shape \(4, 3\)"),
-        ("params.kernel", ((0, 4), (0, 3)), np.zeros((3, 4), BF16), r"array of shape \(4, 3\) of bfloat16"),
-        ("params.kernel", ((0, 4), (0, 3)), np.zeros((4, 3), np.float16), "found shape .* of float16"),
-        ("params.kernel", ((0, 4), (0, 3)), [[0.0] * 3] * 4, "found list"),
+        ("params.kernel", Box(((0, 4),)), np.zeros(4, BF16), "expected a box of shape"),
+        ("params.kernel", Box(((0, 4), (0, 13))), np.zeros((4, 13), BF16), "expected a box of shape"),
+        ("params.kernel", Box(((4, 0), (0, 3))), np.zeros((4, 3), BF16), "expected a box of shape"),
+        ("params.kernel", Box(((0, 4), (1, 4))), np.zeros((4, 3), BF16), r"chunks of shape \(4, 3\)"),
+        ("params.kernel", Box(((0, 3), (0, 3))), np.zeros((3, 3), BF16), r"chunks of shape \(4, 3\)"),
+        ("params.kernel", Box(((0, 4), (0, 3))), np.zeros((3, 4), BF16), r"array of shape \(4, 3\) of bfloat16"),
+        ("params.kernel", Box(((0, 4), (0, 3))), np.zeros((4, 3), np.float16), "found shape .* of float16"),
+        ("params.kernel", Box(((0, 4), (0, 3))), [[0.0] * 3] * 4, "found list"),
     ],
 )
 def test_tiles_that_do_not_belong(tmp_path, name, box, tile, why):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     OrbaxItem,
     OrbaxLeaf,
@@ -36,7 +37,6 @@ from tests.support.orbax_items import (
     sharded,
     tree_of,
     values,
-    whole,
     write,
 )
 from tests.support.roots import ROOT
@@ -107,7 +107,7 @@ def test_many_reads_at_once(saved):
     checkpoint = open_orbax(saved(True, True), memory_bytes=1000)
     arrays = values()
     outs = {(name, turn): np.empty_like(arrays[name]) for name in LEAVES for turn in range(20)}
-    futures = [checkpoint.read(name, whole(out.shape), out) for (name, _), out in outs.items()]
+    futures = [checkpoint.read(name, Box.whole(out.shape), out) for (name, _), out in outs.items()]
     assert sum(future.result() for future in futures) == sum(out.nbytes for out in outs.values())
     for (name, _), out in outs.items():
         same_bits(out, arrays[name])
@@ -171,7 +171,7 @@ def test_places_of_a_checkpoint(tmp_path):
     for step in (2, 10):
         write(tmp_path, step=step) if step == 0 else None
         with step_sink(tmp_path, {"a": OrbaxLeaf((1,), np.dtype(np.int64), (1,))}, step=step) as sink:
-            sink.write("a", ((0, 1),), np.array([step]))
+            sink.write("a", Box(((0, 1),)), np.array([step]))
             sink.commit()
     (tmp_path / "notes").mkdir()
     (tmp_path / f"11{ocp.path.atomicity.TMP_DIR_SUFFIX}").mkdir()
@@ -285,22 +285,22 @@ def test_chunks_that_are_missing_or_damaged(tmp_path):
     checkpoint = open_orbax(plain)
     kernel, table = np.empty((8, 12), BF16), np.empty((16, 4), np.dtype(ml_dtypes.float8_e4m3fn))
     with pytest.raises(StorageError, match=r"'params.kernel': .*missing"):
-        checkpoint.read("params.kernel", whole((8, 12)), kernel).result()
+        checkpoint.read("params.kernel", Box.whole((8, 12)), kernel).result()
     with pytest.raises(StorageError, match="'params.table': "):
-        checkpoint.read("params.table", whole((16, 4)), table).result()
-    checkpoint.read("params.kernel", ((0, 4), (0, 12)), kernel[:4]).result()
+        checkpoint.read("params.table", Box.whole((16, 4)), table).result()
+    checkpoint.read("params.kernel", Box(((0, 4), (0, 12))), kernel[:4]).result()
     same_bits(kernel[:4], values()["params.kernel"][:4])
 
 
 @pytest.mark.parametrize(
     ("name", "box", "out", "why"),
     [
-        ("params.nothing", ((0, 4),), np.zeros(4, BF16), "has no leaf 'params.nothing'"),
-        ("params.mask", ((0, 9),), np.zeros(9, np.bool_), "expected a box of shape"),
-        ("params.mask", ((-1, 2),), np.zeros(3, np.bool_), "expected a box of shape"),
-        ("params.mask", ((0, 3),), np.zeros(4, np.bool_), "expected an array of shape"),
-        ("params.mask", ((0, 3),), np.zeros(3, np.int8), "found shape .* of int8"),
-        ("params.mask", ((0, 3),), np.frombuffer(bytes(3), np.bool_), "is read-only"),
+        ("params.nothing", Box(((0, 4),)), np.zeros(4, BF16), "has no leaf 'params.nothing'"),
+        ("params.mask", Box(((0, 9),)), np.zeros(9, np.bool_), "expected a box of shape"),
+        ("params.mask", Box(((-1, 2),)), np.zeros(3, np.bool_), "expected a box of shape"),
+        ("params.mask", Box(((0, 3),)), np.zeros(4, np.bool_), "expected an array of shape"),
+        ("params.mask", Box(((0, 3),)), np.zeros(3, np.int8), "found shape .* of int8"),
+        ("params.mask", Box(((0, 3),)), np.frombuffer(bytes(3), np.bool_), "is read-only"),
     ],
 )
 def test_boxes_that_are_not_there(item, name, box, out, why):

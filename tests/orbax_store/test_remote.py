@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxLeaf, directories, item_writer, open_orbax
 from tests.support.files import random_bits
 from tests.support.files import write as write_files
@@ -27,7 +28,6 @@ from tests.support.orbax_items import (
     sharded,
     tree_of,
     values,
-    whole,
 )
 from tests.support.roots import TESTDATA
 from tests.support.servers.faults import Answer
@@ -90,7 +90,7 @@ def test_what_orbax_has_written(url, mesh, ocdbt, zarr3):
         assert (checkpoint.ocdbt, checkpoint.zarr3) == (ocdbt, zarr3)
     assert checkpoint.leaves["params.kernel"].sharding == leaf_of("params.kernel").sharding
     out = np.empty((3, 5), LEAVES["params.kernel"][0])
-    checkpoint.read("params.kernel", ((2, 5), (1, 6)), out).result()
+    checkpoint.read("params.kernel", Box(((2, 5), (1, 6))), out).result()
     same_bits(out, values()["params.kernel"][2:5, 1:6])
 
 
@@ -134,7 +134,7 @@ def test_kinds_of_leaves_survive(url):
     assert source.leaves["keys"].random_key == "threefry2x32"
     with step_sink(url, source.tree(lambda name, leaf: leaf if leaf.shape else source.value(name))) as sink:
         for name, leaf in sink.leaves.items():
-            sink.write(name, whole(leaf.shape), source.value(name))
+            sink.write(name, Box.whole(leaf.shape), source.value(name))
         sink.commit()
     assert open_orbax(f"{url}/0").leaves == source.leaves
     assert open_orbax(f"{url}/0").value("text") == "a ~ text"
@@ -363,7 +363,7 @@ def test_writes_that_are_refused(url, orbax_gcs):
     sink = step_sink(url, {"a": OrbaxLeaf((8, 8), array.dtype, (1, 8))})
     orbax_gcs.server.fail(Answer(403), method="POST", times=None)
     with pytest.raises(StorageError, match=f"^{url}/0: 'a': .*PERMISSION_DENIED"):
-        sink.write("a", ((0, 1), (0, 8)), array[:1]).result()
+        sink.write("a", Box(((0, 1), (0, 8))), array[:1]).result()
     with pytest.raises(StorageError, match="PERMISSION_DENIED"):
         sink.commit()
     orbax_gcs.server.clear()

@@ -9,27 +9,28 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     open_orbax,
 )
-from tests.support.orbax_items import LEAVES, fill, is_not_there, is_values, leaf_of, tree_of, values, whole, write
+from tests.support.orbax_items import LEAVES, fill, is_not_there, is_values, leaf_of, tree_of, values, write
 from tests.support.sinks import step_sink
 
 
 def test_chunks_that_are_missing(tmp_path):
     sink = step_sink(tmp_path, tree_of(leaf_of))
     fill(sink, values(), [name for name in LEAVES if name != "params.cube"])
-    sink.write("params.cube", ((0, 4), (0, 6), (0, 3)), values()["params.cube"][..., :3])
+    sink.write("params.cube", Box(((0, 4), (0, 6), (0, 3))), values()["params.cube"][..., :3])
     with pytest.raises(
         TensorMismatchError, match=r"5 chunks of 'params.cube' .* the first is \(\(0, 4\), .* \(3, 4\)\)"
     ):
         sink.commit()
     is_not_there(tmp_path)
-    for again in (sink.commit, sink.wait, lambda: sink.write("params.scale", (), values()["params.scale"])):
+    for again in (sink.commit, sink.wait, lambda: sink.write("params.scale", Box(), values()["params.scale"])):
         with pytest.raises(StorageError, match="committed or given up"):
             again()
     with step_sink(tmp_path, tree_of(leaf_of), resume=True) as sink:
-        assert {name for name in LEAVES if not sink.written(name, whole(LEAVES[name][1]))} == {"params.cube"}
+        assert {name for name in LEAVES if not sink.written(name, Box.whole(LEAVES[name][1]))} == {"params.cube"}
         assert len(list(sink.missing("params.cube"))) == 5
         fill(sink, values())
         sink.commit()

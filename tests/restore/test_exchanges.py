@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.open import open_checkpoint
-from orbax_safetensors.restore.plan import planned
-from orbax_safetensors.restore.target import asked
+from orbax_safetensors.restore.plan import distribution
+from orbax_safetensors.restore.target import leaf_request
 from orbax_safetensors.storage import local, remote
 
 SHAPES = {"big": (2**17, 8192), "bias": (8192,), "scalar": (), "stack.0": (4096, 4096), "stack.1": (4096, 4096)}
@@ -54,7 +54,7 @@ def plan(path, specs, *, store=REMOTE, processes=4, mesh=MESH, cooperative=True,
         for name, spec in specs.items()
     }
     options = ost.SafetensorsOptions(cooperative=cooperative, **options)
-    return planned(checkpoint, target, processes, options).plan(compared=True)
+    return distribution(checkpoint, target, processes, options).plan(compared=True)
 
 
 BIG = 2**17 * 8192 * 2
@@ -121,7 +121,7 @@ def test_leaves_of_which_only_some_processes_have_devices(path):
     checkpoint = at(REMOTE, open_checkpoint(path))
     # A device for two processes: they are dealt evenly, so a mesh of few devices is one of few processes.
     target = {"big": ocp.ArrayRestoreArgs(sharding=NamedSharding(MESH, PartitionSpec()))}
-    found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
+    found = distribution(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
     some = replace(found, owners=((0, 0, 1, 1, 2, 2, 2, 2),))
     assert [some.possible, some.chosen] == [[None], [None]]
 
@@ -134,7 +134,7 @@ def test_arrays_that_are_no_named_shardings_of_jax(path, mesh):
         "stack.0": ocp.type_handlers.SingleReplicaArrayRestoreArgs(sharding=named),
     }
     checkpoint = at(REMOTE, open_checkpoint(path))
-    found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
+    found = distribution(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
     assert found.owners == (None, None, None)
     assert found.possible == [None] * 3
 
@@ -146,11 +146,11 @@ def test_leaves_of_one_tensor_are_exchanged_together_or_not_at_all(path):
     checkpoint = at(REMOTE, checkpoint, mapped=halves)
     inner = NamedSharding(MESH, PartitionSpec(None, ("process", "local")))
     target = {name: jax.ShapeDtypeStruct((2**16, 8192), "bfloat16", sharding=inner) for name in halves}
-    found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True)).plan()
+    found = distribution(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True)).plan()
     assert found.cooperation.num_arrays == 2
     assert sum(cost.read_bytes for cost in found.processes) == BIG
     mixed = target | {"lower": np.zeros((2**16, 8192), "bfloat16")}
-    found = planned(checkpoint, mixed, 4, ost.SafetensorsOptions(cooperative=True)).plan()
+    found = distribution(checkpoint, mixed, 4, ost.SafetensorsOptions(cooperative=True)).plan()
     assert found.cooperation.num_arrays == 0
 
 
@@ -161,7 +161,7 @@ def test_stacks_and_transposes_are_cut_where_storage_is(path):
     checkpoint = at(REMOTE, checkpoint, mapped={"stack": stacked})
     sharding = NamedSharding(MESH, PartitionSpec(("process", "local")))
     target = {"stack": jax.ShapeDtypeStruct((4096, 2, 4096), "bfloat16", sharding=sharding)}
-    found = planned(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
+    found = distribution(checkpoint, target, 4, ost.SafetensorsOptions(cooperative=True))
     (one,) = found.chosen
     # Half of the processes read the first tensor, in blocks of its rows.
     assert one.exchange.parts == ((), (2,), (0, 1))
@@ -183,7 +183,7 @@ def test_whose_devices_an_array_is_asked_for_on(mesh):
         (ocp.ArrayRestoreArgs(sharding=abstract), set()),
         (ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, PartitionSpec()), restore_type=np.ndarray), set()),
     ):
-        assert asked(None, args).processes == found, args
+        assert leaf_request(None, args).processes == found, args
     with jax.set_mesh(mesh):
-        assert asked(None, ocp.ArrayRestoreArgs(sharding=abstract)).processes == {0}
-    assert asked(None, ocp.ArrayRestoreArgs(sharding="x")) is None
+        assert leaf_request(None, ocp.ArrayRestoreArgs(sharding=abstract)).processes == {0}
+    assert leaf_request(None, ocp.ArrayRestoreArgs(sharding="x")) is None

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.save.prepare import Shards, prepare_save
+from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
 from orbax_safetensors.storage import retries, upload
 from tests.support.files import random_bits, write

@@ -9,19 +9,19 @@ import numpy as np
 import obstore
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import SaveArgs
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import family as mapped
-from orbax_safetensors.checkpoint import source as sources
 from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.leaf import leaves_of
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.format.layout import file_names
-from orbax_safetensors.restore.plan import planned
-from orbax_safetensors.save import prepare as saving
-from orbax_safetensors.save.plan import plan_save
+from orbax_safetensors.save import writers
+from orbax_safetensors.save.prepare import laid_out
 from orbax_safetensors.storage import upload
-from orbax_safetensors.transfer.plan import Block, transfer_plan
+from orbax_safetensors.transfer.plan import Block, locations, transfer_plan
 from tests.support.roots import TESTDATA
 from tests.support.servers import gcs
 
@@ -41,15 +41,9 @@ def both(shape):
     return ["data", "model"] if len(shape) > 1 and shape[0] % 2 == 0 and shape[1] % 4 == 0 else []
 
 
-def save_plan(found, family, variant, **more):
-    """What saving the tree of a planned restore costs."""
-    config = read_config(found.checkpoint)
-    more |= {"process_count": found.process_count, "options": found.options}
-    return plan_save(found.leaves, found.checkpoint.store, config, family, variant, **more)
-
-
-def abstract(partition, process_count, path=QWEN3, **family):
-    checkpoint = open_checkpoint(path, **family)
+def planned(partition, process_count, path=QWEN3, family=None, variant=None, **more):
+    """What saving the tree of a checkpoint beside it costs, and the checkpoint."""
+    checkpoint = open_checkpoint(path, family=family, variant=variant)
     mesh = AbstractMesh(SIZES, AXES)
     target = {
         name: jax.ShapeDtypeStruct(
@@ -57,45 +51,33 @@ def abstract(partition, process_count, path=QWEN3, **family):
         )
         for name, view in checkpoint.leaves.items()
     }
-    return planned(checkpoint, target, process_count, ost.SafetensorsOptions())
+    more |= {"family": family, "variant": variant, "config": read_config(checkpoint), "process_count": process_count}
+    return ost.plan_save(path, target, **more), checkpoint
 
 
-def real_writes(monkeypatch, found, partition, process, max_file_bytes, family, variant):
+def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_file_bytes, family, variant):
     """Bytes and requests of one of several processes, as it plans its own part of a save of arrays on devices."""
     mesh = Mesh(np.array(jax.devices()).reshape(SIZES), AXES)
 
     def local_holders(sharding, shape):
         """As if the devices were dealt to processes evenly."""
-        holders = {}
-        boxes = arrays.device_boxes(sharding, shape)
-        for owner, box in zip(arrays.device_owners(sharding, shape, found.process_count), boxes, strict=True):
-            holders.setdefault(box, set()).add(owner)
-        return {box: tuple(sorted(own)) for box, own in sorted(holders.items()) if process in own}
+        holders = arrays.holders(sharding, shape, process_count)
+        return {box: own for box, own in holders.items() if process in own}
 
     tree = {
-        leaf.name: jax.device_put(
-            np.zeros(leaf.shape, leaf.dtype), NamedSharding(mesh, PartitionSpec(*partition(leaf.shape)))
+        name: jax.device_put(
+            np.zeros(view.shape, view.dtype), NamedSharding(mesh, PartitionSpec(*partition(view.shape)))
         )
-        for leaf in found.leaves
+        for name, view in checkpoint.leaves.items()
     }
-    config = mapped.read_config(found.checkpoint)
-    given, tensors = mapped.taken_apart(sources.resolve(tree, None), family, variant, config)
-    # Leaves in the order of the checkpoint, in which the abstract ones come.
-    order = {leaf.name: number for number, leaf in enumerate(found.leaves)}
-    given = sorted(given, key=lambda source: order[source.name])
-    if family is None:
-        tensors = {source.name: tensors[source.name] for source in given}
-    layout = saving.laid_out(tensors, {}, max_file_bytes, found.options)
+    given, tensors = mapped.taken_apart(leaves_of(tree, None), family, variant, read_config(checkpoint))
+    layout = laid_out(tensors, {}, max_file_bytes, ost.SafetensorsOptions())
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "local_holders", local_holders)
+        patched.setattr(writers, "local_holders", local_holders)
         patched.setattr(jax, "process_index", lambda: process)
-        owned = [one for group in saving._owned(saving.grouped(given)) for one in group]
-    blocks = [
-        Block(source.view, box, tuple(stop - start for start, stop in box), source.value.dtype)
-        for source, boxes in owned
-        for box in boxes
-    ]
-    plan = transfer_plan(blocks, saving.locations(layout).__getitem__, max_gap_bytes=0)
+        owned = [one for group in writers.written_here(writers.grouped(given)) for one in group]
+    blocks = [Block(source.view, box, box.shape, source.value.dtype) for source, boxes in owned for box in boxes]
+    plan = transfer_plan(blocks, locations(layout).__getitem__, max_gap_bytes=0)
     return plan.moved_bytes, plan.num_requests
 
 
@@ -104,19 +86,19 @@ def real_writes(monkeypatch, found, partition, process, max_file_bytes, family, 
 @pytest.mark.parametrize("process_count", [1, 2, 4])
 def test_each_process_would_write_what_the_plan_says(monkeypatch, family, partition, process_count):
     variant = None if family is None else {"scan_layers": True}
-    found = abstract(partition, process_count, family=family, variant=variant)
-    plan = save_plan(found, family, variant, max_file_bytes=40_000)
+    plan, checkpoint = planned(partition, process_count, family=family, variant=variant, max_file_bytes=40_000)
     assert len(plan.processes) == process_count
     for process, cost in enumerate(plan.processes):
-        real = real_writes(monkeypatch, found, partition, process, 40_000, family, variant)
+        real = real_writes(monkeypatch, checkpoint, partition, process, process_count, 40_000, family, variant)
         assert (cost.written_bytes, cost.num_requests) == real
         assert cost.written_bytes == sum(file.written_bytes for file in cost.files)
         assert cost.num_requests == sum(file.num_requests for file in cost.files)
     # Every byte once, and each process a fair part.
     written = [cost.written_bytes for cost in plan.processes]
-    whole = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
+    nbytes = [prod(view.shape) * view.dtype.itemsize for view in checkpoint.leaves.values()]
+    whole = sum(nbytes)
     assert sum(written) == whole
-    assert max(written) <= whole / process_count + max(prod(leaf.shape) * leaf.dtype.itemsize for leaf in found.leaves)
+    assert max(written) <= whole / process_count + max(nbytes)
     assert len(plan.files) > 1
     assert 0 < sum(file.nbytes for file in plan.files) - whole < 8192 * len(plan.files)
 
@@ -145,8 +127,7 @@ def test_to_an_object_store_in_parts(stored, monkeypatch):
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
             for name, leaf in item.items()
         }
-        found = planned(open_checkpoint(own), target, 1, ost.SafetensorsOptions())
-        plan = save_plan(found, None, None, max_file_bytes=max_file_bytes)
+        plan = ost.plan_save(f"{own}/new", target, max_file_bytes=max_file_bytes)
         stored.server.clear()
         ost.SafetensorsHandler().save(f"{own}/new", ost.SafetensorsSave(item, max_file_bytes=max_file_bytes))
         put = [one for one in stored.server.log if one.method == "PUT" and one.path.endswith(".safetensors")]
@@ -163,9 +144,8 @@ def test_to_an_object_store_in_parts(stored, monkeypatch):
 def test_to_an_object_store_by_several_processes(stored, family, partition):
     """In files of their own, each of which one process writes."""
     count, variant = 4, None if family is None else {"scan_layers": True}
-    found = abstract(partition, count, f"{stored.url}/x", family=family, variant=variant)
-    local = save_plan(abstract(partition, count, family=family, variant=variant), family, variant)
-    plan = save_plan(found, family, variant, max_file_bytes=5_000)
+    local, _ = planned(partition, count, family=family, variant=variant)
+    plan, _ = planned(partition, count, f"{stored.url}/x", family=family, variant=variant, max_file_bytes=5_000)
     assert [cost.written_bytes for cost in plan.processes] == [cost.written_bytes for cost in local.processes]
     written = [file.file for cost in plan.processes for file in cost.files]
     assert written == [file.file for file in plan.files] == file_names(len(written))
@@ -176,14 +156,50 @@ def test_to_an_object_store_by_several_processes(stored, family, partition):
 
 def test_to_files_where_a_server_takes_none(web):
     shutil.copytree(QWEN3, web.root / "x")
-    plans = [save_plan(abstract(leading, 2, path), None, None) for path in (f"{web.url}/x", QWEN3)]
+    plans = [planned(leading, 2, path)[0] for path in (f"{web.url}/x", QWEN3)]
     assert plans[0] == plans[1]
 
 
 def test_json():
-    plan = save_plan(abstract(leading, 2), None, None)
+    plan, _ = planned(leading, 2)
     found = json.loads(plan.to_json())
     assert [file["file"] for file in found["files"]] == ["model.safetensors"]
     assert [process["written_bytes"] for process in found["processes"]] == [
         cost.written_bytes for cost in plan.processes
     ]
+
+
+def test_a_tree_without_a_checkpoint(tmp_path, mesh):
+    """Of arrays, descriptions of arrays, NumPy's and scalars, to a directory that is not there."""
+    sharded = NamedSharding(AbstractMesh((2, 4), ("x", "y")), PartitionSpec("x"))
+    shared = jax.device_put(np.zeros((8, 4), np.float32), NamedSharding(mesh, PartitionSpec("x")))
+    tree = {
+        "abstract": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharded),
+        "wide": jax.ShapeDtypeStruct((8,), np.int64, sharding=sharded),
+        "array": shared,
+        "numpy": np.zeros(3, np.int64),
+        "step": 7,
+        "placed by JAX": jax.ShapeDtypeStruct((2,), np.float32),
+    }
+    plan = ost.plan_save(tmp_path / "new", tree, process_count=2, save_args={"abstract": SaveArgs(dtype=np.float16)})
+    assert not (tmp_path / "new").exists()
+    # What all processes have, the one writes that has least to write; what has no sharding is the first's.
+    assert [cost.written_bytes for cost in plan.processes] == [32 + 16 + 64 + 24 + 8, 32 + 16 + 64 + 8]
+    (alone,) = ost.plan_save(tmp_path / "new", tree).processes
+    assert alone.written_bytes == 128 + 32 + 128 + 24 + 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("item", "more", "error", "why"),
+    [
+        ({}, {}, ost.TensorMismatchError, "has no leaves"),
+        ({"a": "text"}, {}, ost.TensorMismatchError, "'a': a leaf of type str"),
+        ({"a": 1}, {"process_count": 0}, ost.SafetensorsError, "process_count is 0"),
+        ({"a": 1}, {"max_file_bytes": 0}, ost.SafetensorsError, "max_file_bytes is 0"),
+        ({"a": 1}, {"metadata": ["x"]}, ost.SafetensorsError, "metadata is"),
+        ({"a": 1}, {"variant": {"scan_layers": True}}, ost.MappingError, "is for a family"),
+    ],
+)
+def test_trees_that_cannot_be_saved(tmp_path, item, more, error, why):
+    with pytest.raises(error, match=why):
+        ost.plan_save(tmp_path, item, **more)

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.save import prepare as saving
-from orbax_safetensors.save import write
+from orbax_safetensors.save import shards, write
 from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
 from orbax_safetensors.storage import local
 from tests.support import files
@@ -329,7 +329,7 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
                         own.setdefault(source.name, (source, []))[1].append(box)
                 owned = tuple((source, tuple(taken)) for source, taken in own.values())
                 share = dataclasses.replace(plan, groups=(owned,), key=f"{plan.key}/{part}")
-                shards = saving.Shards.copied(share) if copied else saving.Shards(share)
+                shards = Shards.copied(share) if copied else Shards(share)
                 write_save(share, shards, directory)
         assert content(directory) == content(expected)
         for name, header in plan.layout.files:
@@ -364,13 +364,13 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
     leaves = {f"w{number}": jax.numpy.full((1024,), float(number)) for number in range(10)}
     options = ost.SafetensorsOptions(in_flight_bytes=3 * 4096 + 1)
     plan = prepare_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
-    assert [len(batch) for batch in saving.Shards(plan).batches(options.in_flight_bytes)] == [10]
-    monkeypatch.setattr(saving, "on_host", lambda sharding: False)
-    batches = list(saving.Shards(plan).batches(options.in_flight_bytes))
+    assert [len(batch) for batch in Shards(plan).batches(options.in_flight_bytes)] == [10]
+    monkeypatch.setattr(shards, "on_host", lambda sharding: False)
+    batches = list(Shards(plan).batches(options.in_flight_bytes))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1]
     values = [memory.view(np.float32)[0] for batch in batches for _, memory in batch]
     assert values == list(range(10))
-    too_big = saving.Shards(plan).batches(1)
+    too_big = Shards(plan).batches(1)
     assert [len(batch) for batch in too_big] == [1] * 10
 
 
@@ -378,7 +378,7 @@ def test_what_was_copied_does_not_change():
     host, device = np.ones(100), jax.numpy.ones(100)
     options = ost.SafetensorsOptions()
     plan = prepare_save([host, device], None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
-    shards = saving.Shards.copied(plan)
+    shards = Shards.copied(plan)
     host[...] = 2
     device.delete()
     (batch,) = shards.batches(1)

@@ -21,8 +21,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
-from orbax_safetensors.save import prepare as saving
-from orbax_safetensors.save import write
+from orbax_safetensors.save import prepare, shards, write
 from orbax_safetensors.save.prepare import prepare_save
 from orbax_safetensors.storage import local
 from tests.support.files import nothing_left, random_bits, stored_arrays
@@ -184,10 +183,10 @@ def test_an_interrupt_is_not_swallowed(tmp_path):
 def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step):
     """They would wait for this one."""
     told = []
-    monkeypatch.setattr(agreement, "exchange", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
+    monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
     does = {
-        "plan": (saving, "resolve"),
-        "copies": (saving, "_copies"),
+        "plan": (prepare, "leaves_of"),
+        "copies": (shards, "_copies"),
         "data": (write, "_write_data"),
         "facts": (write, "_write_facts"),
     }
@@ -247,4 +246,4 @@ def test_a_directory_that_is_missing(tmp_path):
         TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
     )
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        write.write_save(plan, saving.Shards(plan), str(tmp_path / "missing"))
+        write.write_save(plan, shards.Shards(plan), str(tmp_path / "missing"))

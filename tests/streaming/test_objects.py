@@ -92,7 +92,7 @@ def test_what_is_planned_is_what_is_done(asked, source, place):
     assert {file.file: file.nbytes for file in one.files} == {
         name: len(made) for name, made in content(to).items() if name.endswith(".safetensors")
     }
-    assert sum(file.read_bytes for file in cost.writes) == cost.written_bytes
+    assert sum(file.written_bytes for file in cost.writes) == cost.written_bytes
     assert [own.num_tiles > 0 for own in two.processes] == [True, bool(asked)]
     assert two.total_bytes == one.total_bytes
     with pytest.raises(ost.StorageError, match="already exists"):

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from orbax_safetensors.geometry import elementwise
-from orbax_safetensors.geometry.view import Box, View
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
 from tests.support.views import run, run_backwards
 
 Arrays = dict[str, np.ndarray]
@@ -25,7 +26,7 @@ def binder(stored: Mapping[str, np.ndarray]) -> Callable[[str, tuple[int, ...]],
 def evaluate(view: View, stored: Mapping[str, np.ndarray]) -> np.ndarray:
     """The array that a view stands for, with the bits -1 wherever no copy goes."""
     out = np.full(view.shape, -1, np.dtype(f"i{view.dtype.itemsize}")).view(view.dtype)
-    for taken in view.copies(_whole(view), view.shape):
+    for taken in view.copies(Box.whole(view.shape), view.shape):
         source = np.zeros(1, view.dtype) if taken.tensor is None else stored[taken.tensor]
         values = elementwise.apply(taken.ops, source).astype(view.dtype) if taken.ops else source
         run([taken], {taken.tensor: values}, out)
@@ -40,7 +41,7 @@ def given_back(tree: Mapping[str, View], arrays: Mapping[str, np.ndarray], store
             like = stored[name]
             out.setdefault(name, np.full(like.shape, -1, np.dtype(f"i{like.itemsize}")).view(like.dtype))
         array = np.ascontiguousarray(arrays[path])
-        for taken in view.copies(_whole(view), view.shape):
+        for taken in view.copies(Box.whole(view.shape), view.shape):
             if taken.tensor is not None:
                 values = elementwise.undo(taken.ops, array).astype(out[taken.tensor].dtype) if taken.ops else array
                 run_backwards([taken], out, values)
@@ -52,14 +53,10 @@ def uses(tree: Mapping[str, View], shapes: Mapping[str, tuple[int, ...]]) -> Arr
     counts: Arrays = {}
     for view in tree.values():
         ones = np.ones(view.shape, int)
-        for taken in view.copies(_whole(view), view.shape):
+        for taken in view.copies(Box.whole(view.shape), view.shape):
             if taken.tensor is not None:
                 once = np.zeros(shapes[taken.tensor], int)
                 run_backwards([taken], {taken.tensor: once}, ones)
                 assert once.sum() == taken.copy.elements  # no element twice in one copy
                 counts[taken.tensor] = counts.get(taken.tensor, 0) + once
     return counts
-
-
-def _whole(view: View) -> Box:
-    return tuple((0, size) for size in view.shape)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     OrbaxLeaf,
     named_sharding,
@@ -79,11 +80,7 @@ def leaf_of(name):
 
 
 def index(box):
-    return (*(slice(start, stop) for start, stop in box), ...)  # an array, also where there is no dimension
-
-
-def whole(shape):
-    return tuple((0, size) for size in shape)
+    return (*box.slices, ...)  # an array, also where there is no dimension
 
 
 def fill(sink, arrays, names=None):
@@ -123,7 +120,7 @@ def arrays_of(tree):
 @st.composite
 def boxes(draw, shape):
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    return tuple((start, stop) for start, stop in ends)
+    return Box((start, stop) for start, stop in ends)
 
 
 def file_names(root):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import Copy
-from orbax_safetensors.geometry.view import Box, Taken, View
+from orbax_safetensors.geometry.view import Taken, View
 
 
 @dataclass
@@ -84,7 +85,7 @@ def compositions(draw: Any) -> Composition:
 def boxes(draw: Any, shape: tuple[int, ...]) -> Box:
     """Boxes of an array of `shape`, empty ones among them."""
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    return tuple((start, stop) for start, stop in ends)
+    return Box((start, stop) for start, stop in ends)
 
 
 def _ends(copy: Copy, source: np.ndarray, destination: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

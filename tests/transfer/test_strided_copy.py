@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Scale, apply, undo
 from orbax_safetensors.transfer import strided_copy
-from orbax_safetensors.transfer.strided_copy import assign, convert, revert
+from orbax_safetensors.transfer.strided_copy import assign, copy_applying, copy_undoing
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float32), BF16, np.dtype(np.float16), np.dtype(np.float64), np.dtype(">f4")]
@@ -93,13 +93,13 @@ def test_assign(pair, constants):
 
 
 @given(pairs(two_dtypes), ops_lists, small_constants())
-def test_convert(pair, ops, constants):
+def test_copy_applying(pair, ops, constants):
     (source, _), (destination, buffer) = pair
     expected, whole = like(destination, buffer)
     with np.errstate(all="ignore"):
         np.copyto(expected, apply(ops, source) if ops else source, casting="unsafe")
     with mock.patch.multiple(strided_copy, **constants):
-        convert(source, destination, ops, lossless=False)
+        copy_applying(source, destination, ops, lossless=False)
     assert buffer.tobytes() == whole.tobytes()
 
 
@@ -110,7 +110,7 @@ def test_revert(pair, ops, constants):
     with np.errstate(all="ignore"):
         np.copyto(expected, undo(ops, source) if ops else source, casting="unsafe")
     with mock.patch.multiple(strided_copy, **constants):
-        revert(source, destination, ops)
+        copy_undoing(source, destination, ops)
     assert buffer.tobytes() == whole.tobytes()
 
 
@@ -119,7 +119,7 @@ def test_bits_without_ops(dtype, data):
     """A signalling NaN and -0.0 stay what they are where there is nothing to compute."""
     (source, _), (destination, _) = data.draw(pairs(st.just((dtype, dtype))))
     with mock.patch.multiple(strided_copy, **data.draw(small_constants())):
-        convert(source, destination, (), lossless=True)
+        copy_applying(source, destination, (), lossless=True)
     assert destination.tobytes() == source.tobytes()
 
 
@@ -142,11 +142,11 @@ def test_bits_without_ops(dtype, data):
 def test_lossless(stored, held, fitting, too_much, order, ops):
     source = np.resize(np.array(fitting, stored), (150, 90))
     destination = np.zeros((150, 90), held, order)
-    convert(source, destination, ops, lossless=True)
+    copy_applying(source, destination, ops, lossless=True)
     source[149, 89] = too_much
-    convert(source, destination, ops, lossless=False)
+    copy_applying(source, destination, ops, lossless=False)
     with pytest.raises(TensorMismatchError, match=rf"of \w+ does not fit {np.dtype(held)}"):
-        convert(source, destination, ops, lossless=True)
+        copy_applying(source, destination, ops, lossless=True)
 
 
 @pytest.mark.parametrize("dtype", WORDS, ids=str)

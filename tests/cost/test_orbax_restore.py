@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.serialization import serialization
 
 import orbax_safetensors as ost
-from orbax_safetensors.cost.orbax import plan_orbax_restore
+from orbax_safetensors.cost.orbax_restore import plan_orbax_restore
 from orbax_safetensors.devices.partition import partition
 from orbax_safetensors.orbax_store import open_orbax
 

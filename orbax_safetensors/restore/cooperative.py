@@ -1,8 +1,8 @@
-"""Restoring together: what several processes need is read once, in parts, and sent from device to device.
+"""Cooperative restores: what several processes need is read once, in parts, and sent from device to device.
 
-With `SafetensorsOptions(cooperative=True)`, the leaves for which that saves bytes, as `exchanges` finds, take this way,
-and all others the direct one. All processes agree on them once each has opened the checkpoint. Then in batches: every
-process reads its parts, all processes agree that none has failed, and the devices exchange the parts.
+With `SafetensorsOptions(cooperative=True)`, the leaves for which that saves bytes, as `exchanges` finds, are read so,
+and all others directly. All processes agree on them once each has opened the checkpoint. Then in batches: every process
+reads its parts, all processes agree that none has failed, and the devices exchange the parts.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import forget, together
+from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import assemble, box_of, on_host
 from orbax_safetensors.geometry.exchange import Exchange, by_owner
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas
-from orbax_safetensors.restore.exchanges import Way, reading, spec
+from orbax_safetensors.restore.exchanges import Swap, reading, spec
 from orbax_safetensors.restore.fill import Filling, filling, in_file_order
-from orbax_safetensors.restore.plan import dealt
+from orbax_safetensors.restore.plan import distribution_of
 from orbax_safetensors.restore.request import Request
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
@@ -47,13 +47,13 @@ _left: set[str] = set()
 class Decided(NamedTuple):
     """A restore of which no tensor has been read: what is asked for, and what of it devices exchange, in batches.
 
-    `batches` have the leaves by their numbers, `ways` how each of them is exchanged. `key` is that of agreements, where
+    `batches` have the leaves by their numbers, `swaps` how each of them is exchanged. `key` is that of agreements, if
     all processes make the restore.
     """
 
     checkpoint: Checkpoint
     request: Request
-    ways: Mapping[int, Way] = MappingProxyType({})
+    swaps: Mapping[int, Swap] = MappingProxyType({})
     batches: Sequence[Sequence[int]] = ()
     key: str = ""
 
@@ -82,18 +82,18 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
 
 
 def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptions, key: str) -> Decided:
-    chosen = dealt(checkpoint, request.targets, None, options).chosen
-    ways = {at: way for at, way in enumerate(chosen) if way is not None}
-    leaves = {at: request.targets[at] for at in ways}
+    chosen = distribution_of(checkpoint, request.targets, None, options).chosen
+    swaps = {at: swap for at, swap in enumerate(chosen) if swap is not None}
+    leaves = {at: request.targets[at] for at in swaps}
     numbers = list(leaves)
     groups = in_file_order(checkpoint, list(leaves.values()))
     # All processes have to make the same batches, so that they are of equal size in all of them.
     sized = [
-        ([numbers[at] for at in group], sum(_nbytes(leaves[numbers[at]], ways[numbers[at]]) for at in group))
+        ([numbers[at] for at in group], sum(_nbytes(leaves[numbers[at]], swaps[numbers[at]]) for at in group))
         for group in groups
     ]
     batched = [[at for group in batch for at in group] for batch in batches(sized, options.in_flight_bytes // 2)]
-    return Decided(checkpoint, request, ways, batched, key)
+    return Decided(checkpoint, request, swaps, batched, key)
 
 
 def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
@@ -122,7 +122,7 @@ def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
     sent: list[jax.Array] = []
     before = f"{decided.key}/decided"
     for number, batch in enumerate(decided.batches):
-        leaves = [(decided.request.targets[at], decided.ways[at]) for at in batch]
+        leaves = [(decided.request.targets[at], decided.swaps[at]) for at in batch]
         parts = together(f"{decided.key}/{number}", partial(_read, fillings, leaves))
         forget(before)
         before = f"{decided.key}/{number}"
@@ -134,58 +134,65 @@ def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
     return values
 
 
-def _read(fillings: Filling, leaves: Sequence[tuple[Target, Way]]) -> list[jax.Array]:
+def _read(fillings: Filling, leaves: Sequence[tuple[Target, Swap]]) -> list[jax.Array]:
     """The parts that this process reads."""
-    parts = fillings.fill([_part(target, way) for target, way in leaves])
+    parts = fillings.fill([_part(target, swap) for target, swap in leaves])
     # Others are about to take them.
     fillings.check()
     return parts
 
 
-def _nbytes(target: Target, way: Way) -> int:
+def _nbytes(target: Target, swap: Swap) -> int:
     """The most that any process reads into memory of a leaf, in bytes."""
-    devices = max(way.owners.count(process) for process in set(way.owners))
-    return prod(way.exchange.padded) * target.dtype.itemsize * devices // way.exchange.devices
+    devices = max(swap.owners.count(process) for process in set(swap.owners))
+    return prod(swap.exchange.padded) * target.dtype.itemsize * devices // swap.exchange.devices
 
 
 def _facts(decided: Decided) -> str:
     """Differs between processes that would not exchange the same, or not of the same files."""
-    if not decided.ways:
+    if not decided.swaps:
         return ""
     store, files = decided.checkpoint.store, decided.checkpoint.files
     # What a file system says of a file's version may differ between the hosts that have mounted it.
     stored = [file.stamp.nbytes if store.maps else (file.stamp.nbytes, file.stamp.version) for file in files]
-    leaves = [(decided.request.targets[at], decided.ways[at]) for batch in decided.batches for at in batch]
+    leaves = [(decided.request.targets[at], decided.swaps[at]) for batch in decided.batches for at in batch]
     told = [
-        (target.name, target.dtype.str, way.exchange, [device.id for device in _mesh(target, way).devices.flat])
-        for target, way in leaves
+        (
+            target.name,
+            target.dtype.str,
+            swap.exchange,
+            [device.id for device in _mesh(target, swap).devices.flat],
+        )
+        for target, swap in leaves
     ]
     facts = repr((stored, list(map(len, decided.batches)), told))
     return hashlib.sha256(facts.encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def _part(target: Target, way: Way) -> Target:
+def _part(target: Target, swap: Swap) -> Target:
     """What is read of a target instead of its shards."""
-    devices = _mesh(target, way).devices.ravel()[by_owner(way.owners)]
-    return replace(target, shape=way.exchange.padded, sharding=reading(way.exchange, devices))
+    devices = _mesh(target, swap).devices.ravel()[by_owner(swap.owners)]
+    return replace(target, shape=swap.exchange.padded, sharding=reading(swap.exchange, devices))
 
 
-def _mesh(target: Target, way: Way) -> Mesh:
+def _mesh(target: Target, swap: Swap) -> Mesh:
     """The devices of a target along the axes of its exchange."""
     sharding = cast(NamedSharding, target.sharding)
-    sizes = way.exchange.sizes
+    sizes = swap.exchange.sizes
     return Mesh(cast(Mesh, sharding.mesh).devices.reshape(sizes), tuple(map(str, range(len(sizes)))))
 
 
-def _shards(target: Target, way: Way, part: jax.Array) -> jax.Array:
+def _shards(target: Target, swap: Swap, part: jax.Array) -> jax.Array:
     """The target, from the parts of it that its devices have."""
     sharding = cast(NamedSharding, target.sharding)
-    mesh = _mesh(target, way)
+    mesh = _mesh(target, swap)
     # The same memory under another name: what a device has read need not be its part of this array.
     parts = jax.make_array_from_single_device_arrays(
-        part.shape, NamedSharding(mesh, spec(way.exchange.parts)), [shard.data for shard in part.addressable_shards]
+        part.shape,
+        NamedSharding(mesh, spec(swap.exchange.parts)),
+        [shard.data for shard in part.addressable_shards],
     )
-    made = _program(way.exchange, way.exchange.sends(way.owners), mesh, np.dtype(target.dtype))(parts)
+    made = _program(swap.exchange, swap.exchange.sends(swap.owners), mesh, np.dtype(target.dtype))(parts)
     if on_host(sharding) and len(target.local_boxes()) < len(sharding.addressable_devices):
         # As in a direct restore, CPU devices that hold the same share its memory.
         boxes = {box_of(shard.index, target.shape): np.asarray(shard.data) for shard in made.addressable_shards}
@@ -200,7 +207,7 @@ def _program(exchange: Exchange, sends: tuple[tuple[int, int], ...], mesh: Mesh,
     """Makes shards of parts, on all devices of a mesh; compiled once."""
 
     def moved(part: jax.Array) -> jax.Array:
-        bits = _bits(part)
+        bits = to_bits(part)
         if sends:
             bits = jax.lax.ppermute(bits, mesh.axis_names, sends)
         for move in exchange.moves:
@@ -212,32 +219,8 @@ def _program(exchange: Exchange, sends: tuple[tuple[int, int], ...], mesh: Mesh,
         for dimension, size in enumerate(exchange.shape):
             if exchange.padded[dimension] != size:
                 bits = jax.lax.slice_in_dim(bits, 0, size, axis=dimension)
-        return _of_bits(bits, dtype)
+        return from_bits(bits, dtype)
 
     return jax.jit(
         jax.shard_map(moved, mesh=mesh, in_specs=spec(exchange.parts), out_specs=spec(exchange.shards), check_vma=False)
     )
-
-
-def _bits(array: jax.Array) -> jax.Array:
-    """The elements as integers, which no device changes on the way: floats have NaNs with payloads, and subnormals.
-
-    Complex ones have one more dimension.
-    """
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return jnp.stack([_bits(jnp.real(array)), _bits(jnp.imag(array))], axis=-1)
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        bits: jax.Array = jax.lax.bitcast_convert_type(array, jnp.dtype(f"u{array.dtype.itemsize}"))
-        return bits
-    return array
-
-
-def _of_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The inverse of `_bits`."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = jnp.dtype(f"f{dtype.itemsize // 2}")
-        return jax.lax.complex(_of_bits(bits[..., 0], part), _of_bits(bits[..., 1], part))
-    if jnp.issubdtype(dtype, jnp.floating):
-        made: jax.Array = jax.lax.bitcast_convert_type(bits, dtype)
-        return made
-    return bits

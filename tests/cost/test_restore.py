@@ -10,11 +10,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_safetensors.cost import report
-from orbax_safetensors.cost.report import Leaf, LeafOverRead, restore_plan
+from orbax_safetensors.cost import counter
+from orbax_safetensors.cost.counter import ShardedLeaf
+from orbax_safetensors.cost.restore import LeafOverRead, restore_plan
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry import coalesce
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer import plan
@@ -56,7 +58,7 @@ def planned(leaves, places, process, gap, file=None):
             view = replace(view, pieces=tuple(kept))
         if leaf.readers is None or process in leaf.readers:
             for box in dict.fromkeys(leaf.boxes[process]):
-                blocks.append(Block(view, view.clipped(box), tuple(b - a for a, b in box), leaf.dtype))
+                blocks.append(Block(view, view.clipped(box), box.shape, leaf.dtype))
     return transfer_plan(blocks, places.locate, gap)
 
 
@@ -98,7 +100,7 @@ def test_the_report_counts_what_is_planned(data, gap, per_file):
         view = replace(made.view, pieces=tuple(p._replace(tensor=renamed[p.tensor]) for p in made.view.pieces))
         shape = tuple(size + data.draw(st.integers(0, 2)) for size in view.shape)
         held = [tuple(data.draw(st.lists(boxes(shape), min_size=1, max_size=3))) for _ in range(2)]
-        leaves.append(Leaf(str(number), view, shape, data.draw(st.sampled_from([F4, F2])), held))
+        leaves.append(ShardedLeaf(str(number), view, shape, data.draw(st.sampled_from([F4, F2])), held))
         tensors += [(renamed[name], array.size, F4) for name, array in made.stored.items()]
     check(leaves, Places(tensors, per_file), gap, process_count=2)
 
@@ -145,7 +147,7 @@ def trees(draw, process_count, devices):
                 shardings[shape] = draw(dealt(shape, process_count, devices))
             readers = draw(st.sampled_from([None, None, frozenset([0])]))
             dtype = draw(st.sampled_from([F4, F4, F2]))
-            tree.leaves.append(Leaf(f"{number}.{way}", view, shape, dtype, shardings[shape], readers))
+            tree.leaves.append(ShardedLeaf(f"{number}.{way}", view, shape, dtype, shardings[shape], readers))
     return tree
 
 
@@ -227,7 +229,7 @@ def dealt(draw, shape, process_count, devices):
                 block, blocks = block * mesh[axis] + place[axis], blocks * mesh[axis]
             length = -(-size // blocks)
             box.append((min(block * length, size), min((block + 1) * length, size)))
-        boxes.append(tuple(box))
+        boxes.append(Box(box))
     each = devices // process_count
     return [tuple(boxes[at : at + each]) for at in range(0, devices, each)]
 
@@ -273,7 +275,7 @@ def split(shape, axis, count):
     """The boxes of `count` processes that each hold one block of dimension `axis`."""
     length = shape[axis] // count
     whole = [(0, size) for size in shape]
-    return [((*whole[:axis], (at * length, (at + 1) * length), *whole[axis + 1 :]),) for at in range(count)]
+    return [(Box((*whole[:axis], (at * length, (at + 1) * length), *whole[axis + 1 :])),) for at in range(count)]
 
 
 def test_tensors_of_one_shape_that_are_stored_or_used_differently_are_counted_apart():
@@ -285,37 +287,37 @@ def test_tensors_of_one_shape_that_are_stored_or_used_differently_are_counted_ap
     # The second of four blocks cuts across two of the encoding's; a process with two asks for them at once.
     four = split(shape, 0, 4)
     for held in split(shape, 0, 1), four, [four[0] + four[1], four[2] + four[3]]:
-        check([Leaf(name, view, shape, F4, held) for name, view in views.items()], places, 0, len(held))
+        check([ShardedLeaf(name, view, shape, F4, held) for name, view in views.items()], places, 0, len(held))
 
 
 def test_pieces_of_one_shape_that_boxes_cut_differently_are_counted_apart():
     # The second of three processes reads the end of one tensor and the beginning of the next, which touch.
     view = View.concatenate([View.tensor(name, (3, 2), F4) for name in "ab"])
     places = Places([("a", 6, F4), ("b", 6, F4)], 2)
-    counted = check([Leaf("w", view, (6, 2), F4, split((6, 2), 0, 3))], places, 0, 3)
+    counted = check([ShardedLeaf("w", view, (6, 2), F4, split((6, 2), 0, 3))], places, 0, 3)
     assert [cost.num_requests for cost in counted.processes] == [1, 1, 1]
     # Each of four processes reads one of four tensors.
     view, tensors = experts("e", 2, 2, 3, 2)
-    held = [(((e, e + 1), (layer, layer + 1), (0, 2), (0, 3)),) for e in (0, 1) for layer in (0, 1)]
-    counted = check([Leaf("e", view, view.shape, F4, held)], Places(tensors, 1), 0, 4)
+    held = [(Box(((e, e + 1), (layer, layer + 1), (0, 2), (0, 3))),) for e in (0, 1) for layer in (0, 1)]
+    counted = check([ShardedLeaf("e", view, view.shape, F4, held)], Places(tensors, 1), 0, 4)
     assert [cost.files[0].file for cost in counted.processes] == ["f0", "f2", "f1", "f3"]
 
 
 def test_the_work_does_not_grow_with_the_number_of_tensors(monkeypatch):
     calls = []
-    monkeypatch.setattr(report, "gather_at", lambda *arguments: calls.append(arguments) or gather_at(*arguments))
+    monkeypatch.setattr(counter, "gather_at", lambda *arguments: calls.append(arguments) or gather_at(*arguments))
     view, tensors = experts("e", 32, 10, 16, 8)
     for axis, at_most in ((0, 2), (1, 2), (2, 1), (3, 1)):
         calls.clear()
         count = 10 if axis == 1 else 8
-        check([Leaf("e", view, view.shape, F4, split(view.shape, axis, count))], Places(tensors, 40), 0, count)
+        check([ShardedLeaf("e", view, view.shape, F4, split(view.shape, axis, count))], Places(tensors, 40), 0, count)
         assert len(calls) <= at_most * count
 
 
 def test_leaves_that_force_over_reads_are_named_the_most_wasteful_first():
     def leaf(name, axis, count=4):
         view, tensors = experts(name, 4, 2, 8, 4 * count)
-        return Leaf(name, view, view.shape, F4, split(view.shape, axis, 4)), tensors
+        return ShardedLeaf(name, view, view.shape, F4, split(view.shape, axis, 4)), tensors
 
     made = [leaf("whole experts", 0), leaf("columns", 2), leaf("rows", 3), leaf("more columns", 2, count=8)]
     leaves = [one for one, _ in made]
@@ -346,7 +348,7 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
     limit = coalesce.MAX_REQUEST_BYTES
     sizes = (("a", 10), ("b", limit // 4), ("c", 5))
     leaves = [
-        Leaf(name, View.tensor(name, (elements,), F4), (elements,), F4, [(((0, elements),),)])
+        ShardedLeaf(name, View.tensor(name, (elements,), F4), (elements,), F4, [(Box.whole((elements,)),)])
         for name, elements in sizes
     ]
     places = Places([(name, elements, F4) for name, elements in sizes], per_file=3)
@@ -366,9 +368,9 @@ def test_ranges_of_neighbouring_tensors_are_joined_and_long_ones_cut():
 
 def test_totals_and_uneven_shards():
     view = View.tensor("w", (5, 2), F4)
-    held = [(((0, 3), (0, 2)),), (((3, 5), (0, 2)),)]
+    held = [(Box(((0, 3), (0, 2))),), (Box(((3, 5), (0, 2))),)]
     counted = restore_plan(
-        [Leaf("w", view, (5, 2), F2, held)],
+        [ShardedLeaf("w", view, (5, 2), F2, held)],
         lambda name: Location(0, 8, F4),
         ["f"],
         max_gap_bytes=0,

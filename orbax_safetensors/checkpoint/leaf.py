@@ -16,12 +16,13 @@ from orbax_safetensors.geometry.view import View
 
 
 @dataclass(frozen=True)
-class Source:
+class Leaf:
     """One leaf to store.
 
     Attributes:
       name: the leaf's key path, joined by dots.
-      value: a `jax.Array` with any sharding, or a NumPy array of which every process has the same.
+      value: a `jax.Array` with any sharding, or a NumPy array of which every process has the same. In a plan, a
+        `jax.ShapeDtypeStruct` may stand for the former.
       dtype: to store; other than the value's where a cast was asked for.
       view: the tensors that the leaf is made of: one of its own name, or those of a family.
     """
@@ -37,11 +38,12 @@ class Source:
         return tuple(self.value.shape)
 
 
-def resolve(item: Any, save_args: Any) -> list[Source]:
-    """The leaves of a tree in its order.
+def leaves_of(item: Any, save_args: Any, *, abstract: bool = False) -> list[Leaf]:
+    """Return the leaves of a tree in its order.
 
     `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded. It may have
-    entries at empty nodes. NumPy arrays of the other byte order are swapped.
+    entries at empty nodes. NumPy arrays of the other byte order are swapped. If `abstract`, leaves may be
+    `jax.ShapeDtypeStruct`s in place of arrays of JAX, whose 64-bit dtypes count as 32 bits unless x64 is enabled.
 
     Raises:
       TensorMismatchError: a leaf that cannot be stored, two of one name, or none at all.
@@ -53,22 +55,26 @@ def resolve(item: Any, save_args: Any) -> list[Source]:
     unknown = args.keys() - leaves.keys()
     if unknown and (unknown := unknown - empty_nodes(item)):
         raise TensorMismatchError(f"save_args has leaves that item does not have: {', '.join(sorted(unknown)[:8])}")
-    return [_source(name, leaf, args.get(name, ocp.SaveArgs())) for name, leaf in leaves.items()]
+    return [_leaf(name, leaf, args.get(name, ocp.SaveArgs()), abstract) for name, leaf in leaves.items()]
 
 
-def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
+def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
     if not isinstance(args, ocp.SaveArgs):
         raise TensorMismatchError(f"{name!r}: expected ocp.SaveArgs in save_args, found {args!r:.80}")
     if name == "__metadata__":
         raise TensorMismatchError("a tensor cannot be called '__metadata__': the format keeps that name for itself")
-    if isinstance(leaf, jax.Array):
-        value: jax.Array | np.ndarray = leaf
+    described = abstract and isinstance(leaf, jax.ShapeDtypeStruct)
+    if isinstance(leaf, jax.Array) or described:
+        value: Any = leaf
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TensorMismatchError(
                 f"{name!r}: an array of {leaf.dtype} cannot be stored; save jax.random.key_data of it and restore it "
                 "with jax.random.wrap_key_data"
             )
-        if leaf.is_deleted():
+        if described:
+            canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            value = jax.ShapeDtypeStruct(leaf.shape, canonical, sharding=leaf.sharding)
+        elif leaf.is_deleted():
             raise TensorMismatchError(f"{name!r}: the array has been deleted or donated")
     elif isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex) and not np.ma.isMaskedArray(leaf):
         array = np.asarray(leaf)
@@ -84,4 +90,4 @@ def _source(name: str, leaf: Any, args: ocp.SaveArgs) -> Source:
         raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
     if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
         raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
-    return Source(name, value, dtype, View.tensor(name, value.shape, value.dtype))
+    return Leaf(name, value, dtype, View.tensor(name, value.shape, value.dtype))

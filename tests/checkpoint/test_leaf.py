@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.source import resolve
+from orbax_safetensors.checkpoint.leaf import leaves_of
 from tests.support.files import DTYPES
 
 Pair = collections.namedtuple("Pair", "w b")
@@ -42,14 +42,14 @@ class Layer:
     ids=str,
 )
 def test_names_and_order_are_the_trees(tree, names):
-    assert [source.name for source in resolve(tree, None)] == names
+    assert [source.name for source in leaves_of(tree, None)] == names
 
 
 def test_the_state_of_an_nnx_model():
     state = flax.nnx.state(flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0)))
     paths = jax.tree_util.tree_leaves_with_path(state)
     expected = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-    assert [source.name for source in resolve(state, None)] == expected
+    assert [source.name for source in leaves_of(state, None)] == expected
 
 
 class Color(enum.IntEnum):
@@ -76,7 +76,7 @@ class Color(enum.IntEnum):
     ids=repr,
 )
 def test_leaves_of_every_kind(leaf, dtype):
-    (source,) = resolve([leaf], None)
+    (source,) = leaves_of([leaf], None)
     assert source.dtype == np.dtype(dtype)
     assert source.shape == np.shape(leaf)
     np.testing.assert_array_equal(np.asarray(source.value), np.asarray(leaf))
@@ -84,14 +84,14 @@ def test_leaves_of_every_kind(leaf, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_of_the_format(dtype):
-    (source,) = resolve([np.zeros(2, DTYPES[dtype])], None)
+    (source,) = leaves_of([np.zeros(2, DTYPES[dtype])], None)
     assert source.dtype == DTYPES[dtype]
 
 
 def test_save_args_say_a_dtype():
     tree = {"a": np.ones(2), "b": {"c": jnp.ones(2), "d": 3}}
     args = {"b": {"c": ocp.SaveArgs(dtype=jnp.bfloat16), "d": ocp.SaveArgs()}}
-    found = {source.name: source.dtype for source in resolve(tree, args)}
+    found = {source.name: source.dtype for source in leaves_of(tree, args)}
     assert found == {"a": np.float64, "b.c": ml_dtypes.bfloat16, "b.d": np.int64}
 
 
@@ -140,7 +140,7 @@ LEAVES = {
 @pytest.mark.parametrize(("make", "message"), LEAVES.values(), ids=LEAVES)
 def test_a_leaf_that_cannot_be_stored(make, message):
     with pytest.raises(ost.TensorMismatchError, match=rf"'a\.b': .*{message}"):
-        resolve({"a": {"b": make()}}, None)
+        leaves_of({"a": {"b": make()}}, None)
 
 
 TREES = {
@@ -156,7 +156,7 @@ TREES = {
 @pytest.mark.parametrize(("tree", "message"), TREES.values(), ids=TREES)
 def test_a_tree_that_cannot_be_stored(tree, message):
     with pytest.raises(ost.TensorMismatchError, match=message):
-        resolve(tree, None)
+        leaves_of(tree, None)
 
 
 SAVE_ARGS = {
@@ -172,13 +172,13 @@ SAVE_ARGS = {
 @pytest.mark.parametrize(("args", "message"), SAVE_ARGS.values(), ids=SAVE_ARGS)
 def test_save_args_that_do_not_fit(args, message):
     with pytest.raises(ost.TensorMismatchError, match=message):
-        resolve({"a": np.ones(2)}, args)
+        leaves_of({"a": np.ones(2)}, args)
 
 
 def test_complex_arrays_stay_complex():
     with pytest.raises(ost.TensorMismatchError, match="'a': complex complex64 cannot be cast to float32"):
-        resolve({"a": np.ones(2, np.complex64)}, {"a": ocp.SaveArgs(dtype=np.float32)})
-    (source,) = resolve({"a": np.ones(2, np.complex128)}, {"a": ocp.SaveArgs(dtype=np.complex64)})
+        leaves_of({"a": np.ones(2, np.complex64)}, {"a": ocp.SaveArgs(dtype=np.float32)})
+    (source,) = leaves_of({"a": np.ones(2, np.complex128)}, {"a": ocp.SaveArgs(dtype=np.complex64)})
     assert source.dtype == np.complex64
 
 
@@ -187,9 +187,9 @@ def test_complex_arrays_stay_complex():
 )
 def test_a_cast_is_for_numbers(array):
     with pytest.raises(ost.TensorMismatchError, match="'a'"):
-        resolve({"a": array}, {"a": ocp.SaveArgs(dtype=np.float32)})
+        leaves_of({"a": array}, {"a": ocp.SaveArgs(dtype=np.float32)})
 
 
 def test_a_mask_is_not_lost_without_a_word():
     with pytest.raises(ost.TensorMismatchError, match="'a': a leaf of type MaskedArray cannot be stored"):
-        resolve({"a": np.ma.masked_array([1, 2], mask=[True, False])}, None)
+        leaves_of({"a": np.ma.masked_array([1, 2], mask=[True, False])}, None)

@@ -12,30 +12,26 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from orbax_safetensors.cost.advice import deal
-from orbax_safetensors.cost.report import REPORTED_OVER_READ
+from orbax_safetensors.cost.figures import OverRead
+from orbax_safetensors.cost.restore import REPORTED_OVER_READ
 from orbax_safetensors.devices.partition import Partition
-from orbax_safetensors.geometry.view import Box
+from orbax_safetensors.devices.sharding import by_process
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
 from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touched_nbytes
 
 
 @dataclass(frozen=True)
-class OrbaxProcessCost:
+class OrbaxProcessCost(OverRead):
     """What a restore costs one process: decoded bytes of its distinct shards, and of the chunks that these touch."""
 
     needed_bytes: int
     read_bytes: int
     num_chunks: int
 
-    @property
-    def over_read(self) -> float:
-        """Bytes read for each byte needed; 1.0 where nothing is needed."""
-        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
-
 
 @dataclass(frozen=True)
-class OrbaxLeafOverRead:
+class OrbaxLeafOverRead(OverRead):
     """A leaf whose chunks make processes read far more than they need; the figures are sums over all of them.
 
     With chunks of `shard_shape`, or with even parts of it, nothing but what is needed would be read.
@@ -48,11 +44,6 @@ class OrbaxLeafOverRead:
     needed_bytes: int
     read_bytes: int
     num_chunks: int
-
-    @property
-    def over_read(self) -> float:
-        """Bytes read for each byte needed."""
-        return self.read_bytes / self.needed_bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ def plan_arrays(
     for name, leaf in leaves.items():
         key = (leaf.shape, leaf.chunk_shape, leaf.dtype, sharding.spec(name, leaf.shape))
         if key not in known:
-            known[key] = _costs(leaf, deal(sharding.boxes(name, leaf.shape), owners, process_count))
+            known[key] = _costs(leaf, by_process(sharding.boxes(name, leaf.shape), owners, process_count))
         costs = [(cost.needed_bytes, cost.read_bytes, cost.num_chunks) for cost in known[key]]
         totals = [_sum(both) for both in zip(totals, costs, strict=True)]
         needed, read, chunks = _sum(costs)
@@ -128,7 +119,7 @@ def _costs(leaf: OrbaxLeaf, boxes: Sequence[Sequence[Box]]) -> tuple[OrbaxProces
     out = []
     for own in boxes:
         distinct = dict.fromkeys(own)
-        elements = sum(prod(stop - start for start, stop in box) for box in distinct)
+        elements = sum(box.volume for box in distinct)
         out.append(
             OrbaxProcessCost(
                 elements * leaf.dtype.itemsize,

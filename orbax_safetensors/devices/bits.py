@@ -1,0 +1,28 @@
+"""Elements as integers, which no device changes on their way: floats have NaNs with payloads, and subnormals."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def to_bits(array: jax.Array) -> jax.Array:
+    """Return the elements as integers of their size; complex ones have one more dimension."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return jnp.stack([to_bits(jnp.real(array)), to_bits(jnp.imag(array))], axis=-1)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        bits: jax.Array = jax.lax.bitcast_convert_type(array, jnp.dtype(f"u{array.dtype.itemsize}"))
+        return bits
+    return array
+
+
+def from_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the elements of `dtype` whose `to_bits` are these."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = jnp.dtype(f"f{dtype.itemsize // 2}")
+        return jax.lax.complex(from_bits(bits[..., 0], part), from_bits(bits[..., 1], part))
+    if jnp.issubdtype(dtype, jnp.floating):
+        made: jax.Array = jax.lax.bitcast_convert_type(bits, dtype)
+        return made
+    return bits

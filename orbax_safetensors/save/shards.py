@@ -1,0 +1,98 @@
+"""The memory of the shards that this process writes: the leaves' memory, or copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.devices.agreement import together
+from orbax_safetensors.devices.sharding import local_shards, on_host
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.save.pieces import Views
+from orbax_safetensors.save.prepare import Save
+from orbax_safetensors.save.whole import received
+from orbax_safetensors.save.writers import Owned
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.transfer.engine import batches
+from orbax_safetensors.transfer.plan import Block
+
+
+class Shards:
+    """The shards that this process writes, and their memory."""
+
+    def __init__(self, save: Save) -> None:
+        """The memory is that of the leaves, which must not change before it is written."""
+        self._groups = save.groups
+        self._views = save.views
+        self._copies: list[tuple[Block, np.ndarray]] | None = None
+
+    @staticmethod
+    def of(save: Save) -> Shards:
+        """Shards in the memory of the leaves, or copies where they have to be sent first."""
+        return Shards(save) if save.moves is None else Shards.copied(save)
+
+    @staticmethod
+    def copied(save: Save) -> Shards:
+        """Shards that have been copied to host memory: the leaves may be changed or deleted.
+
+        Raises `StorageError` in every process where one has no memory for its own.
+        """
+        shards = Shards(save)
+        shards._copies = together(f"{save.key}/copies", lambda: _copies(save))
+        return shards
+
+    def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
+        """All of them, and at most `batch_bytes` of device memory, or one group, on the host at a time."""
+        if self._copies is not None:
+            yield self._copies
+            return
+        sized = ((group, sum(_leaving(leaf, boxes) for leaf, boxes in group)) for group in self._groups)
+        for batch in batches(sized, batch_bytes):
+            yield list(_memory([owned for group in batch for owned in group], self._views))
+
+
+def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
+    if save.moves is not None:
+        return received(save.moves)
+    # What comes from an accelerator is a copy already.
+    owned = [one for group in save.groups for one in group]
+    from_host = [one for one in owned if _on_host(one[0])]
+    shards = list(_memory(from_host, save.views))
+    copies = allocate([memory.nbytes for _, memory in shards])
+    for (_, memory), copy in zip(shards, copies, strict=True):
+        np.copyto(copy, memory)
+    return [
+        *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
+        *_memory([one for one in owned if not _on_host(one[0])], save.views),
+    ]
+
+
+def _on_host(leaf: Leaf) -> bool:
+    return not isinstance(leaf.value, jax.Array) or on_host(leaf.value.sharding)
+
+
+def _leaving(leaf: Leaf, boxes: Sequence[Box]) -> int:
+    """Bytes that have to come to the host."""
+    return 0 if _on_host(leaf) else sum(box.volume for box in boxes) * leaf.value.dtype.itemsize
+
+
+def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
+    """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
+    for leaf, boxes in owned:
+        if not boxes:
+            continue
+        if isinstance(leaf.value, jax.Array):
+            shards = local_shards(leaf.value, boxes)
+        else:
+            shards = {boxes[0]: np.ascontiguousarray(leaf.value).reshape(leaf.shape)}
+        for box in boxes:
+            shard = shards[box]
+            if views is None:
+                block = Block(leaf.view, box, shard.shape, shard.dtype)
+            else:
+                whole = Box.whole(shard.shape)
+                block = Block(views[leaf.name, box], whole, shard.shape, shard.dtype)
+            yield block, shard.reshape(-1).view(np.uint8)

@@ -1,0 +1,85 @@
+"""Which process writes which boxes of a tree's leaves, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import jax
+
+from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.devices.sharding import local_holders
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.groups import by_tensors
+from orbax_safetensors.save.pieces import Views
+from orbax_safetensors.transfer.plan import Location
+
+Owned = tuple[Leaf, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
+
+
+def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+    """Leaves that belong together: written together, their runs are longer than what each has of them."""
+    return [[leaves[at] for at in group] for group in by_tensors([leaf.view for leaf in leaves])]
+
+
+def written_here(groups: Iterable[Sequence[Leaf]]) -> Iterator[tuple[Owned, ...]]:
+    """Yield each group of leaves with the boxes of them that this process writes."""
+    process = jax.process_index()
+    everyone = tuple(range(jax.process_count()))
+
+    def holders(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+        if isinstance(leaf.value, jax.Array):
+            return local_holders(leaf.value.sharding, leaf.shape)
+        return {Box.whole(leaf.shape): everyone}
+
+    for group in assign_writers(groups, holders):
+        yield tuple(
+            (leaf, tuple(box for box, writer in writers.items() if writer == process)) for leaf, writers in group
+        )
+
+
+def assign_writers(
+    groups: Iterable[Sequence[Leaf]], holders: Callable[[Leaf], Mapping[Box, tuple[int, ...]]]
+) -> Iterator[list[tuple[Leaf, dict[Box, int]]]]:
+    """Yield each group of leaves with the process that writes each box, given the processes that hold it.
+
+    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
+    just these processes; in a group, it is the same one for the same box of all leaves. All processes see the boxes
+    that they hold in the same order, so that they agree without a word.
+    """
+    loads_of: dict[tuple[int, ...], list[int]] = {}  # bytes of the processes that hold some boxes in common
+    for group in groups:
+        writers: dict[tuple[Box, tuple[int, ...]], int] = {}
+        out = []
+        for leaf in group:
+            writer_of = {}
+            for box, held_by in holders(leaf).items():
+                loads = loads_of.setdefault(held_by, [0] * len(held_by))
+                at = writers.setdefault((box, held_by), loads.index(min(loads)))
+                loads[at] += box.volume * leaf.dtype.itemsize
+                writer_of[box] = held_by[at]
+            out.append((leaf, writer_of))
+        yield out
+
+
+def in_file_order(
+    groups: Iterable[tuple[Owned, ...]], views: Views | None, places: Mapping[str, Location]
+) -> list[tuple[Owned, ...]]:
+    """Groups in the order of the bytes that they become in the files.
+
+    Those of which one has bytes between another's are one group, so that each group is one stretch of the files.
+    """
+    spans = []
+    for group in groups:
+        own = [leaf.view if views is None else views[leaf.name, box] for leaf, boxes in group for box in boxes]
+        at = [(places[name].file, places[name].begin) for view in own for name in view.tensors]
+        spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
+    spans.sort(key=lambda span: span[:2])
+    out: list[tuple[Owned, ...]] = []
+    last = (-1, 0)
+    for low, high, group in spans:
+        if low < last:
+            out[-1] += group
+        else:
+            out.append(group)
+        last = max(last, high)
+    return out
