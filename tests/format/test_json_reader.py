@@ -93,7 +93,7 @@ def test_what_is_skipped_takes_no_memory(item: str) -> None:
     finally:
         tracemalloc.stop()
     reader.end()
-    assert peak < 20_000
+    assert peak < len(text) // 4  # with what a thread of pytest-xdist has received meanwhile
 
 
 def test_integers_take_a_small_multiple_of_their_text() -> None:
