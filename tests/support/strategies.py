@@ -17,7 +17,7 @@ from tests.support import tiers
 
 def examples(count: int) -> settings:
     """As many examples, or a tenth of them in the fast tier."""
-    return settings(max_examples=max(20, count // 10) if tiers.only_fast else count)
+    return settings(max_examples=max(10, count // 10) if tiers.only_fast else count)
 
 
 type_names = st.sampled_from(sorted(DTYPES))
