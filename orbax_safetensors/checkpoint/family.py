@@ -33,11 +33,11 @@ def mapped(
     complete: bool,
     dequantize: bool,
 ) -> Checkpoint:
-    """`checkpoint` as the family that was asked for sees it, or one that is registered; as it is where there is none.
+    """Return `checkpoint` as a family sees it: the one that is asked for, a registered one, or none.
 
     With `dequantize`, quantised tensors are decoded to what the family expects. With `complete`, each stored tensor has
     to be used once; without it, leaves whose tensors are not all stored are left out, and there may be other tensors.
-    Raises `MappingError` where there is no such family, or where config, variant and tensors disagree.
+    Raises `MappingError` if there is no such family, or if config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
         _no_family(variant)
@@ -68,7 +68,7 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: bool) -> t
         fitting = _mapped(checkpoint, found.family, config, found.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
-            return checkpoint, as_stored  # somebody wants stored tensors, and one that is not
+            return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
         raise MappingError(f"{checkpoint.path}: {error}") from error
     return fitting, dict(found.paths)
 
@@ -87,7 +87,7 @@ def _mapped(
     complete: bool,
     dequantize: bool,
 ) -> Checkpoint:
-    spared: Set[str] = frozenset()  # what only quantised computation needs
+    spared: Set[str] = frozenset()  # tensors that only quantised computation needs
     if dequantize:
         checkpoint, spared = _dequantized(checkpoint, config)
     described_as = {own: _renamed(family, own) for own in checkpoint.shapes}
@@ -123,7 +123,7 @@ def _mapped(
 
 
 def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
-    """The checkpoint with its quantised tensors decoded, and the names of tensors that it needs for nothing then."""
+    """Return the checkpoint with its quantised tensors decoded, and the names of tensors that it then does not need."""
     facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
     found = quantization(quantization_config(config), facts)
     for quantized in found.tensors.values():
@@ -135,7 +135,7 @@ def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Che
 
 
 def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
-    """The stored scales of a tensor that is not decoded, if there are any."""
+    """Return the name of the stored scales of a tensor that is not decoded, None if there are none."""
     if name in checkpoint.quantized:
         return None
     return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)

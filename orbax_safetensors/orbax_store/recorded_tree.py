@@ -67,10 +67,8 @@ class RecordedTree:
         document = parse_json(content, path)
         with storage_errors(f"{path}: is not what Orbax writes"):
             metadata = InternalTreeMetadata.from_json(document)
-            nested = metadata.as_nested_tree()
-        leaves: dict[str, RecordedLeaf] = {}
-        with storage_errors(path):  # a tree can be too deep
-            structure = _structure(nested, None, leaves, directory)
+            leaves: dict[str, RecordedLeaf] = {}
+            structure = _structure(metadata.as_nested_tree(), None, leaves, directory)
         return cls(
             leaves,
             metadata.custom_metadata,
