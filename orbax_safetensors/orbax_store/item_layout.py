@@ -1,4 +1,4 @@
-"""How items are stored as a checkpoint of Orbax: checked, and in the chunks that Orbax makes. Nothing is touched."""
+"""How items are to be stored as a checkpoint of Orbax: checked, and in the chunks that Orbax makes. Writes nothing."""
 
 from __future__ import annotations
 
