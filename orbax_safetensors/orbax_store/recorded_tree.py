@@ -41,7 +41,7 @@ class RecordedTree:
 
     Attributes:
       leaves: by key path, joined by dots.
-      custom_metadata: what the user has given with the item.
+      custom_metadata: what the user has saved with the item.
       ocdbt: whether arrays are in Orbax's database; None if a checkpoint of an old Orbax does not say.
       zarr3: whether arrays are in version 3 of Zarr.
       zeros_stored: whether chunks of zeros are stored, so that a chunk that is missing is an error.
