@@ -44,22 +44,22 @@ class StoredTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in which the tensor is held: as stored; packed where an element is less than a byte."""
+        """Return the shape in memory: as stored, or packed if an element is less than a byte."""
         return held(self.stored_dtype, self.stored_shape)[0]
 
     @property
     def dtype(self) -> np.dtype:
-        """NumPy dtype in which the tensor is held; `uint8` where an element is less than a byte."""
+        """Return the NumPy dtype in memory: `uint8` if an element is less than a byte."""
         return held(self.stored_dtype, self.stored_shape)[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Return the bytes of the whole tensor."""
         return sum(piece.entry.nbytes for piece in self.pieces)
 
     @property
     def file(self) -> int:
-        """Position in `Checkpoint.files` of the file that has the tensor, or its first piece."""
+        """Return the position in `Checkpoint.files` of the file that has the tensor, or its first piece."""
         return self.pieces[0].file
 
 
@@ -67,39 +67,42 @@ class StoredTensor(NamedTuple):
 class Checkpoint:
     """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them.
 
-    `leaves` is what is restored of it.
+    Attributes:
+      mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
+      quantized: tensors that are decoded, by name.
+      decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
     """
 
     path: str
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, StoredTensor]
     store: Store
-    mapped: Mapping[str, View] | None = None  # what a family makes of the tensors, by path in the model's tree
-    quantized: Mapping[str, Quantized] = field(default_factory=dict)  # tensors that are decoded, by name
-    decoded_dtype: np.dtype = _BFLOAT16  # that they have where no other is asked for
+    mapped: Mapping[str, View] | None = None
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    decoded_dtype: np.dtype = _BFLOAT16
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:
-        """What can be restored, by name: the tensors as they are held, or the tree that a family makes of them."""
+        """Return what can be restored, by name: the stored tensors, or the leaves that a family makes of them."""
         return {name: self.view(name) for name in self.tensors} if self.mapped is None else self.mapped
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """The `__metadata__` of all files; the first file that has a key gives its value."""
+        """Return the `__metadata__` of all files; the first file that has a key gives its value."""
         return {key: text for file in reversed(self.files) for key, text in file.header.metadata.items()}
 
     @cached_property
     def fingerprints(self) -> dict[str, Mapping[str, Any]]:
-        """What tells whether the files are still the same, by the name of each file."""
+        """Return what tells whether the files are still the same, by the name of each file."""
         return {posixpath.basename(file.path): file.fingerprint for file in self.files}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Return the bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def tree(self, leaf: Callable[[str, View], Any]) -> dict[str, Any]:
-        """`leaf(name, view)` of all leaves: in a flat dict by stored name, or nested as the family has them."""
+        """Return `leaf(name, view)` of all leaves: in a flat dict by stored name, or nested as the family has them."""
         if self.mapped is None:
             return {name: leaf(name, view) for name, view in self.leaves.items()}
         tree: dict[str, Any] = {}
@@ -112,7 +115,7 @@ class Checkpoint:
         return tree
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """The tensor `name`; `TensorMismatchError` where there is none."""
+        """Return the tensor `name`; raises `TensorMismatchError` if there is none."""
         try:
             return self.tensors[name]
         except KeyError:
@@ -120,7 +123,7 @@ class Checkpoint:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor that there is a view of; those that encode others are not among them."""
+        """Return the shape of each tensor that has a view; tensors that encode others have none."""
         encoding = {name for tensor in self.quantized.values() for name in (tensor.codes, tensor.scales)}
         plain = {name: tensor.shape for name, tensor in self.tensors.items() if name not in encoding}
         decoded = {
@@ -129,7 +132,7 @@ class Checkpoint:
         return plain | decoded
 
     def view(self, name: str) -> View:
-        """The tensor `name` as it is held. `location` knows the tensors of the view."""
+        """Return the tensor `name` as it is in memory. `location` knows the tensors of the view."""
         if name in self.quantized:
             quantized = self.quantized[name]
             return View.tensor(name, quantized.encoding.shape, self.decoded_dtype).transpose(quantized.axes)
@@ -143,11 +146,11 @@ class Checkpoint:
         return View.tile(tensor.shape, parts)
 
     def whole(self, name: str) -> str:
-        """The name of the tensor that a view's tensor is, or is a piece of."""
+        """Return the name of the tensor that a view's tensor is, or is a piece of."""
         return name if name in self.quantized or name in self.tensors else name.rpartition(_PIECE)[0]
 
     def location(self, name: str) -> Location:
-        """Where a tensor lies, or a piece of one as a view names it."""
+        """Return where a tensor lies, or a piece of a tensor as a view names it."""
         if name in self.quantized:
             quantized = self.quantized[name]
             return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
@@ -155,7 +158,7 @@ class Checkpoint:
         return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
 
     def begin(self, name: str) -> tuple[int, int]:
-        """The file in which a tensor or a piece of one lies, as a view names it, and the offset of its first byte."""
+        """Return the file of a tensor, or of a piece as a view names it, and the offset of its first byte."""
         if name in self.quantized:
             name = self.quantized[name].codes
         _, piece = self._piece(name)
@@ -169,7 +172,7 @@ class Checkpoint:
         return self[whole], self[whole].pieces[int(number)]
 
     def open_file(self, index: int) -> File:
-        """Opens a file to read tensors from; `StorageError` where it is not what its header was read from."""
+        """Open a file to read tensors; raises `StorageError` if it has changed since its header was read."""
         stored = self.files[index]
         return self.store.open(stored.path, stored.stamp)
 

@@ -1,4 +1,4 @@
-"""`config.json`, which says what model a checkpoint's files are: read, and made of what a caller passes."""
+"""`config.json`, which says what model a checkpoint's files are of: read, or made of what a caller passes."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ CONFIG_NAME = "config.json"
 # Configs are a few kilobytes. What is much longer is something else.
 _MAX_CONFIG_BYTES = 4 * 2**20
 
-# `transformers`' name of it, and that of `compressed-tensors` in older files.
+# The key of `transformers`, and that of `compressed-tensors` in older files.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def as_config(config: Any) -> dict[str, Any] | None:
-    """A config that somebody passed, as the content of the `config.json` of what is saved.
+    """Return a config that a caller passes to a save as the content of `config.json`.
 
-    Raises `MappingError` where it is neither a dict that JSON can hold nor something with a `to_dict` that gives one.
+    Raises `MappingError` if it is neither a dict that JSON can hold nor an object whose `to_dict` returns one.
     """
     if config is None:
         return None
-    given = config.to_dict() if hasattr(config, "to_dict") else config
+    content = config.to_dict() if hasattr(config, "to_dict") else config
     try:
-        config = json.loads(json.dumps(given))
+        config = json.loads(json.dumps(content))
     except (TypeError, ValueError, RecursionError) as error:
         raise MappingError(f"config: cannot be stored as JSON: {error}") from error
     if not isinstance(config, dict):
-        raise MappingError(f"config: expected the content of a config.json, found {shown(given)}")
-    # It says how tensors were stored that have been decoded since.
-    for own in (config, config.get("text_config")):
-        if isinstance(own, dict):
+        raise MappingError(f"config: expected the content of a config.json, found {shown(content)}")
+    # It says how tensors were stored, and they have been decoded since.
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
             for key in _QUANTIZATION_KEYS:
-                own.pop(key, None)
+                part.pop(key, None)
     return config
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The `config.json` beside a checkpoint's files, {} where there is none.
+    """Return the content of the `config.json` beside a checkpoint's files, {} if there is none.
 
-    Raises `MappingError` where it is not a JSON object, and `StorageError` where it cannot be read or is too long.
+    Raises `MappingError` if it is not a JSON object, and `StorageError` if it cannot be read or is too long.
     """
     directory = posixpath.dirname(checkpoint.files[0].path) or "."
     path = posixpath.join(directory, CONFIG_NAME)
@@ -58,7 +58,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def parse_config(file: File) -> dict[str, Any]:
-    """What a `config.json` says. The file is closed; raises as `read_config`."""
+    """Read and close a `config.json`, and return its content; raises as `read_config`."""
     text = read_small(file, _MAX_CONFIG_BYTES)
     try:
         config = json.loads(text)
@@ -70,17 +70,17 @@ def parse_config(file: File) -> dict[str, Any]:
 
 
 def quantization_config(config: Mapping[str, Any]) -> Any:
-    """How tensors are quantised: by the whole model's config, or that of its text."""
+    """Return how tensors are quantised: by the whole model's config, or by that of its text model."""
     text = config.get("text_config")
-    for own in (config, text if isinstance(text, Mapping) else {}):
+    for part in (config, text if isinstance(text, Mapping) else {}):
         for key in _QUANTIZATION_KEYS:
-            if own.get(key) is not None:
-                return own[key]
+            if part.get(key) is not None:
+                return part[key]
     return None
 
 
 def stored_dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
-    """The dtype that a config says the model's tensors are stored with."""
+    """Return the dtype in which the model's tensors are stored, by its config, or `otherwise`."""
     name = config.get("dtype") or config.get("torch_dtype")
     try:
         return np.dtype(name) if name else otherwise

@@ -33,11 +33,11 @@ def mapped(
     complete: bool,
     dequantize: bool,
 ) -> Checkpoint:
-    """`checkpoint` as the family that was asked for sees it, or one that is registered; as it is where there is none.
+    """Return `checkpoint` as a family sees it: the one that is asked for, a registered one, or none.
 
     With `dequantize`, quantised tensors are decoded to what the family expects. With `complete`, each stored tensor has
     to be used once; without it, leaves whose tensors are not all stored are left out, and there may be other tensors.
-    Raises `MappingError` where there is no such family, or where config, variant and tensors disagree.
+    Raises `MappingError` if there is no such family, or if config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
         _no_family(variant)
@@ -64,13 +64,13 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: bool) -> t
         return checkpoint, as_stored
     try:
         config = read_config(checkpoint)
-        found = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
-        fitting = _mapped(checkpoint, found.family, config, found.variant, complete=True, dequantize=dequantize)
+        choice = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
+        fitting = _mapped(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
-            return checkpoint, as_stored  # somebody wants stored tensors, and one that is not
+            return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
         raise MappingError(f"{checkpoint.path}: {error}") from error
-    return fitting, dict(found.paths)
+    return fitting, dict(choice.paths)
 
 
 def _no_family(variant: Mapping[str, Any] | None) -> None:
@@ -87,15 +87,15 @@ def _mapped(
     complete: bool,
     dequantize: bool,
 ) -> Checkpoint:
-    spared: Set[str] = frozenset()  # what only quantised computation needs
+    spared: Set[str] = frozenset()  # tensors that only quantised computation needs
     if dequantize:
         checkpoint, spared = _dequantized(checkpoint, config)
-    described_as = {own: _renamed(family, own) for own in checkpoint.shapes}
-    stored = {name: own for own, name in described_as.items()}
+    described_as = {tensor: _renamed(family, tensor) for tensor in checkpoint.shapes}
+    stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
-        twice = next(name for own, name in described_as.items() if stored[name] != own)
+        twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
         raise MappingError(f"{family.name}: several stored tensors are {twice!r} to the family")
-    shapes = {name: checkpoint.shapes[own] for name, own in stored.items()}
+    shapes = {name: checkpoint.shapes[tensor] for name, tensor in stored.items()}
     bound: set[str] = set()
     unbound: dict[str, tuple[int, ...]] = {}
 
@@ -123,19 +123,19 @@ def _mapped(
 
 
 def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
-    """The checkpoint with its quantised tensors decoded, and the names of tensors that it needs for nothing then."""
+    """Return the checkpoint with its quantised tensors decoded, and the names of tensors that it then does not need."""
     facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
-    found = quantization(quantization_config(config), facts)
-    for quantized in found.tensors.values():
+    encoding = quantization(quantization_config(config), facts)
+    for quantized in encoding.tensors.values():
         for name in (quantized.codes, quantized.scales):
             if len(checkpoint[name].pieces) > 1:
                 raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
     dtype = stored_dtype(config, checkpoint.decoded_dtype)
-    return replace(checkpoint, quantized=found.tensors, decoded_dtype=dtype), found.unused
+    return replace(checkpoint, quantized=encoding.tensors, decoded_dtype=dtype), encoding.unused
 
 
 def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
-    """The stored scales of a tensor that is not decoded, if there are any."""
+    """Return the name of the stored scales of a tensor that is not decoded, None if there are none."""
     if name in checkpoint.quantized:
         return None
     return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)
@@ -147,11 +147,11 @@ Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
 def taken_apart(
     leaves: Sequence[Leaf], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[list[Leaf], Tensors]:
-    """`leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
+    """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
-    The family is the one that was asked for, or one that is registered for the config's architecture; without one,
-    each leaf is a tensor. A tensor has the dtype of its leaf; where the family casts and nobody asked for a dtype, the
-    config's. Raises `MappingError` where there is no such family, or where config, variant and leaves disagree.
+    The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
+    leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and the caller names no
+    dtype. Raises `MappingError` if there is no such family, or if config, variant and leaves disagree.
     """
     family = registry.find(asked, config)
     if family is None:
@@ -170,25 +170,25 @@ def taken_apart(
     viewed, tensors = [], Tensors()
     for path, leaf in paths.items():
         view = replace(tree[path], dtype=leaf.value.dtype)
-        asked_for = leaf.dtype != leaf.value.dtype
+        caller_casts = leaf.dtype != leaf.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:
                 continue
             casts = any(isinstance(op, Cast) for op in piece.ops)
-            dtype = stored_dtype(config, leaf.dtype) if casts and not asked_for else leaf.dtype
+            dtype = stored_dtype(config, leaf.dtype) if casts and not caller_casts else leaf.dtype
             if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
                 raise MappingError(
                     f"{family.name}: {leaf.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
                     f"of one tensor, {piece.tensor!r}"
                 )
         viewed.append(replace(leaf, view=view))
-    # What is saved has to be whole.
+    # A save has to fill every tensor.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
     return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """A key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
+    """Return a sort key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 

@@ -42,9 +42,9 @@ class StoredFile:
 
 
 def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether `path`, or a `gs://` URL, is meant as a checkpoint of Orbax: a directory without safetensors files."""
+    """Return whether `path`, which may be a `gs://` URL, is a checkpoint of Orbax: a directory without safetensors."""
     if is_remote(path):
-        if path.endswith(SUFFIX):  # who may read an object may not be allowed to list what is beside it
+        if path.endswith(SUFFIX):  # a reader of an object may not be allowed to list its neighbours
             return False
         store, path = store_of(path, storage_options)
         names = store.list(path)
@@ -60,7 +60,7 @@ def checkpoint_files(
     store: Store, path: str, report: Callable[[SafetensorsError], None]
 ) -> tuple[list[str], Index | None]:
     """Return the paths of a checkpoint's files, and the index that names them if there is one."""
-    if path.endswith(SUFFIX) and not store.maps:  # who may read an object may not be allowed to list what is beside it
+    if path.endswith(SUFFIX) and not store.maps:  # a reader of an object may not be allowed to list its neighbours
         return [path], None
     index: Index | None
     if not store.lists:
@@ -82,7 +82,7 @@ def checkpoint_files(
 def _file_names(
     path: str, names: list[str], index: Index | None, report: Callable[[SafetensorsError], None]
 ) -> list[str]:
-    """The files of the directory `path`, which holds `names`, that belong to the checkpoint."""
+    """Return which of the `names` in the directory `path` belong to the checkpoint."""
     present = [name for name in names if name.endswith(SUFFIX) and not name.startswith(".")]
     if index is None:
         if not present:
@@ -97,15 +97,15 @@ def _file_names(
 
 
 def _check_set(path: str, names: Sequence[str]) -> None:
-    """Raises `IndexFileError` where files say that there are more of them.
+    """Raise `IndexFileError` if the names of files say that there are more of them.
 
-    Objects appear one by one, each whole, and the index that makes a checkpoint of them last.
+    Objects appear one by one, each whole, and last the index that makes a checkpoint of them.
     """
-    found: dict[tuple[str, str], set[str]] = {}
+    sets: dict[tuple[str, str], set[str]] = {}
     for name in names:
         if match := _NUMBERED.fullmatch(name):
-            found.setdefault((match[1], match[3]), set()).add(match[2])
-    for (stem, count), numbers in found.items():
+            sets.setdefault((match[1], match[3]), set()).add(match[2])
+    for (stem, count), numbers in sets.items():
         if len(numbers) < int(count):
             raise IndexFileError(
                 f"{path}: expected {int(count)} files {stem}-*-of-{count}{SUFFIX} or an index, found {len(numbers)}: "
@@ -114,19 +114,19 @@ def _check_set(path: str, names: Sequence[str]) -> None:
 
 
 def _index_name(path: str, names: Sequence[str]) -> str | None:
-    """The name of the index in the directory `path`, which holds `names`."""
-    found = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
-    if not found:
+    """Return the name of the index among the `names` in the directory `path`, or None."""
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
+    if not indexes:
         return None
     # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
-    name = INDEX_NAME if INDEX_NAME in found else found[0]
-    if len(found) > 1 and name != INDEX_NAME:
-        raise IndexFileError(f"{path}: expected one index, found {some(found)} and none is {INDEX_NAME}")
+    name = INDEX_NAME if INDEX_NAME in indexes else indexes[0]
+    if len(indexes) > 1 and name != INDEX_NAME:
+        raise IndexFileError(f"{path}: expected one index, found {some(indexes)} and none is {INDEX_NAME}")
     return name
 
 
 def _read_index(file: File) -> Index:
-    """Reads and closes an index."""
+    """Read and close an index."""
     try:
         if file.stamp.nbytes > MAX_HEADER_BYTES:
             raise IndexFileError(f"{file.path}: expected at most {MAX_HEADER_BYTES} bytes, found {file.stamp.nbytes}")
@@ -141,7 +141,7 @@ def _read_index(file: File) -> Index:
 
 
 def _read_header(store: Store, path: str) -> StoredFile:
-    """Reads and validates one file's header."""
+    """Read and validate one file's header."""
     file = store.open(path)
     try:
         prefix = bytearray(min(PREFIX_BYTES, file.stamp.nbytes))
@@ -156,7 +156,7 @@ def _read_header(store: Store, path: str) -> StoredFile:
 
 
 def read_headers(store: Store, paths: Sequence[str]) -> Iterator[StoredFile | SafetensorsError]:
-    """`read_header` of all files, in their order: its result, or its error. Of many files at once on remote stores."""
+    """Yield the header of each file, in their order, or its error. On remote stores, many files are read at once."""
 
     def read(path: str) -> StoredFile | SafetensorsError:
         try:
@@ -170,7 +170,7 @@ def read_headers(store: Store, paths: Sequence[str]) -> Iterator[StoredFile | Sa
     with ThreadPoolExecutor(min(store.cost.requests, len(paths)), "safetensors") as pool:
         try:
             yield from pool.map(read, paths)
-        except BaseException:  # an interrupt, or nobody wants to know more
+        except BaseException:  # an interrupt, or the caller has stopped to iterate
             store.cancel()
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -22,14 +22,14 @@ def open_checkpoint(
     variant: Mapping[str, Any] | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Checkpoint:
-    """Reads the index and all headers of a checkpoint, and validates them.
+    """Read the index and all headers of a checkpoint, and validate them.
 
-    `path` is one `.safetensors` file or a directory: with an index (`*.safetensors.index.json`) the files and tensors
-    that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for the
-    architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
+    `path` is one `.safetensors` file or a directory: if it has an index (`*.safetensors.index.json`), the files and
+    tensors that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for
+    the architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
     `options`, `dequantize` and `storage_options` count.
 
-    Either may be an URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`), of a plain server
+    `path` may be a URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`), of a plain server
     (`https://`, `http://`) or on the Hugging Face Hub (`hf://owner/name[@revision][/path]`). A plain server, which does
     not list, has a directory's files by their usual names, those of the index or `model.safetensors`. A revision of the
     Hub is pinned to its commit, which is in the checkpoint's `path`.
@@ -46,5 +46,5 @@ def open_checkpoint(
 
 
 def stored_arrays(checkpoint: Checkpoint) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every leaf by name, as it is restored where nothing else is asked for; no device needed."""
+    """Return shape and dtype of every leaf by name, as a restore without an `item` returns it. Needs no device."""
     return {name: jax.ShapeDtypeStruct(view.shape, np.dtype(view.dtype)) for name, view in checkpoint.leaves.items()}

@@ -23,7 +23,10 @@ from orbax_safetensors.storage.store import UNKNOWN
 
 
 def read_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
-    """`open_checkpoint`, without a family. `storage_options` are as in `SafetensorsOptions`."""
+    """Read the index and all headers, as `open_checkpoint` does, without a family.
+
+    `storage_options` are as in `SafetensorsOptions`.
+    """
 
     def fail(fault: SafetensorsError) -> None:
         raise fault
@@ -51,11 +54,11 @@ def _open(
     storage_options: Mapping[str, Any] | None,
     report: Callable[[SafetensorsError], None],
 ) -> Checkpoint:
-    """`read_checkpoint`; faults that do not prevent looking for more are passed to `report`."""
+    """Read a checkpoint, and pass each fault to `report` that does not prevent looking for more."""
     store, path = store_of(path, storage_options)
     paths, index = checkpoint_files(store, path, report)
     files = []
-    # Nothing but the caller, or the usual name, says that there is such a file.
+    # Only the caller, or the usual name, says that there is such a file.
     assumed = paths == [path] or (index is None and not store.lists)
     for stored_or_fault in read_headers(store, paths):
         if assumed and isinstance(stored_or_fault, StorageError):
@@ -77,7 +80,7 @@ def _open(
 def _tensors(
     path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
 ) -> dict[str, StoredTensor]:
-    """The tensors of `files` by name, those that the index names where there is one."""
+    """Return the tensors of `files` by name, only those that the index names if there is one."""
     pieces: dict[str, list[Piece]] = {}
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
@@ -93,12 +96,12 @@ def _tensors(
                 other = files[pieces[name][0].file].path
                 report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
     tensors = {}
-    for name, own in pieces.items():
-        if len(own) == 1 and not any(own[0].start):
-            tensors[name] = StoredTensor(own[0].entry.dtype, own[0].entry.shape, (own[0],))
+    for name, parts in pieces.items():
+        if len(parts) == 1 and not any(parts[0].start):
+            tensors[name] = StoredTensor(parts[0].entry.dtype, parts[0].entry.shape, (parts[0],))
             continue
         try:
-            tensors[name] = _whole(name, own, files)
+            tensors[name] = _whole(name, parts, files)
         except SafetensorsError as fault:
             report(fault)
     if index is not None:
@@ -110,7 +113,7 @@ def _tensors(
 
 
 def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTensor:
-    """The tensor that `pieces` make; `IndexFileError` where they do not tile it."""
+    """Return the tensor that `pieces` make up; raises `IndexFileError` if they do not tile it."""
     first, first_file = pieces[0].entry, pieces[0].file
     for piece in pieces:
         where = f"{files[piece.file].path}: {name!r}"

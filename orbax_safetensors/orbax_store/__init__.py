@@ -1,7 +1,7 @@
 """Orbax checkpoints, in OCDBT or plain files and either version of Zarr, as a source and as a sink.
 
-Nothing else in the package imports TensorStore. What is moved are boxes of arrays, between a checkpoint and NumPy
-memory of the caller; which boxes, and from or to what, is not decided here.
+Nothing else in the package imports TensorStore. This room moves boxes of arrays between a checkpoint and NumPy memory
+of the caller; other rooms decide which boxes.
 """
 
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout

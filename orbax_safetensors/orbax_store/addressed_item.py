@@ -1,7 +1,7 @@
-"""An item of Orbax whose arrays lie in files that are there already: what is written besides these files.
+"""An item of Orbax whose arrays lie in files that exist already: the addresses of its chunks, and its small files.
 
 Orbax finds the tree of an item in `_METADATA`, shardings in `_sharding`, how arrays are stored in `array_metadatas`,
-and the arrays themselves, in Zarr's format 3, in an OCDBT database.
+and the arrays, in Zarr's format 3, in an OCDBT database.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, sharding_file
 
 ARRAYS_FILE = "array_metadatas/process_0"
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
-# What an index consists of in a directory, besides the data of the database and `STEP_FILES`.
+# The files and directories of an index, besides the data of the database and `STEP_FILES`.
 INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, NOTE_FILE, posixpath.dirname(ARRAYS_FILE))
 
-# A key, of 65,535 bytes at most, is the name of an array and the position of a chunk.
+# A key is the name of an array and the position of a chunk, and has 65,535 bytes at most.
 _MAX_NAME_BYTES = 60_000
-# Orbax's numbers of the kinds of nodes that a key may be of.
+# Orbax's numbers of the kinds of nodes: a key is of one of them.
 _SEQUENCE, _DICT = 1, 2
 
 
 class AddressedArray(NamedTuple):
-    """An array whose chunks lie in files that are there."""
+    """An array whose chunks lie in files that exist."""
 
     leaf: OrbaxLeaf
     chunks: Chunks
 
     @property
     def is_whole(self) -> bool:
-        """Whether all chunks are stored. Those of padding are not, and are zeros."""
+        """Return whether all chunks are stored. Chunks of padding are not: they are zeros."""
         return self.chunks.count == prod(self.chunks.grid)
 
 
 def misread(name: str) -> str | None:
-    """Why an array of this name would not be found in an index by its name; None if it would."""
+    """Return why Orbax would not find an array of this name in an index; None if it would."""
     if name.endswith("/"):
         return "its name ends in a slash, which TensorStore leaves out"
     if len(name.encode("utf-8", "surrogateescape")) > _MAX_NAME_BYTES:
@@ -60,24 +60,24 @@ def misread(name: str) -> str | None:
 
 
 def addressed_array(view: View, leaf: OrbaxLeaf, max_chunk_bytes: int, *, zarr3: bool = True) -> AddressedArray | str:
-    """Describe a view as an array of which nothing has to be moved; if that cannot be, a sentence says why.
+    """Return a view as an array of which no byte has to be moved, or a sentence that says why that cannot be.
 
-    `leaf` describes the array. Its chunks are the shards, and those of the result do not cross their edges if possible.
+    `leaf` describes the array, with its shards as chunks. If possible, no chunk of the result crosses a shard's edge.
     """
-    found = chunks_in_place(view, leaf.chunk_shape, max_chunk_bytes)
-    if isinstance(found, str):
-        return found
-    if not zarr3 and list(found.order) != sorted(found.order):
+    chunks = chunks_in_place(view, leaf.chunk_shape, max_chunk_bytes)
+    if isinstance(chunks, str):
+        return chunks
+    if not zarr3 and list(chunks.order) != sorted(chunks.order):
         return "its dimensions are stored in another order, which Zarr 2 does not know"
-    return AddressedArray(replace(leaf, chunk_shape=found.shape), found)
+    return AddressedArray(replace(leaf, chunk_shape=chunks.shape), chunks)
 
 
-# Finds the file of a stored tensor, by its path below the index, and the offset at which the tensor begins there.
+# Returns the file of a stored tensor, as a path below the index, and the offset at which the tensor begins.
 Locate = Callable[[str], tuple[str, int]]
 
 
 def array_entries(name: str, array: AddressedArray, locate: Locate, *, zarr3: bool = True) -> Iterator[Entry]:
-    """What the database has of an array: its description, and its chunks by their position in the grid."""
+    """Yield the entries of an array in the database: its description, and its chunks by their position in the grid."""
     leaf, chunks = array
     yield _described(name, leaf, chunks.order, zarr3=zarr3)
     nbytes = chunks.nbytes
@@ -90,7 +90,7 @@ def array_entries(name: str, array: AddressedArray, locate: Locate, *, zarr3: bo
 
 
 def scalar_entries(name: str, value: np.ndarray) -> Iterator[Entry]:
-    """What the database has of a scalar that is nowhere else."""
+    """Yield the entries of a scalar whose value is in the database itself."""
     yield _described(name, OrbaxLeaf((), value.dtype, (), SCALAR), (), zarr3=True)
     yield _chunk_key(name, (), zarr3=True), value.tobytes()
 
@@ -101,12 +101,12 @@ def _chunk_key(name: str, index: tuple[int, ...], *, zarr3: bool) -> bytes:
 
 
 def _below(name: str, key: str) -> bytes:
-    """A key of an array; the tree may be an array itself, and has no name then."""
+    """Return a key of an array; an array that is the whole tree has no name."""
     return (f"{name}/{key}" if name else key).encode()
 
 
 def _described(name: str, leaf: OrbaxLeaf, order: Sequence[int], *, zarr3: bool) -> Entry:
-    """The description of an array. `order` are the dimensions, slowest in a chunk first."""
+    """Return the description of an array. `order` are the dimensions, slowest in a chunk first."""
     if not zarr3:
         native = np.dtype(leaf.dtype.type)
         dtype = native.str if native.isbuiltin == 1 else native.name  # Zarr 2 knows NumPy's, TensorStore the others
@@ -146,10 +146,10 @@ def _zero(dtype: np.dtype) -> Any:
 
 
 def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
-    """The small files of an item by their names; `_METADATA`, which makes it one, is the last.
+    """Return the small files of an item by their names, last `_METADATA`, which makes it an item.
 
-    `tree` has an `OrbaxLeaf` for every array and scalar. Empty nodes of it are noted, too. Unless all arrays are
-    `whole`, Orbax takes chunks that are missing for zeros; otherwise for an error.
+    `tree` has an `OrbaxLeaf` for every array and scalar, and may have empty nodes. If all arrays are `whole`, a missing
+    chunk is an error to Orbax, otherwise it is zeros.
     """
     named = [
         (path, jax.tree_util.keystr(path, simple=True, separator="."), leaf)
@@ -183,7 +183,7 @@ def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
 
 
 def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """The small files by which Orbax knows a checkpoint that is finished, by their names."""
+    """Return the small files by which Orbax knows a finished checkpoint, by their names."""
     record = step_record(ocp.PyTreeCheckpointHandler().typestr(), custom_metadata, time.time_ns())
     return {STEP_FILE: record.encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
 
@@ -199,7 +199,7 @@ def _empty_kind(node: Any) -> str:
 
 
 def _entry(path: Sequence[Any], leaf: Any) -> dict[str, Any]:
-    """What `_METADATA` says of a leaf or an empty node."""
+    """Return what `_METADATA` says of a leaf or an empty node."""
     kind = leaf.kind if isinstance(leaf, OrbaxLeaf) else _empty_kind(leaf)
     value: dict[str, Any] = {"value_type": kind, "skip_deserialize": not isinstance(leaf, OrbaxLeaf)}
     if kind == JAX_ARRAY:

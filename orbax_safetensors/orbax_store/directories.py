@@ -1,6 +1,6 @@
 """Where checkpoints are: directories of file systems, and below `gs://`, the one object store that Orbax writes to.
 
-Files are reached as Orbax reaches them, through `epath`, chunks through TensorStore.
+As in Orbax, `epath` reaches files, and TensorStore reaches chunks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import PathLike
 
 _REMOTE = "gs://"
-# What `epath` reaches an object store with, either of them.
+# `epath` reaches an object store with either of them.
 _CLIENTS = ("gcsfs", "tensorflow")
-# What is in memory of a file that is copied: gcsfs reads and writes as much at once anyway.
+# Bytes of a copied file that are in memory at once; gcsfs reads and writes as many anyway.
 _COPY_BYTES = 4 << 20
 # Files of metadata that are longer hold at most one object or list in as many bytes as this, on average.
 _SMALL_BYTES = 64 << 10
@@ -35,14 +35,14 @@ _DENSE = 6
 
 
 def is_remote(path: PathLike) -> bool:
-    """Whether a path is of an object store, where nothing can be renamed and no directory is without a file."""
+    """Return whether a path is on an object store, where nothing can be renamed and no directory is empty."""
     return os.fspath(path).startswith(_REMOTE)
 
 
 def absolute(path: PathLike) -> str:
-    """An absolute path, or a URL without a slash at its end.
+    """Return an absolute path, or a URL without a slash at its end.
 
-    Raises `StorageError` where it is a URL of another kind, there is nothing to reach it with, or Orbax cannot have it.
+    Raises `StorageError` if it is a URL of another kind, if no library reaches it, or if Orbax would take another path.
     """
     path = os.fsdecode(path)
     if "://" not in path:
@@ -58,17 +58,17 @@ def absolute(path: PathLike) -> str:
 
 
 def check_literal(path: str) -> None:
-    """Raises `StorageError` if what Orbax reaches files with takes an absolute path for another one, or for none.
+    """Raise `StorageError` if the libraries by which Orbax reaches files take an absolute path for another or none.
 
     TensorStore takes a backslash for a slash, Orbax a directory called `gs:` for a bucket and a `#` for the end of an
-    object's name, `epath` what has `**` in it for a pattern that it refuses, and gcsfs objects' names for patterns.
+    object's name, `epath` a name with `**` for a pattern that it refuses, and gcsfs objects' names for patterns.
     """
     try:
         spec = ts.KvStore.Spec(build_kvstore_tspec(path, use_ocdbt=False)).to_json()
         reached = f"{_REMOTE}{spec['bucket']}/{spec.get('path', '')}".rstrip("/") if "bucket" in spec else spec["path"]
         others = {os.fspath(epath.Path(path)), reached} - {path}
         meaning = repr(others.pop()) if others else ""
-    except Exception as error:  # none of them says what it raises
+    except Exception as error:  # no library says what it raises
         meaning = f"no path ({type(error).__name__})"
     if "**" in path or (is_remote(path) and glob.has_magic(path)):
         meaning = "a pattern"
@@ -77,36 +77,36 @@ def check_literal(path: str) -> None:
 
 
 class LiteralPath(PosixGPath):
-    """A path that is no pattern itself where something below it is looked for by one, as Orbax does to merge."""
+    """A path that is not part of the pattern by which Orbax looks for files below it when it merges them."""
 
     def glob(self, pattern: str) -> Iterator[Any]:
-        """The paths below this one that match `pattern`."""
+        """Yield the paths below this one that match `pattern`."""
         yield from epath.Path(glob.escape(os.fspath(self))).glob(pattern)
 
 
 def fresh(path: PathLike) -> epath.Path:
-    """A directory as it is now: what gcsfs has listed it takes for all that is there until it is told to forget it."""
-    found = epath.Path(path)
-    if found._backend is backend.fsspec_backend:
+    """Return a directory as it is now: gcsfs remembers what it has listed until its cache is invalidated."""
+    directory = epath.Path(path)
+    if directory._backend is backend.fsspec_backend:
         backend.fsspec_backend.fs(path).invalidate_cache()
-    return found
+    return directory
 
 
 def names(directory: epath.Path, *, directories: bool = False) -> list[str]:
-    """The names of what is in a directory, sorted, or of the directories there; none where an object store has none."""
+    """Return the sorted names in a directory, or of the directories in it; none if an object store has none."""
     if not is_remote(directory):
-        with os.scandir(directory) as entries:  # `epath` leaves out what ends with a tilde
+        with os.scandir(directory) as entries:  # `epath` leaves out names that end with a tilde
             return sorted(entry.name for entry in entries if not directories or entry.is_dir())
     try:
         return sorted(entry.name for entry in fresh(directory).iterdir() if not directories or entry.is_dir())
     except FileNotFoundError:
         return []
-    finally:  # Orbax waits for what other processes make, and would never see it
+    finally:  # Orbax waits for files of other processes, and would never see them in the cache
         fresh(directory)
 
 
 def requests_at_once(path: str) -> int:
-    """The most requests that a process has in flight: Orbax's own limit for files, TensorStore's for Google's store."""
+    """Return how many requests a process has in flight at most: Orbax's limit for files, TensorStore's for `gs://`."""
     return 32 if is_remote(path) else 128
 
 
@@ -139,7 +139,7 @@ def parse_json(text: bytes, where: str) -> Any:
 
 
 def make(directory: str) -> None:
-    """Makes a directory of a file system, and those that it is in; their names are on the disk when this returns."""
+    """Make a directory of a file system and its parents; their names are on the disk when this returns."""
     if not os.path.isdir(directory):
         make(os.path.dirname(directory))
         os.makedirs(directory, exist_ok=True)
@@ -147,12 +147,12 @@ def make(directory: str) -> None:
 
 
 def flush_names(directory: PathLike) -> None:
-    """Returns when the names of what is in a directory of a file system are on the disk."""
+    """Return when the names in a directory of a file system are on the disk."""
     LocalStore().sync(os.fspath(directory))
 
 
 def flush(directory: PathLike) -> None:
-    """Returns when all that is in a directory of a file system, and in the directories in it, is on the disk."""
+    """Return when all files and directories below a directory of a file system are on the disk."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir():
@@ -164,7 +164,7 @@ def flush(directory: PathLike) -> None:
 
 
 def remove(path: epath.Path) -> None:
-    """Deletes a file, a link or a directory with all that is in it."""
+    """Delete a file, a symbolic link, or a directory with all that is in it."""
     if path.is_dir() and not os.path.islink(path):
         path.rmtree()
     else:
@@ -172,9 +172,9 @@ def remove(path: epath.Path) -> None:
 
 
 def copy(source: epath.Path, destination: epath.Path) -> None:
-    """Copies a file, or a directory with all that is in it; what links lead to is copied itself.
+    """Copy a file, or a directory with all that is in it; of a symbolic link, copy its target.
 
-    On a file system, all of it is on the disk when this returns.
+    On a file system, the copy is on the disk when this returns.
     """
     if source.is_dir():
         destination.mkdir()
@@ -189,7 +189,7 @@ def copy(source: epath.Path, destination: epath.Path) -> None:
 
 
 def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.KvStore:
-    """What is below a directory: Orbax's database of chunks, or files."""
+    """Open what is below a directory as a store of keys: Orbax's database of chunks, or the files."""
     spec = build_kvstore_tspec(directory, use_ocdbt=ocdbt)
     if not ocdbt:
         spec["path"] += "/"
@@ -197,22 +197,22 @@ def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.K
 
 
 def state(directory: str) -> dict[str, Any]:
-    """Of every file in a directory, by its path in there, what tells that it has changed: on all hosts the same."""
+    """Return what tells whether a file has changed, by the path of each file in a directory; equal on all hosts."""
     if not is_remote(directory):
         return dict(_local_state(directory))
     store = kvstore(directory, ts.Context())
-    # Without bytes, only the generation is asked for.
+    # A read of no bytes returns the generation alone.
     reading = {key: store.read(key, byte_range=slice(0, 0)) for key in store.list().result()}
     return {os.fsdecode(key): future.result().stamp.generation for key, future in reading.items()}
 
 
 def file_bytes(directory: str) -> int | None:
-    """Bytes of all files in a directory; None below `gs://`, where each of them would have to be asked for."""
+    """Return the bytes of all files in a directory; None below `gs://`, where each would take a request."""
     return None if is_remote(directory) else sum(size for _, (size, _) in _local_state(directory))
 
 
-def _local_state(root: str) -> Any:
-    """Size and modification time."""
+def _local_state(root: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the path, and the size and modification time, of each file in a directory."""
     for directory, _, files in os.walk(root):
         for name in files:
             path = os.path.join(directory, name)

@@ -1,4 +1,4 @@
-"""Which finished checkpoint a path stands for: the directories of its items, and what else lies beside them."""
+"""Which finished checkpoint a path stands for: the directories of its items, and what else is in it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, r
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
-# What an unfinished checkpoint of this package is; it is there from the beginning to the end of the work.
+# In an unfinished checkpoint of this package: what it is to be. It exists from the beginning to the end of the work.
 RECORD_FILE = "_in_progress.json"
 FINISHED_FILE = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX
-# What Orbax's own names of steps end with, after an optional prefix.
+# Orbax's names of steps: a number after an optional prefix.
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 
 
@@ -31,11 +31,11 @@ class FinishedCheckpoint:
     """A finished checkpoint.
 
     Attributes:
-      directory: that of the items, or the item itself.
-      step: the name of the directory, where it is one of several steps; None of a checkpoint on its own.
-      items: the names of the items that are trees; `""` alone where `directory` is the item.
-      others: the names of what else belongs to it; none where an item was asked for.
-      whole: what Orbax has finished as one: the directory, or that which has the item besides others.
+      directory: the directory of the items, or the item itself.
+      step: the name of the directory, if it is one of several steps; None for a checkpoint on its own.
+      items: the names of the items that are trees; `""` alone if `directory` is the item.
+      others: the names of what else belongs to it; none if the path was that of an item.
+      whole: the directory that Orbax has finished: `directory`, or the one that has this item and others.
     """
 
     directory: epath.Path
@@ -45,14 +45,14 @@ class FinishedCheckpoint:
     whole: epath.Path
 
     def item(self, name: str) -> epath.Path:
-        """The directory of an item."""
+        """Return the directory of an item."""
         return self.directory / name if name else self.directory
 
 
 def find_finished(path: epath.Path) -> FinishedCheckpoint:
-    """What `path` stands for: an item, a step, or the latest finished one of a directory of steps.
+    """Return the checkpoint that `path` is: an item, a step, or the latest finished step of a directory of steps.
 
-    Raises `StorageError` where there is none that is finished.
+    Raises `StorageError` if none is finished.
     """
     path = fresh(path)
     if not path.is_dir():
@@ -100,13 +100,13 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
 
 
 def step_number(name: str) -> int | None:
-    """The number of a step by the name of its directory; None where it is not called like one."""
+    """Return the number of a step by the name of its directory, or None if that is not a name of a step."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def step_metadata(directory: epath.Path) -> dict[str, Any]:
-    """What Orbax has recorded of what it has finished in a directory, but for when; empty where there is no record."""
+    """Return the record of a checkpoint that Orbax has finished in a directory, except times; {} if there is none."""
     path = directory / STEP_FILE
     content = read_json(path)
     if content is None:
@@ -131,28 +131,27 @@ def step_record(handler: str, custom_metadata: Mapping[str, Any] | None, began: 
     return json.dumps(serialize_step_metadata(metadata))
 
 
-def recorded_metadata(found: FinishedCheckpoint) -> dict[str, Any]:
-    """What is recorded of a checkpoint, with the handlers of the items in it.
+def recorded_metadata(checkpoint: FinishedCheckpoint) -> dict[str, Any]:
+    """Return the record of a checkpoint, with the handlers of the items in it.
 
-    Items that were saved by themselves, into a directory of no record, have it each of its own.
+    Items that were saved alone, into a directory without a record, each have a record.
     """
-    own = {name: step_metadata(found.item(name)) for name in found.items}
-    whole = step_metadata(found.whole)
-    handlers = {name: metadata.get("item_handlers") for name, metadata in own.items()}
+    of_each = {name: step_metadata(checkpoint.item(name)) for name in checkpoint.items}
+    whole = step_metadata(checkpoint.whole)
+    handlers = {name: metadata.get("item_handlers") for name, metadata in of_each.items()}
     of_items = whole.get("item_handlers")
     if isinstance(of_items, dict):
-        handlers |= {name: of_items[name] for name in (*found.items, *found.others) if name in of_items}
-        if found.whole != found.directory:
-            handlers = {"": of_items.get(found.directory.name)}
-    kept = {key: value for metadata in (*own.values(), whole) for key, value in metadata.items()}
-    kept["item_handlers"] = (
-        handlers[""] if found.items == ("",) else {name: own for name, own in handlers.items() if own is not None}
-    )
+        handlers |= {name: of_items[name] for name in (*checkpoint.items, *checkpoint.others) if name in of_items}
+        if checkpoint.whole != checkpoint.directory:
+            handlers = {"": of_items.get(checkpoint.directory.name)}
+    kept = {key: value for metadata in (*of_each.values(), whole) for key, value in metadata.items()}
+    named = {name: handler for name, handler in handlers.items() if handler is not None}
+    kept["item_handlers"] = handlers[""] if checkpoint.items == ("",) else named
     return kept
 
 
 def _of_item(path: epath.Path) -> FinishedCheckpoint:
-    """An item by its own path. What is in a directory that is called by a number alone is of a step."""
+    """Return an item by its path. A directory whose name is a number alone is a step."""
     parent = path.parent
     if not ((parent / STEP_FILE).exists() or parent.name.isdecimal()):
         return FinishedCheckpoint(path, None, ("",), (), path)
@@ -171,7 +170,7 @@ def _is_step(path: epath.Path) -> bool:
 
 
 def _is_finished(path: epath.Path) -> bool:
-    """Whether an item or a step is; where Orbax renames it then, that is told by its name."""
+    """Return whether an item or a step is finished. Orbax renames those of file systems, so their names tell."""
     return not is_remote(path) or FINISHED_FILE in names(path)
 
 

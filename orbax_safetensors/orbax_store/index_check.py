@@ -1,4 +1,4 @@
-"""Whether the addresses of an index lie in the tensors of the files that they are of."""
+"""`index_faults`: whether the addresses of an index lie in the tensors of its files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from urllib.parse import unquote_to_bytes
 import tensorstore as ts
 
 from orbax_safetensors.errors import IndexFileError
+from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX
 from orbax_safetensors.orbax_store.directories import absolute, kvstore
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
 from orbax_safetensors.orbax_store.operations import storage_errors
 
-# As `ts.ocdbt.dump` writes where a value lies, with the path as in a URL.
+# Where a value lies, as `ts.ocdbt.dump` writes it: the path as in a URL, offset and length.
 _LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
 
-
 # Files that TensorStore has written: of this database, of arrays that a link made, and of each process of Orbax.
-_DATA = re.compile(r"((made|ocdbt\.process_[^/]*)/)*d/[^/]*", re.DOTALL)
+_DATA = re.compile(rf"((made|{re.escape(PROCESS_SUBDIR_PREFIX)}[^/]*)/)*d/[^/]*", re.DOTALL)
 
 
 class TensorRange(NamedTuple):
@@ -36,11 +36,11 @@ class TensorRange(NamedTuple):
 def index_faults(
     directory: str, tensors: Mapping[str, Sequence[TensorRange]], *, names_tensors: bool
 ) -> list[IndexFileError]:
-    """What is wrong with the index in a directory, whose files have these `tensors` by file name.
+    """Return the faults of the index in a directory, whose files have these `tensors` by file name.
 
-    Every chunk has to be in one tensor of these files, that of its array's name if `names_tensors`, or in what Orbax
-    and TensorStore have written, and no two may share a byte of a tensor. Raises `StorageError` if the index cannot be
-    read.
+    Every chunk has to be in one tensor of these files, that of its array's name if `names_tensors`, or in a file that
+    Orbax or TensorStore has written, and no two may share a byte of a tensor. Raises `StorageError` if the index cannot
+    be read.
     """
     of_files = defaultdict(list)
     faults, where = [], f"{directory}/{MANIFEST}"
@@ -66,7 +66,7 @@ def index_faults(
 
 
 def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
-    """The values of the database that are ranges of files, with their keys."""
+    """Yield the values of the database that are ranges of files, with their keys."""
     where = f"{directory}/{MANIFEST}"
     with storage_errors(where):
         base = kvstore(absolute(directory), ts.Context())
@@ -77,6 +77,6 @@ def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
             for entry in entries:
                 if "location" in entry:
                     nodes.append(entry["location"])
-                elif found := _LOCATION.fullmatch(entry.get("indirect_value", "")):
-                    file = os.fsdecode(unquote_to_bytes(found[1]))
-                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(found[2]), int(found[3]))
+                elif location := _LOCATION.fullmatch(entry.get("indirect_value", "")):
+                    file = os.fsdecode(unquote_to_bytes(location[1]))
+                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(location[2]), int(location[3]))

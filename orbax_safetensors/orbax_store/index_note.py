@@ -1,6 +1,6 @@
-"""What tells whether files are still those that an index was made of: their sizes, and digests of their headers.
+"""The note beside an index: sizes and digests that tell whether its files have changed, and how a tree was saved.
 
-An index has addresses. It is only as good as the files are the same, which Orbax and TensorStore cannot notice.
+An index has addresses, which are wrong once a file changes. Orbax and TensorStore cannot notice that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.store import Store, read_small
 
-# Beside the index: `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and of a save
-# `{"saved": {...}}`.
+# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and from a save `"saved": {...}`.
 NOTE_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
@@ -25,27 +24,27 @@ _MAX_BYTES = 64 * 2**20
 def note_content(
     files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None
 ) -> bytes:
-    """The content of `NOTE_FILE`, given the `fingerprint` of each file, and how a tree was `saved` as these.
+    """Return the content of `NOTE_FILE`, given the `fingerprint` of each file, and how a save made them, if one did.
 
-    `names_tensors` tells that the names of arrays in the index are those of stored tensors, as without a family.
+    `names_tensors` says that arrays in the index have the names of stored tensors, as without a family.
     """
     note = {"files": files, "names_tensors": names_tensors} | ({} if saved is None else {"saved": saved})
     return json.dumps(note, indent=1).encode()
 
 
 def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
-    """What tells a file apart: its size, and its header without the eight bytes before it."""
+    """Return what tells a file apart: its size, and a digest of its header without the eight bytes before it."""
     return {"nbytes": nbytes, "header_sha256": hashlib.sha256(header).hexdigest()}
 
 
 @dataclass(frozen=True)
 class IndexNote:
-    """What `NOTE_FILE` says.
+    """The content of `NOTE_FILE`.
 
     Attributes:
       files: the `fingerprint` of each file, by name.
       names_tensors: whether the names of arrays in the index are those of the tensors in the files.
-      saved: how the tree was saved; None of a link.
+      saved: how the tree was saved; None for a link.
     """
 
     files: Mapping[str, Mapping[str, Any]]
@@ -68,7 +67,10 @@ class IndexNote:
 
 
 def read_note(store: Store, directory: str) -> IndexNote | None:
-    """What is noted beside the index in a directory; None if nothing is. Raises `StorageError` if it cannot be read."""
+    """Return the note beside the index in a directory, or None if there is none.
+
+    Raises `StorageError` if it cannot be read.
+    """
     path = posixpath.join(directory, NOTE_FILE)
     file = store.find(path)
     if file is None:

@@ -1,4 +1,4 @@
-"""How items are stored as a checkpoint of Orbax: checked, and in the chunks that Orbax makes. Nothing is touched."""
+"""How items are to be stored as a checkpoint of Orbax: checked, and in the chunks that Orbax makes. Writes nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class OrbaxLayout:
     """What `OrbaxSink` writes.
 
     Attributes:
-      path: where it will be.
-      unfinished: the same while it is unfinished.
-      leaves: its arrays as `OrbaxSink` has them, with the chunks that are written.
+      path: the directory of the finished checkpoint.
+      unfinished: the checkpoint until then.
+      leaves: its arrays as in `OrbaxSink`, with the chunks that are written.
       metadata: what Orbax is to record of it.
       compression: whether chunks are compressed.
     """
@@ -38,11 +38,11 @@ class OrbaxLayout:
         compression: bool,
         fsync: bool = True,
     ) -> None:
-        """Arguments and errors are those of `OrbaxSink`."""
+        """Take the arguments of `OrbaxSink`, and raise its errors."""
         self.path = absolute(path)
         if UNFINISHED in self.path:
             raise StorageError(
-                f"{self.path}: nothing opens what has {UNFINISHED} in its path, as what is unfinished has"
+                f"{self.path}: nothing opens a path with {UNFINISHED}, by which Orbax knows unfinished checkpoints"
             )
         self.compression = compression
         self._check_options(items, metadata or {}, others or {})
@@ -53,12 +53,12 @@ class OrbaxLayout:
         self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
 
     def record(self, source: str) -> dict[str, Any]:
-        """What tells it, made of `source`, apart from all else that may have been begun in its place; JSON."""
+        """Return JSON that differs from the record of any other checkpoint that may have been begun at this path."""
         record: dict[str, Any] = {"compression": self.compression, "source": source, **self._names}
         return record | self.named(lambda item: item.record)
 
     def named(self, of_item: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
-        """What all items have by names of theirs, by names that differ."""
+        """Return what `of_item` says of the arrays of all items, by names that are unique in the checkpoint."""
         items = self.unfinished.items
         return {
             array_name(items, item, name): value
@@ -79,8 +79,8 @@ class OrbaxLayout:
         custom_metadata = metadata.get("custom_metadata")
         if custom_metadata is not None and not isinstance(custom_metadata, dict):
             raise TensorMismatchError(f"{self.path}: expected a dict of custom metadata, found {custom_metadata!r}")
-        for given in (metadata, *(item.custom_metadata for item in items.values())):
+        for document in (metadata, *(item.custom_metadata for item in items.values())):
             try:
-                json.dumps(given)
+                json.dumps(document)
             except (TypeError, ValueError) as error:
                 raise TensorMismatchError(f"{self.path}: custom metadata must be JSON: {error}") from error

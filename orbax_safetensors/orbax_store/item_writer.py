@@ -29,7 +29,7 @@ _CHUNK_KEYS = {
     True: re.compile(r"(?:(.*)/)?c((?:/\d+)*)", re.DOTALL),
     False: re.compile(r"(?:(.*)/)?(\d+(?:\.\d+)*)", re.DOTALL),
 }
-# The key of what says how an array is stored, after its name.
+# The key of an array's description, after its name.
 _ARRAY_KEYS = {True: "zarr.json", False: ".zarray"}
 
 
@@ -39,8 +39,8 @@ class OrbaxItem:
 
     Attributes:
       tree: a pytree with an `OrbaxLeaf` for every array, whose tiles are written, and Python or NumPy scalars and
-        strings, which are saved as they are. Empty nodes are saved too.
-      custom_metadata: of the item, which Orbax keeps beside the tree; what JSON can hold.
+        strings, which are saved as they are, as are empty nodes.
+      custom_metadata: JSON of the item, which Orbax keeps beside the tree.
       ocdbt: store arrays in Orbax's database of few files rather than in one file for each chunk.
       zarr3: store them in version 3 of Zarr.
     """
@@ -52,17 +52,17 @@ class OrbaxItem:
 
 
 def array_name(items: Collection[str], item: str, name: str) -> str:
-    """What tells an array of an item apart: its own name, where there are several items after that of its item."""
+    """Return the name of an array of an item: if there are several items, after the name of its item."""
     return f"{item}/{name}" if len(items) > 1 else name
 
 
 class ItemWriter:
-    """An item under way in a directory of its own, or in that of the checkpoint, which it then is by itself."""
+    """Write an item, in its directory, or in that of the checkpoint if it is the only item."""
 
     def __init__(
         self, item: OrbaxItem, checkpoint: epath.Path, name: str, where: str, *, compression: bool, fsync: bool
     ) -> None:
-        """Touches nothing. Without a `name`, the item is to be what is in the directory `checkpoint` itself.
+        """Decide how arrays are stored, and write nothing. Without a `name`, `checkpoint` is the item's directory.
 
         Raises `TensorMismatchError`, which begins with `where`, if a leaf cannot be stored.
         """
@@ -83,7 +83,7 @@ class ItemWriter:
         if not item.ocdbt:  # names of arrays are those of directories
             for leaf in filter(None, named):
                 check_literal(os.path.join(self.directory, leaf))
-        # Orbax itself may store an array in smaller chunks than it is asked for.
+        # Orbax may store an array in smaller chunks than a leaf asks for.
         self._context = _context(item.ocdbt, fsync)
         specs = {name: write_spec(self._info(name), leaf, jax.process_index()) for name, leaf in leaves.items()}
         self._specs = {name: spec.json for name, spec in specs.items()}
@@ -106,27 +106,27 @@ class ItemWriter:
 
     @property
     def directory(self) -> epath.Path:
-        """Where Orbax puts the item's files until it is finished."""
+        """Return where Orbax puts the item's files until it is finished."""
         return self._final if self._path is None else self._path.get()
 
     @property
     def places(self) -> tuple[epath.Path, ...]:
-        """Where the item is while the checkpoint is unfinished, before and after it is finished itself."""
+        """Return where the item is while the checkpoint is unfinished: before and after the item is finished."""
         return () if self._path is None else (self._final, self.directory)
 
     @property
     def typestr(self) -> str:
-        """Orbax's name of the handler that writes it."""
+        """Return Orbax's name of the handler that writes it."""
         return str(self._handler.typestr())
 
     @property
     def record(self) -> dict[str, Any]:
-        """What it is that is written, in words of JSON."""
+        """Return what is written, as JSON."""
         leaves = {
             name: [leaf.kind, leaf.dtype.name, list(leaf.shape), list(leaf.chunk_shape)]
             for name, leaf in self.leaves.items()
         }
-        # A scalar may have been written already, with the dtype that it had.
+        # A scalar may have been written already, with another dtype.
         scalars = {
             name: ["string", value] if isinstance(value, str) else ["scalar", np.asarray(value).dtype.name]
             for name, value in self._values.items()
@@ -134,12 +134,12 @@ class ItemWriter:
         return {"ocdbt": self._item.ocdbt, "zarr3": self._item.zarr3, "leaves": {**leaves, **scalars}}
 
     def create(self) -> None:
-        """Makes the directory, in that of the checkpoint. As `reopen` and `finish`, called by one process only."""
+        """Make the directory, in that of the checkpoint. One process calls this, `reopen` and `finish`."""
         if self._path is not None:
             run_sync(self._path.create())
 
     def reopen(self) -> None:
-        """Brings it back to where only chunks are in it, however far `finish` had come."""
+        """Remove all but the chunks, however far `finish` has come."""
         with storage_errors(f"{self.directory}: cannot be taken up again"):
             if self._path is not None and self._final.exists() and not self.directory.exists():
                 self._final.rename(self.directory)
@@ -154,7 +154,7 @@ class ItemWriter:
                     remove(self.directory / name)
 
     def open(self, primary: bool) -> dict[str, ts.TensorStore]:
-        """Makes the arrays, in the primary process only as Orbax does, and opens them without reading."""
+        """Make the arrays, in the primary process only as Orbax does, and open them without reading."""
         if primary:
             with storage_errors(os.fspath(self.directory)):
                 making = [
@@ -175,9 +175,9 @@ class ItemWriter:
         return stores
 
     def chunks(self) -> dict[str, np.ndarray]:
-        """For every array, which of its chunks are in the store, over the grid of its chunks.
+        """Return for every array which of its chunks are in the store, over the grid of its chunks.
 
-        Raises `TensorMismatchError` where there is one that belongs to none.
+        Raises `TensorMismatchError` if there is a chunk that belongs to no array.
         """
         roots = [self.directory]
         if self._item.ocdbt:
@@ -201,7 +201,7 @@ class ItemWriter:
         return present
 
     def _keys(self, roots: Iterable[epath.Path]) -> Iterator[str]:
-        # A context of its own, so that nothing that was cached before is listed.
+        # A new context, so that the list is not one that was cached before.
         context = ocp.type_handlers.get_ts_context(use_ocdbt=self._item.ocdbt)
         with storage_errors(os.fspath(self.directory)):
             for root in roots:
@@ -209,18 +209,18 @@ class ItemWriter:
                     yield os.fsdecode(key)
 
     def save(self) -> None:
-        """Lets Orbax write all that belongs to the arrays. Called by every process."""
-        # As `Checkpointer.save` does, so that no signal of a save before is taken for one of this.
+        """Let Orbax write all that belongs to the arrays. Every process calls this."""
+        # As `Checkpointer.save` does, so that Orbax takes no signal of an earlier save for one of this.
         OperationIdGenerator.next_operation_id()
         self._handler.save(
             self.directory, args=ocp.args.PyTreeSave(self._tree, custom_metadata=self._item.custom_metadata)
         )
 
     def finish(self) -> None:
-        """Merges what the processes have written, and gives the directory its name if all of it is found there.
+        """Merge what the processes have written, and give the directory its name if nothing is missing.
 
-        Raises `TensorMismatchError` if chunks are missing, and `StorageError` if Orbax has not written what says what
-        is there.
+        Raises `TensorMismatchError` if chunks are missing, and `StorageError` if Orbax has not written the tree or the
+        description of an array.
         """
         self._handler.finalize(LiteralPath(self.directory))
         self._check_whole()
@@ -228,7 +228,7 @@ class ItemWriter:
             run_sync(self._path.finalize())
 
     def _check_whole(self) -> None:
-        """Asks the store that a reader opens, which is listed once: no array is opened."""
+        """Raise the errors of `finish`. The store that a reader opens is listed once, and no array is opened."""
         keys = set(self._keys([self.directory]))
         scalars = [name for name, value in self._values.items() if not isinstance(value, str)]
         for name in (*self.leaves, *scalars):
@@ -249,7 +249,7 @@ class ItemWriter:
 
 
 def _parted(named: Mapping[str, Any], where: str) -> tuple[dict[str, OrbaxLeaf], dict[str, Any]]:
-    """The leaves that are streamed, and those that are given by value."""
+    """Return the leaves that are streamed, and the values of the others."""
     leaves, values = {}, {}
     for name, leaf in named.items():
         if isinstance(leaf, OrbaxLeaf):
@@ -266,7 +266,7 @@ def _parted(named: Mapping[str, Any], where: str) -> tuple[dict[str, OrbaxLeaf],
 
 
 def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
-    """A leaf that Orbax can store."""
+    """Return a leaf that Orbax can store; raises `TensorMismatchError` if it cannot."""
     if leaf.kind not in ARRAYS:
         raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
     if not all(leaf.shape):
@@ -274,7 +274,7 @@ def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
     if len(leaf.chunk_shape) != len(leaf.shape) or not all(
         1 <= chunk <= size for chunk, size in zip(leaf.chunk_shape, leaf.shape, strict=True)
     ):
-        raise TensorMismatchError(f"{where}: {leaf.chunk_shape} is no shape of chunks of an array of {leaf.shape}")
+        raise TensorMismatchError(f"{where}: {leaf.chunk_shape} is not a shape of chunks of an array of {leaf.shape}")
     try:
         ts.dtype(leaf.dtype.name)
     except ValueError as error:
@@ -283,7 +283,7 @@ def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
 
 
 def _context(ocdbt: bool, fsync: bool) -> ts.Context:
-    """Orbax's own context, which keeps nothing that was written in memory."""
+    """Return Orbax's context, which caches nothing that was written."""
     spec = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt).spec.to_json()
     if not fsync:
         spec["file_io_sync"] = False

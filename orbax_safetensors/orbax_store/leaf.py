@@ -29,12 +29,13 @@ class OrbaxLeaf:
     """One leaf that is not empty.
 
     Attributes:
-      shape: `()` of a scalar and of a string.
-      dtype: `np.str_` of a string.
-      chunk_shape: what is stored, and encoded, as one; smaller at the end of a dimension that it does not divide.
-      kind: `jax.Array`, `np.ndarray`, `scalar` or `string`: what Orbax restores it as where it is not told.
-      write_shape: the shape of the shards that were written, where the checkpoint says so. A sink writes `chunk_shape`.
-      sharding: as it is recorded beside the array; it needs no devices. Only of a `jax.Array`.
+      shape: `()` for a scalar and a string.
+      dtype: `np.str_` for a string.
+      chunk_shape: the shape that is stored and encoded at once; smaller at the end of a dimension that it does not
+        divide.
+      kind: `jax.Array`, `np.ndarray`, `scalar` or `string`: what Orbax restores by default.
+      write_shape: the shape of the shards that were written, if it is recorded. A sink writes `chunk_shape`.
+      sharding: the recorded sharding of a `jax.Array`; it needs no devices.
       random_key: the implementation of the random keys whose data this is, for which Orbax returns keys.
     """
 
@@ -48,17 +49,17 @@ class OrbaxLeaf:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The number of chunks in every dimension."""
+        """Return the number of chunks in every dimension."""
         return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
 
     @property
     def chunk_nbytes(self) -> int:
-        """Decoded size of a whole chunk."""
+        """Return the decoded size of a whole chunk."""
         return prod(self.chunk_shape) * self.dtype.itemsize
 
 
 def check_box(box: Box, shape: tuple[int, ...], where: str) -> None:
-    """Raises `TensorMismatchError` where `box` is not a box of an array of `shape`."""
+    """Raise `TensorMismatchError` if `box` is not a box of an array of `shape`."""
     if len(box) != len(shape) or any(
         not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False)
     ):
@@ -66,7 +67,7 @@ def check_box(box: Box, shape: tuple[int, ...], where: str) -> None:
 
 
 def check_memory(array: np.ndarray, box: Box, dtype: np.dtype, where: str) -> None:
-    """Raises `TensorMismatchError` where `array` cannot hold the elements of `box`."""
+    """Raise `TensorMismatchError` if `array` cannot hold the elements of `box`."""
     shape = box.shape
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
         found = f"shape {array.shape} of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
@@ -76,12 +77,12 @@ def check_memory(array: np.ndarray, box: Box, dtype: np.dtype, where: str) -> No
 
 
 def chunks_of(box: Box, leaf: OrbaxLeaf) -> Box:
-    """The chunks that a box touches, as a box of the grid."""
+    """Return the chunks that a box touches, as a box of the grid."""
     return Box((start // chunk, -(-stop // chunk)) for (start, stop), chunk in zip(box, leaf.chunk_shape, strict=True))
 
 
 def box_of(chunks: Box, leaf: OrbaxLeaf) -> Box:
-    """The elements of a box of the grid."""
+    """Return the elements of a box of the grid."""
     return Box(
         (first * chunk, min(last * chunk, size))
         for (first, last), chunk, size in zip(chunks, leaf.chunk_shape, leaf.shape, strict=True)
@@ -89,17 +90,17 @@ def box_of(chunks: Box, leaf: OrbaxLeaf) -> Box:
 
 
 def num_chunks(box: Box, leaf: OrbaxLeaf) -> int:
-    """How many chunks a box touches."""
+    """Return how many chunks a box touches."""
     return chunks_of(box, leaf).volume
 
 
 def touched_nbytes(box: Box, leaf: OrbaxLeaf) -> int:
-    """Decoded bytes of the chunks that a box touches, which are read and decoded whole."""
+    """Return the decoded bytes of the chunks that a box touches, which are read and decoded whole."""
     return box_of(chunks_of(box, leaf), leaf).volume * leaf.dtype.itemsize
 
 
 def cut(chunks: Box, leaf: OrbaxLeaf, limit: int) -> Iterator[Box]:
-    """A box of the grid in boxes of at most `limit` decoded bytes, or of one chunk, in row-major order."""
+    """Yield parts of a box of the grid, of at most `limit` decoded bytes or one chunk, in row-major order."""
     lengths = chunks.shape
     if chunks.volume * leaf.chunk_nbytes <= limit or max(lengths, default=1) <= 1:
         yield chunks

@@ -1,8 +1,8 @@
-"""What Orbax's save path asks of the handlers of leaves, for arrays whose values are written beside it.
+"""Handlers of leaves by which Orbax saves a tree whose arrays a sink has written before.
 
-Orbax's own handler of `jax.Array` writes three things: the values, how each array is stored (`array_metadatas`), and
-how it was sharded (`_sharding`). Here the values have been written before; the rest is written as Orbax does. Orbax
-then records the leaves in `_METADATA` as what their handlers say they are, so that nobody can tell the difference.
+Orbax's handler of `jax.Array` writes three things: the values, how each array is stored (`array_metadatas`), and its
+sharding (`_sharding`). These handlers write all but the values, as Orbax does. Orbax then records the leaves in
+`_METADATA` as the kinds that their handlers name, so that the checkpoint is like one of Orbax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Streamed:
     """A leaf of kind `jax.Array` in the tree that Orbax saves."""
 
     def __init__(self, leaf: OrbaxLeaf) -> None:
-        """Orbax counts bytes by the attributes `shape` and `dtype`."""
+        """Take shape and dtype of the leaf, by which Orbax counts bytes."""
         self.leaf, self.shape, self.dtype = leaf, leaf.shape, leaf.dtype
 
 
@@ -35,7 +35,7 @@ class StreamedNumpy(Streamed):
 
 
 def write_spec(info: type_handlers.ParamInfo, leaf: OrbaxLeaf, process: int | None) -> Any:
-    """Orbax's own choice of how an array is stored, and its record of it."""
+    """Return Orbax's choice of how an array is stored, and its record of it."""
     return build_array_write_spec(
         info,
         global_shape=leaf.shape,
@@ -48,17 +48,17 @@ def write_spec(info: type_handlers.ParamInfo, leaf: OrbaxLeaf, process: int | No
 
 
 class ArrayHandler(type_handlers.ArrayHandler):
-    """Writes what belongs to arrays of kind `jax.Array`, but not their values."""
+    """Write what belongs to arrays of kind `jax.Array`, except their values."""
 
     def __init__(self) -> None:
-        """`BasePyTreeCheckpointHandler` looks for the store in the handler."""
+        """Make the store of records, for which Orbax's handler of trees looks in this one."""
         self._metadata_store = ArrayMetadataStore()
         super().__init__(array_metadata_store=self._metadata_store)
 
     async def serialize(
         self, values: Sequence[Streamed], infos: Sequence[type_handlers.ParamInfo], args: Any = None
     ) -> Sequence[Any]:
-        """Called by every process, once for all arrays; all is written when it returns."""
+        """Write the records of all arrays. Every process calls this once; all is written when it returns."""
         process = jax.process_index()
         if process == 0:  # Orbax's own function takes shardings over devices, and a target's devices are not here
             leaves = {info.name: value.leaf for value, info in zip(values, infos, strict=True)}
@@ -78,10 +78,10 @@ class ArrayHandler(type_handlers.ArrayHandler):
 
 
 class NumpyHandler(type_handlers.NumpyHandler):
-    """Leaves arrays of kind `np.ndarray` as they are: Orbax writes nothing besides their values."""
+    """Write nothing for arrays of kind `np.ndarray`: Orbax writes their values only."""
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[Any]:
-        """Nothing is left to do."""
+        """Do nothing."""
         return []
 
     def memory_size(self, values: Sequence[Streamed]) -> Sequence[tuple[int, int]]:
@@ -90,7 +90,7 @@ class NumpyHandler(type_handlers.NumpyHandler):
 
 
 def registry() -> type_handlers.TypeHandlerRegistry:
-    """Handlers of streamed arrays, and Orbax's own of what is given by value. It does not ask the global registry."""
+    """Return handlers of streamed arrays, and Orbax's of values, whatever the global registry has."""
     arrays = ArrayHandler()
     scalars = type_handlers.ScalarHandler()
     return type_handlers.create_type_handler_registry(
@@ -105,5 +105,5 @@ def registry() -> type_handlers.TypeHandlerRegistry:
 
 
 def streamed(leaf: OrbaxLeaf) -> Streamed:
-    """What stands for a leaf in the tree that Orbax saves."""
+    """Return what stands for a leaf in the tree that Orbax saves."""
     return Streamed(leaf) if leaf.kind == JAX_ARRAY else StreamedNumpy(leaf)

@@ -1,13 +1,13 @@
-"""`write_references`: an OCDBT database whose values are ranges of files that are there already.
+"""`write_references`: an OCDBT database whose values are ranges of files that exist already.
 
-TensorStore reads such a database and writes one only of values that pass through it, so the format is written here; it
-is read by TensorStore alone. As TensorStore documents it, integers are unsigned LEB128 unless another form is named:
+TensorStore reads such a database, but writes only values that pass through it. So this file writes the format, and
+TensorStore reads it. As TensorStore documents it, integers are unsigned LEB128 unless another form is named:
 
 - *File*: magic number (4 bytes, big-endian), length of the file (8 bytes, little-endian), version 0, compression 0
   (none), a body, CRC-32C of all before it (4 bytes, little-endian). A node is framed alike, and several nodes lie one
   after the other in one file.
-- *Manifest*, `manifest.ocdbt`: a configuration, a file table, and the versions of the database, of which there is one
-  here. It has the place and the statistics of the root node.
+- *Manifest*, `manifest.ocdbt`: a configuration, a file table, and the versions of the database, one here,
+  with the place and the statistics of its root node.
 - *Node*: its height (one byte, 0 of a leaf), a file table, the number of entries, and then column after column: of the
   keys the lengths of the prefix that each shares with the one before (except of the first), those of the rest, and the
   rests. A leaf goes on with the lengths of the values, their kinds (one byte, 0 inline and 1 a range of a file), the
@@ -41,19 +41,19 @@ from orbax_safetensors.orbax_store.operations import storage_errors
 _T = TypeVar("_T")
 
 MANIFEST = "manifest.ocdbt"
-# Where TensorStore has the files of nodes and values that it writes.
+# Where TensorStore puts the files of nodes and values that it writes.
 DATA_DIRECTORY = "d"
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _INLINE, _RANGE = 0, 1
-# For what others add to the database. Orbax adds leaves of its own to one only if its configuration is this.
+# The configuration for later writers: Orbax adds leaves to a database only if it has this one.
 _MAX_INLINE_BYTES = 1024
 _MAX_NODE_BYTES = 100_000_000
 _ZSTD = 1
 _VERSION_ARITY_LOG2 = 4
 # Reading one array of a large database reads and decodes a leaf or two: a few thousand entries take milliseconds.
 _NODE_BYTES = 2**18
-_ENTRY_BYTES = 32  # what an entry has besides its key and an inline value, about
+_ENTRY_BYTES = 32  # about what an entry has besides its key and an inline value
 
 
 class Range(NamedTuple):
@@ -80,10 +80,10 @@ class _Node(NamedTuple):
 
 
 def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], None]) -> int:
-    """Writes a database of `entries`, whose keys differ, and returns the bytes of its files; none without entries.
+    """Write a database of `entries`, whose keys differ, and return the bytes of its files. No entries make no files.
 
-    `write` is called with the path of a file, relative to the database's directory, and its content: with the nodes
-    first and with the manifest, which makes them a database, last.
+    Calls `write` with the path of a file, relative to the database's directory, and its content: first with the nodes,
+    and last with the manifest, which makes them a database.
     """
     entries = sorted(entries)
     if not entries:
@@ -119,7 +119,7 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
 
 
 def merge(directory: str, root: str) -> None:
-    """Adds all that the database in a directory below `root` has to the database in `root`; no value is moved."""
+    """Add the entries of the database in a directory below `root` to the database in `root`; no value is moved."""
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
     with storage_errors(root):
         databases = [kvstore(path, context, ocdbt=True) for path in (directory, root)]
@@ -131,7 +131,7 @@ def _inline_bytes(value: bytes | Range) -> int:
 
 
 def _parts(items: Sequence[_T], size: Callable[[_T], int]) -> list[Sequence[_T]]:
-    """`items` in runs of about `_NODE_BYTES`, and of two items at least, so that there are fewer runs than items."""
+    """Return `items` in runs of about `_NODE_BYTES`, and of two items at least, so that runs are fewer than items."""
     ends = list(accumulate(map(size, items)))
     parts, begin = [], 0
     while begin < len(items):
@@ -209,7 +209,7 @@ def _file_table(files: Sequence[str]) -> bytes:
 
 
 def _prefixed(keys: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Keys without the prefix that each shares with the one before: the columns of lengths, and that of the rests."""
+    """Return keys without the prefix that each shares with the one before: the columns of lengths, and of the rests."""
     lengths = np.array([len(key) for key in keys], np.int64)
     if not len(lengths):
         return b"", b""
@@ -225,7 +225,7 @@ def _prefixed(keys: Sequence[bytes]) -> tuple[bytes, bytes]:
 
 
 def _integers(values: Sequence[int] | np.ndarray) -> bytes:
-    """Unsigned LEB128: seven bits to a byte, the lowest first, and the high bit set except in the last byte."""
+    """Encode unsigned LEB128: seven bits to a byte, lowest first, and the high bit set except in the last byte."""
     shifts = np.arange(0, 64, 7, dtype=np.uint64)
     parts = np.asarray(values, np.uint64)[:, None] >> shifts
     goes_on = np.zeros(parts.shape, np.bool_)
@@ -236,7 +236,7 @@ def _integers(values: Sequence[int] | np.ndarray) -> bytes:
 
 
 def _crc32c(content: bytes) -> bytes:
-    """CRC-32C, which TensorStore appends to a chunk that it stores with that codec, in 4 bytes, little-endian."""
+    """Return the CRC-32C that TensorStore appends to a chunk stored with that codec, in 4 bytes, little-endian."""
     context = ts.Context()
     metadata = {
         "shape": [len(content)],

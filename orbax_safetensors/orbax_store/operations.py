@@ -1,4 +1,4 @@
-"""What keeps the traffic with TensorStore in bounds: bytes in flight, results that come later, and its errors."""
+"""Traffic with TensorStore: a budget of bytes in flight, operations that end together, and errors of this package."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 
 @contextlib.contextmanager
 def storage_errors(where: str) -> Iterator[None]:
-    """Makes what TensorStore and Orbax say a `StorageError` that begins with `where`.
+    """Raise errors of TensorStore and Orbax as a `StorageError` that begins with `where`.
 
-    They raise what pybind11 and asyncio make of a status, so no narrower list of exceptions would be complete.
+    They raise whatever pybind11 and asyncio make of a status, so no narrower list of exceptions would be complete.
     """
     try:
         yield
@@ -26,10 +26,10 @@ def storage_errors(where: str) -> Iterator[None]:
 
 
 class Budget:
-    """Bytes that may be in flight. Who asks for more than are free waits, and those behind it too."""
+    """Bytes that may be in flight. A request for more than are free waits, and later requests wait behind it."""
 
     def __init__(self, nbytes: int) -> None:
-        """A request for more than `nbytes` is granted when nothing else is in flight."""
+        """Start with `nbytes` free. A request for more is granted when nothing else is in flight."""
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
             raise SafetensorsError(f"memory_bytes is {nbytes!r}, must be an integer of at least 1")
         self.nbytes = self._free = nbytes
@@ -37,7 +37,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> int:
-        """Takes `nbytes`, or all there are; returns what is to be given back."""
+        """Take `nbytes`, or the whole budget if that is less; return the bytes to release later."""
         nbytes = min(nbytes, self.nbytes)
         with self._turn, self._changed:
             self._changed.wait_for(lambda: self._free >= nbytes)
@@ -45,21 +45,21 @@ class Budget:
         return nbytes
 
     def release(self, nbytes: int) -> None:
-        """Gives bytes back."""
+        """Give bytes back."""
         with self._changed:
             self._free += nbytes
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Waits until nothing is in flight."""
+        """Wait until nothing is in flight."""
         self.release(self.acquire(self.nbytes))
 
 
 class Operations:
-    """TensorStore operations that are one to the caller: `future` is done once all of them are."""
+    """TensorStore operations that are one operation to the caller: `future` is done once all of them are."""
 
     def __init__(self, where: str) -> None:
-        """Begins with one operation under way, which is ended by `close`."""
+        """Begin with one operation under way, which `close` ends."""
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()
         self._where = where
@@ -70,25 +70,25 @@ class Operations:
 
     @property
     def failed(self) -> bool:
-        """Whether one of them has failed, so that others need not be begun."""
+        """Return whether one of them has failed, so that no other need begin."""
         return self._failure is not None
 
     def add(self, operation: Any, budget: Budget, taken: int) -> None:
-        """Starts a TensorStore future; what it has taken of `budget` is given back when it is done."""
+        """Start a TensorStore future; when it is done, the bytes that it has `taken` of `budget` are released."""
         with self._lock:
             self._under_way += 1
 
         def done(ended: Any) -> None:
             try:
                 self._end(ended.exception())
-            finally:  # when all is given back, all that follows from it has happened
+            finally:  # last, so that callbacks have run once the budget is free
                 budget.release(taken)
 
         operation.add_done_callback(done)
-        operation.force()  # it would else begin only when somebody waits for it
+        operation.force()  # otherwise it begins only when somebody waits for it
 
     def close(self, result: int, failure: BaseException | None = None) -> None:
-        """Says that no further operation is added, and what the result is, or why there is none."""
+        """Add no further operation, and set the result, or the reason why there is none."""
         self._result = result
         self._end(failure)
 

@@ -1,4 +1,4 @@
-"""`open_orbax`: what a checkpoint holds, and boxes of its arrays read into memory."""
+"""`open_orbax` and `open_step`: what a checkpoint holds, and boxes of its arrays read into memory."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from orbax_safetensors.storage.paths import PathLike
 _STRINGS_FILE = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
 
-# Decoded bytes that one TensorStore read asks for at most: enough to keep the decoders of several cores busy.
+# The most decoded bytes of one TensorStore read: enough to keep the decoders of several cores busy.
 _READ_BYTES = 64 << 20
 
-# Encoded and decoded, a chunk is in memory twice before it is in that of the caller.
+# A chunk is in memory twice, encoded and decoded, before it is in the caller's memory.
 _COPIES = 2
 
 
@@ -59,10 +59,10 @@ class OrbaxCheckpoint:
 
     Attributes:
       path: the directory of the item, or its URL.
-      whole: the directory of all that Orbax has finished with it: a step, or the item itself.
-      step: the number of the step it is of; None where its directories are not named so.
+      whole: the directory that Orbax has finished with the item in it: a step, or the item itself.
+      step: the number of its step; None if its directory does not have the name of a step.
       leaves: by key path, joined by dots.
-      custom_metadata: what the user has given with the step.
+      custom_metadata: what the user has saved with the step.
       ocdbt: whether arrays are stored in Orbax's database rather than in one file for each chunk.
     """
 
@@ -78,24 +78,24 @@ class OrbaxCheckpoint:
     _read_bytes: int = field(repr=False)
 
     def tree(self, leaf: Callable[[str, OrbaxLeaf], Any]) -> Any:
-        """The checkpoint's tree of dicts and lists with `leaf(name, facts)` for its leaves; empty nodes are in it."""
+        """Return the tree of dicts and lists with `leaf(name, facts)` for its leaves, and its empty nodes."""
         return self._recorded.map(lambda name: leaf(name, self.leaves[name]))
 
     @property
     def tree_custom_metadata(self) -> Any:
-        """What the user has given with the item."""
+        """Return what the user has saved with the item."""
         return self._recorded.custom_metadata
 
     @property
     def zarr3(self) -> bool:
-        """Whether arrays are stored in version 3 of Zarr."""
+        """Return whether arrays are stored in version 3 of Zarr."""
         return self._recorded.zarr3
 
     def read(self, name: str, box: Box, out: np.ndarray) -> Future[int]:
-        """Begins to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
+        """Begin to fill `out` with the elements of `box`; the future is the decoded bytes of the chunks it touched.
 
         Chunks that a box touches in part are read and decoded whole. Waits while the checkpoint's budget is in flight.
-        Safe from any thread; `out` must not be used before the future is done, also where it fails with `StorageError`.
+        Safe from any thread; `out` must not be used before the future is done, even if it fails with `StorageError`.
         """
         where = f"{self.path}: {name!r}"
         leaf = self._leaf(name)
@@ -133,7 +133,7 @@ class OrbaxCheckpoint:
         return operations.future
 
     def value(self, name: str) -> Any:
-        """A whole leaf: an array, a string, or a scalar of NumPy, whose dtype a Python scalar would lose."""
+        """Return a whole leaf: an array, a string, or a NumPy scalar, whose dtype a Python scalar would lose."""
         leaf = self._leaf(name)
         if leaf.kind == STRING:
             with storage_errors(f"{self.path}: {name!r}"):
@@ -150,16 +150,16 @@ class OrbaxCheckpoint:
         return out[()] if isinstance(out[()], np.number) else out.item()
 
     def in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
-        """The most memory that reads take besides what they fill, of so many decoded bytes in chunks of such a size."""
+        """Return the most memory, besides what they fill, that reads of `nbytes` decoded bytes in such chunks take."""
         return min(_COPIES * nbytes, max(self._budget.nbytes, _COPIES * chunk_nbytes))
 
     def stored_bytes(self) -> int | None:
-        """Bytes of all of its files, encoded as they are; None on an object store."""
+        """Return the bytes of all of its files, encoded as they are; None on an object store."""
         with storage_errors(self.path):
             return file_bytes(self.path)
 
     def state(self) -> dict[str, Any]:
-        """What tells of each of its files that it has changed, by path; `StorageError` where that cannot be told."""
+        """Return what tells whether a file has changed, by its path; raises `StorageError` if that cannot be told."""
         with storage_errors(self.path):
             return state(self.path)
 
@@ -175,11 +175,11 @@ class OrbaxStep:
 
     Attributes:
       path: the directory of the items, or the item itself; or its URL.
-      whole: as of an `OrbaxCheckpoint`.
-      step: the name of the directory, where it is one of several steps; None of a checkpoint on its own.
-      items: those that are trees, by name; `""` alone where `path` is the item.
-      others: the paths of what else belongs to it, by name; none where it was opened by the path of an item.
-      metadata: what Orbax has recorded of it, but for when.
+      whole: as in `OrbaxCheckpoint`.
+      step: the name of the directory, if it is one of several steps; None for a checkpoint on its own.
+      items: the items that are trees, by name; `""` alone if `path` is the item.
+      others: the paths of what else belongs to it, by name; none if it was opened by the path of an item.
+      metadata: Orbax's record of it, except times.
     """
 
     path: str
@@ -190,7 +190,7 @@ class OrbaxStep:
     metadata: Mapping[str, Any]
 
     def stored_bytes(self) -> int | None:
-        """As of an `OrbaxCheckpoint`, of all that belongs to it."""
+        """Return the bytes of all that belongs to it, as `OrbaxCheckpoint.stored_bytes` does."""
         with storage_errors(self.path):
             if self.others or "" in self.items:
                 return file_bytes(self.path)
@@ -198,7 +198,7 @@ class OrbaxStep:
             return None if None in sizes else sum(size or 0 for size in sizes)
 
     def state(self) -> dict[str, Any]:
-        """As of an `OrbaxCheckpoint`, of all that belongs to it."""
+        """Return the state of all that belongs to it, as `OrbaxCheckpoint.state` does."""
         with storage_errors(self.path):
             if self.others or "" in self.items:
                 return state(self.path)
@@ -206,54 +206,58 @@ class OrbaxStep:
 
 
 def open_orbax(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxCheckpoint:
-    """Opens a checkpoint that Orbax has finished; values are read when they are asked for.
+    """Open a checkpoint that Orbax has finished; `read` and `value` read its leaves.
 
     `path` is the directory of an item, of a step that has one item, or of steps, whose latest is opened; or such a
     directory's `gs://` URL. Reads take at most `memory_bytes` besides the memory that they fill, or what one chunk
-    needs. Raises `StorageError` where there is no finished checkpoint, and `TensorMismatchError` where it has a leaf of
-    a kind that is not known here.
+    needs.
+
+    Raises `StorageError` if there is no finished checkpoint, and `TensorMismatchError` if it has a leaf of a kind that
+    is not known here.
     """
-    found = _found(path)
-    if len(found.items) > 1:
-        raise StorageError(f"{found.directory}: holds several items, give the directory of one: {list(found.items)}")
-    return _open_item(found, found.items[0], Budget(memory_bytes))
+    finished = _find(path)
+    if len(finished.items) > 1:
+        raise StorageError(
+            f"{finished.directory}: holds several items, give the directory of one: {list(finished.items)}"
+        )
+    return _open_item(finished, finished.items[0], Budget(memory_bytes))
 
 
 def open_step(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxStep:
-    """Opens what `open_orbax` does with all of its items, which read with `memory_bytes` together.
+    """Open a checkpoint as `open_orbax` does, with all of its items, which read with `memory_bytes` together.
 
-    Raises as `open_orbax`, but for a step of several items.
+    Raises as `open_orbax`, except for several items.
     """
-    found = _found(path)
+    finished = _find(path)
     budget = Budget(memory_bytes)
-    items = {name: _open_item(found, name, budget) for name in found.items}
-    with storage_errors(os.fspath(found.directory)):
+    items = {name: _open_item(finished, name, budget) for name in finished.items}
+    with storage_errors(os.fspath(finished.directory)):
         return OrbaxStep(
-            path=os.fspath(found.directory),
-            whole=os.fspath(found.whole),
-            step=found.step,
+            path=os.fspath(finished.directory),
+            whole=os.fspath(finished.whole),
+            step=finished.step,
             items=items,
-            others={name: os.fspath(found.directory / name) for name in found.others},
-            metadata=recorded_metadata(found),
+            others={name: os.fspath(finished.directory / name) for name in finished.others},
+            metadata=recorded_metadata(finished),
         )
 
 
 def find_step_faults(path: PathLike) -> list[SafetensorsError]:
-    """Everything for which `open_step` would refuse a checkpoint that it has found, where it stops at the first.
+    """Return everything for which `open_step` would refuse a finished checkpoint, which stops at the first.
 
     Raises `StorageError` if there is no finished checkpoint. Chunks are not read.
     """
-    found = _found(path)
+    finished = _find(path)
     faults: list[SafetensorsError] = []
-    for name in found.items:
+    for name in finished.items:
         try:
-            _open_item(found, name, Budget(1), faults.append)
+            _open_item(finished, name, Budget(1), faults.append)
         except SafetensorsError as fault:
             faults.append(fault)
     return faults
 
 
-def _found(path: PathLike) -> FinishedCheckpoint:
+def _find(path: PathLike) -> FinishedCheckpoint:
     path = absolute(path)
     with storage_errors(path):
         return find_finished(epath.Path(path))
@@ -264,10 +268,10 @@ def _refuse(fault: SafetensorsError) -> None:
 
 
 def _open_item(
-    found: FinishedCheckpoint, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
+    finished: FinishedCheckpoint, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
 ) -> OrbaxCheckpoint:
-    """The item `name`; passes the fault of each array that does not open to `report`, and leaves the array out."""
-    directory = found.item(name)
+    """Return the item `name`, without arrays that do not open; passes the fault of each of these to `report`."""
+    directory = finished.item(name)
     item = os.fspath(directory)
     tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
     ocdbt = tree.ocdbt
@@ -308,11 +312,11 @@ def _open_item(
         for name, leaf in tree.leaves.items()
         if name in stores or leaf.kind == STRING
     }
-    recorded_with = step_metadata(directory) or step_metadata(found.whole)
+    recorded_with = step_metadata(directory) or step_metadata(finished.whole)
     return OrbaxCheckpoint(
         path=item,
-        whole=os.fspath(found.whole),
-        step=step_number(found.step or directory.name),
+        whole=os.fspath(finished.whole),
+        step=step_number(finished.step or directory.name),
         leaves=leaves,
         custom_metadata=recorded_with.get("custom_metadata") or {},
         ocdbt=ocdbt,
@@ -339,7 +343,7 @@ def _leaf(leaf: RecordedLeaf, store: ts.TensorStore | None, sharding: Any, rando
 
 
 def _random_keys(item: epath.Path) -> dict[str, str]:
-    """The implementations of the leaves that are the data of random keys. Every process's file has all of them."""
+    """Return the implementations of random keys whose data leaves are, by name. The file of each process has all."""
     directory = item / _ARRAY_METADATAS
     files = [name for name in names(directory) if name.startswith("process_")] if directory.exists() else []
     if not files:

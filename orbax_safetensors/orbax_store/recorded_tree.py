@@ -41,7 +41,7 @@ class RecordedTree:
 
     Attributes:
       leaves: by key path, joined by dots.
-      custom_metadata: what the user has given with the item.
+      custom_metadata: what the user has saved with the item.
       ocdbt: whether arrays are in Orbax's database; None if a checkpoint of an old Orbax does not say.
       zarr3: whether arrays are in version 3 of Zarr.
       zeros_stored: whether chunks of zeros are stored, so that a chunk that is missing is an error.
@@ -67,10 +67,8 @@ class RecordedTree:
         document = parse_json(content, path)
         with storage_errors(f"{path}: is not what Orbax writes"):
             metadata = InternalTreeMetadata.from_json(document)
-            nested = metadata.as_nested_tree()
-        leaves: dict[str, RecordedLeaf] = {}
-        with storage_errors(path):  # a tree can be too deep
-            structure = _structure(nested, None, leaves, directory)
+            leaves: dict[str, RecordedLeaf] = {}
+            structure = _structure(metadata.as_nested_tree(), None, leaves, directory)
         return cls(
             leaves,
             metadata.custom_metadata,

@@ -33,8 +33,8 @@ class OrbaxSink(JointSink):
     calls `commit`; see `JointSink`. What is unfinished is in Orbax's temporary directory, which nothing opens.
 
     Attributes:
-      path: where it will be.
-      leaves: its arrays, by key path joined by dots; where there are several items, after that of theirs and a slash.
+      path: the directory of the finished checkpoint.
+      leaves: its arrays, by key path joined by dots; if there are several items, after the item's name and a slash.
     """
 
     def __init__(
@@ -50,24 +50,24 @@ class OrbaxSink(JointSink):
         resume: bool = False,
         source: str = "",
     ) -> None:
-        """Makes the temporary directory and all arrays in it.
+        """Make the temporary directory and all arrays in it.
 
         Args:
-          path: the directory of the checkpoint, which must not be there, or its `gs://` URL.
-          items: by name; a single one without a name is to be what is in the directory itself.
-          metadata: what Orbax is to record of the checkpoint: `custom_metadata`, as MaxText's `{"scan_layers": True}`,
-            and others that it knows; what JSON can hold. `item_handlers` are by default those of trees.
-          others: paths of files and directories that are copied beside the items, by the names that they get.
+          path: the directory of the checkpoint, which must not exist, or its `gs://` URL.
+          items: by name; a single item without a name is stored in the directory itself.
+          metadata: JSON that Orbax records of the checkpoint: `custom_metadata`, as MaxText's `{"scan_layers": True}`,
+            and other keys that it knows. `item_handlers` are by default those of trees.
+          others: paths of files and directories to copy beside the items, by their new names.
           compression: compress chunks as Orbax does.
-          fsync: a tile is done once it is on the disk, as Orbax has it, rather than with the operating system, where
-            a kill of the process cannot undo it but a loss of power can.
-          memory_bytes: of tiles and what is made of them, at most this much is in flight, or one tile.
-          resume: go on with what a sink has left behind that was made with the same leaves, formats and `source`;
-            `written` tells what is there. Where nothing was left, and without `resume`, all begins anew.
-          source: tells apart what must not be mixed, as two sources of one shape; compared where a sink resumes.
+          fsync: a tile is done once it is on the disk, as in Orbax. Without it, a tile is done once the operating
+            system has it: a loss of power can undo it, a kill of the process cannot.
+          memory_bytes: the most bytes in flight, of tiles and what is made of them; one tile may exceed it.
+          resume: go on with the unfinished checkpoint of a sink with the same leaves, formats and `source`; `written`
+            says which chunks are stored. If there is none, or without `resume`, begin anew.
+          source: tells sources of equal shapes apart; compared when a sink resumes.
 
-        Raises `StorageError` where a checkpoint is there already or storage fails, and `TensorMismatchError` where a
-        leaf cannot be stored or what was left behind is of another sink; in every process, before anything is written.
+        Raises `StorageError` if the checkpoint exists or storage fails, and `TensorMismatchError` if a leaf cannot be
+        stored or another sink has begun the unfinished checkpoint; in every process, before anything is written.
         """
         self.path = absolute(path)
         self._budget = Budget(memory_bytes)
@@ -95,14 +95,14 @@ class OrbaxSink(JointSink):
         return ""
 
     def written(self, name: str, box: Box) -> bool:
-        """Whether all chunks that a box touches are in the store, written by this process or before it began."""
+        """Return whether all chunks that a box touches are stored, by this process or before it began."""
         leaf = self._leaf(name)
         check_box(box, leaf.shape, f"{self.path}: {name!r}")
         with self._lock:
             return bool(self._present[name][chunks_of(box, leaf).slices].all())
 
     def missing(self, name: str) -> Iterator[Box]:
-        """The boxes of the chunks of an array that are not `written`, in row-major order."""
+        """Yield the boxes of the chunks of an array that are not `written`, in row-major order."""
         leaf = self._leaf(name)
         with self._lock:
             indices = np.argwhere(~self._present[name])
@@ -110,12 +110,12 @@ class OrbaxSink(JointSink):
             yield box_of(Box((at, at + 1) for at in index), leaf)
 
     def write(self, name: str, box: Box, tile: np.ndarray) -> Future[int]:
-        """Begins to write the elements of `box`, which is made of whole chunks; the future is their bytes.
+        """Begin to write the elements of `box`, which is made of whole chunks; the future is their bytes.
 
         Waits while `memory_bytes` are in flight. Safe from any thread. `tile` is not copied: it must not change before
-        the future is done, which it is when no kill of the process can undo the write. Raises what made this or another
-        process fail, so that an error is noticed although nobody waits for futures. What is called when the future is
-        done must not call the sink: it runs in a thread that other writes need.
+        the future is done, which is when no kill of the process can undo the write. Raises the error by which this or
+        another process has failed, so that callers notice it without waiting for futures. Callbacks of the future must
+        not call the sink: they run in a thread that other writes need.
         """
         leaf, where = self._leaf(name), f"{self.path}: {name!r}"
         check_box(box, leaf.shape, where)
@@ -129,7 +129,7 @@ class OrbaxSink(JointSink):
         if not tile.size:
             operations.close(0)
             return operations.future
-        # Encoded, a chunk is in memory a second time; without compression TensorStore writes from that of the caller.
+        # Encoded, a chunk is in memory a second time; without compression TensorStore writes from the caller's memory.
         taken = self._budget.acquire(tile.nbytes * (2 if self._compression else 1) + _WRITE_OVERHEAD)
         try:
             with storage_errors(where):
@@ -152,14 +152,14 @@ class OrbaxSink(JointSink):
                 self._failure = failure
 
     def _check(self) -> None:
-        """Raises what has failed, here or elsewhere."""
+        """Raise the error by which this or another process has failed, if one has."""
         self._check_open()
         if self._failure is not None:
             raise self._failure
         self.check_others()
 
     def wait(self) -> None:
-        """Waits until all that was written so far is done; raises what has failed."""
+        """Wait until all writes so far are done; raise the error if one has failed."""
         self._budget.drain()
         self._check()
 

@@ -1,14 +1,14 @@
-"""The directory of a checkpoint that is being written: how it begins, is taken up again, and becomes a checkpoint.
+"""The directory of a checkpoint that is being written: how it begins, is resumed, and becomes a checkpoint.
 
-It has the name that Orbax gives unfinished checkpoints, by which all of Orbax ignores it. On an object store, which
-renames nothing, it has its own name, and all of Orbax ignores it until a file says that it is finished.
+It has the name that Orbax gives unfinished checkpoints, and Orbax ignores it by that name. On an object store, which
+renames nothing, it has its final name, and Orbax ignores it until a file says that it is finished.
 
-Chunks that are in its store are complete: OCDBT refers to a chunk only once its bytes are written, plain files are
-renamed into place, and objects are there whole or not at all. So what the store lists is the record of the work that is
-done, and none is kept beside it but that of what the work is.
+Chunks in its store are complete: OCDBT refers to a chunk only once its bytes are written, plain files are renamed into
+place, and objects exist whole or not at all. So the store's list of chunks is the record of the work that is done, and
+`RECORD_FILE` says only what the work is.
 
-One sink at a time has it: it holds `<destination>/.<step>.lock`. Where there are no locks, as on object stores, the
-record has the number of the last that began, and no other makes a checkpoint of it.
+One sink at a time holds `<destination>/.<step>.lock`. On object stores, which have no locks, the record has the number
+of the sink that began last, and no other sink can finish the checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnfinishedCheckpoint:
         compression: bool,
         fsync: bool,
     ) -> None:
-        """Touches nothing. `others` are the paths of files and directories to copy, by the names that they get."""
+        """Write nothing. `others` are the paths of files and directories to copy, by their new names."""
         self.path, self._others = path, others
         final = epath.Path(path)
         self._metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
@@ -66,17 +66,17 @@ class UnfinishedCheckpoint:
             for name, item in items.items()
         }
         self._record = self._step_path.get() / RECORD_FILE
-        # Whether what is finished takes the name of what is unfinished, and nothing but a file in it tells them apart.
+        # Whether the finished checkpoint has the same path, so that only a file in it tells it from an unfinished one.
         self._in_place = is_remote(self.path)
         self._fsync = fsync
         self._run = secrets.token_hex(8)
         self._lock: Lock | None = None
 
     def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
-        """Makes the directories, anew unless `resume` finds some that were begun with the same `record`.
+        """Make the directories, anew unless `resume` finds some that were begun with the same `record`.
 
-        Until `release`, no other can. Raises `StorageError` where another is at work, the checkpoint is there already,
-        or something else in the place of what is unfinished, and `TensorMismatchError` where the record is another.
+        No other sink can begin until `release`. Raises `StorageError` if another sink is at work, if the checkpoint
+        exists, or if something else is in its place, and `TensorMismatchError` if the records differ.
         """
         if not self._in_place:
             destination, name = os.path.split(self.path)
@@ -91,7 +91,7 @@ class UnfinishedCheckpoint:
             raise
 
     def check_place(self) -> None:
-        """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
+        """Raise the `StorageError` of `begin` if something is in the way; write nothing."""
         with storage_errors(self.path):
             if not self._in_place:
                 check_makeable(os.fspath(self._step_path.get()))
@@ -101,12 +101,12 @@ class UnfinishedCheckpoint:
                 self._check_unfinished()
 
     def release(self) -> None:
-        """Lets others begin."""
+        """Let other sinks begin."""
         if self._lock is not None:
             self._lock.release()
 
     def check(self) -> None:
-        """Raises `StorageError` where another has begun since."""
+        """Raise `StorageError` if another sink has begun since."""
         if (self._begun() or {}).get("run") != self._run:
             raise StorageError(f"{self.path}: another conversion is writing here")
 
@@ -119,7 +119,7 @@ class UnfinishedCheckpoint:
             for key, value in json.loads(json.dumps(record)).items():
                 if begun.get(key) != value:
                     why = f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now"
-                    if key == "source":  # a digest, which tells nobody anything
+                    if key == "source":  # a digest, which says nothing to a reader
                         why = "it was begun of another source, or with other arguments"
                     raise TensorMismatchError(
                         f"{self._step_path.get()}: cannot be taken up again: {why}; begin anew without resume"
@@ -146,7 +146,7 @@ class UnfinishedCheckpoint:
             self._copy_others()
 
     def _copy_others(self) -> None:
-        """All of them, also where some have been copied before: a copy may have been cut short."""
+        """Copy all of them, even if some have been copied before: a copy may have been cut short."""
         inside = names(self._step_path.get())
         for name, path in self._others.items():
             if name in inside:
@@ -157,12 +157,12 @@ class UnfinishedCheckpoint:
         if self._in_place:
             self._record.write_text(json.dumps(record))
             return
-        draft = self._record.with_name(f"{RECORD_FILE}.new")
-        with draft.open("w") as file:
+        new = self._record.with_name(f"{RECORD_FILE}.new")
+        with new.open("w") as file:
             file.write(json.dumps(record))
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(self._record)
+        new.replace(self._record)
         flush_names(self._step_path.get())
 
     def _check_free(self) -> None:
@@ -170,29 +170,29 @@ class UnfinishedCheckpoint:
             raise StorageError(f"{self.path}: already exists")
 
     def _check_place(self) -> None:
-        """Raises `StorageError` where there is no directory; links are not followed, to wherever they lead."""
+        """Raise `StorageError` if something other than a directory is in the place; a symbolic link is not followed."""
         for path in (self._step_path.get(), *(place for item in self.items.values() for place in item.places)):
             if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
                 kind = "link" if os.path.islink(path) else "file"
-                raise StorageError(f"{path}: is a {kind} and no unfinished checkpoint; move it away")
+                raise StorageError(f"{path}: is a {kind} and not an unfinished checkpoint; move it away")
 
     def _check_unfinished(self) -> None:
-        """Raises `StorageError` where there is something that neither this class nor Orbax has left unfinished.
+        """Raise `StorageError` if neither this class nor Orbax has left the directory unfinished.
 
-        Both begin with Orbax's metadata of the step, in which there is a time once the step is complete.
+        Both begin with Orbax's metadata of the step, which has the time of its commit once the step is complete.
         """
         path = self._step_path.get()
         inside = names(path)
         if not inside or RECORD_FILE in inside:
             return
         if STEP_FILE not in inside:
-            raise StorageError(f"{path}: is no unfinished checkpoint, it holds {inside[0]!r}; move it away")
+            raise StorageError(f"{path}: is not an unfinished checkpoint, it holds {inside[0]!r}; move it away")
         metadata = self._metadata.read(path / STEP_FILE)
         if isinstance(metadata, dict) and metadata.get("commit_timestamp_nsecs") is not None:
             raise StorageError(f"{path}: is a checkpoint that was finished, as its {STEP_FILE} says; move it away")
 
     def _empty(self) -> None:
-        """Deletes what is there, and last a record, which says until then that there is nothing to take up."""
+        """Delete the directory; until the end, an empty record says that there is nothing to resume."""
         self._write_record({})
         for name in names(self._step_path.get()):
             if name != RECORD_FILE:
@@ -200,7 +200,7 @@ class UnfinishedCheckpoint:
         self._step_path.get().rmtree()
 
     def _begun(self) -> Any:
-        """The record of what is there; None where there is nothing that could be taken up."""
+        """Return the record of the unfinished checkpoint; None if there is nothing to resume."""
         try:
             begun = json.loads(self._record.read_bytes())
             if not isinstance(begun, dict):
@@ -212,13 +212,13 @@ class UnfinishedCheckpoint:
             raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error
 
     def save(self) -> None:
-        """Lets Orbax write all that belongs to the arrays. Called by every process."""
+        """Let Orbax write all that belongs to the arrays. Every process calls this."""
         with storage_errors(self.path):
             for item in self.items.values():
                 item.save()
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Makes it a checkpoint, as `Checkpointer.save` does: its metadata, then the items, then the whole.
+        """Make it a checkpoint, as `Checkpointer.save` does: its metadata, then the items, then the whole.
 
         On a file system, with `fsync`, all is on the disk before it has its name, and the name when this returns.
         """
@@ -232,7 +232,7 @@ class UnfinishedCheckpoint:
                 run_sync(self._step_path.finalize())
             else:
                 self._rename(unfinished)
-            # A record does no harm in what is finished; without it, nothing could be taken up.
+            # Last: a record does no harm in a finished checkpoint, and an unfinished one cannot be resumed without it.
             (epath.Path(self.path) / RECORD_FILE).unlink()
         if not self._in_place:
             try:
@@ -241,7 +241,7 @@ class UnfinishedCheckpoint:
                 raise StorageError(f"{self.path}: is complete, but may not outlive a crash: {error}") from error
 
     def _rename(self, unfinished: epath.Path) -> None:
-        """What Orbax's own `finalize` does, but what that writes is on the disk, and all else, before the rename."""
+        """Do what Orbax's `finalize` does, but with all files on the disk before the rename."""
         self._metadata.update(file_path=unfinished / STEP_FILE, commit_timestamp_nsecs=time.time_ns())
         (unfinished / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.path}")
         if self._fsync:

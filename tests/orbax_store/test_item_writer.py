@@ -295,9 +295,9 @@ def test_a_destination_that_is_a_file(tmp_path):
     ("leaf", "why"),
     [
         (OrbaxLeaf((0, 2), BF16, (1, 1)), "no array without elements"),
-        (OrbaxLeaf((4, 2), BF16, (4,)), r"\(4,\) is no shape of chunks"),
-        (OrbaxLeaf((4, 2), BF16, (0, 2)), "no shape of chunks"),
-        (OrbaxLeaf((4, 2), BF16, (5, 2)), "no shape of chunks"),
+        (OrbaxLeaf((4, 2), BF16, (4,)), r"\(4,\) is not a shape of chunks"),
+        (OrbaxLeaf((4, 2), BF16, (0, 2)), "not a shape of chunks"),
+        (OrbaxLeaf((4, 2), BF16, (5, 2)), "not a shape of chunks"),
         (OrbaxLeaf((4,), np.dtype(ml_dtypes.uint4), (4,)), "arrays of uint4 cannot be stored"),
         (OrbaxLeaf((4,), np.dtype("<U4"), (4,)), "arrays of <U4 cannot be stored"),
         (OrbaxLeaf((), np.dtype(np.int64), (), "scalar"), "is given by its value"),

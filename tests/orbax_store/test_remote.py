@@ -210,7 +210,7 @@ def test_a_step_that_is_there(url, objects):
 
 def test_what_is_no_unfinished_checkpoint_is_left_alone(url, objects):
     (epath.Path(url) / "0" / "model.bin").write_text("precious")
-    with pytest.raises(StorageError, match="is no unfinished checkpoint, it holds 'model.bin'; move it away"):
+    with pytest.raises(StorageError, match="is not an unfinished checkpoint, it holds 'model.bin'; move it away"):
         step_sink(url, tree_of(leaf_of))
     assert list(objects) == ["steps/0/model.bin"]
 

@@ -124,7 +124,7 @@ def test_what_is_no_unfinished_checkpoint_is_never_deleted(tmp_path, finished, r
     else:
         (tmp_path / UNFINISHED).mkdir()
         (tmp_path / UNFINISHED / "model.safetensors").write_text("mine")
-        why = "is no unfinished checkpoint, it holds 'model.safetensors'; move it away"
+        why = "is not an unfinished checkpoint, it holds 'model.safetensors'; move it away"
     before = contents(tmp_path)
     with pytest.raises(StorageError, match=f"{UNFINISHED}: {why}"):
         step_sink(tmp_path, tree_of(leaf_of), resume=resume)
@@ -152,7 +152,7 @@ def test_what_is_no_directory(tmp_path, place, kind, resume):
         path = path / (place if place == "items" else f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
         path.symlink_to(other / f"items{ocp.path.atomicity.TMP_DIR_SUFFIX}")
     before = contents(tmp_path)
-    with pytest.raises(StorageError, match=f"{path}: is a {kind} and no unfinished checkpoint; move it away"):
+    with pytest.raises(StorageError, match=f"{path}: is a {kind} and not an unfinished checkpoint; move it away"):
         step_sink(tmp_path / "to", tree_of(leaf_of), resume=resume)
     assert contents(tmp_path) == before
 
