@@ -9,7 +9,7 @@ _NUMBER = re.compile("([0-9]+)")
 
 
 def in_braces(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """`names` as a shell's braces write them, `layers.{0..35}.weight` or `layers.{1..35..2}.weight`.
+    """Return `names` as a shell's braces write them, `layers.{0..35}.weight` or `layers.{1..35..2}.weight`.
 
     Each text comes with the names that it stands for: all that differ in their numbers alone. Where the braces would
     stand for other names as well, it is the first of them and how many more there are. Names are distinct.
@@ -17,11 +17,11 @@ def in_braces(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         alike.setdefault(tuple(_NUMBER.split(name)[::2]), []).append(name)
-    return [(_text(texts, own), own) for texts, own in alike.items()]
+    return [(_text(texts, group), group) for texts, group in alike.items()]
 
 
 def _text(between: Sequence[str], names: Sequence[str]) -> str:
-    """Names that have the same text `between` their numbers."""
+    """Return names that have the same text `between` their numbers."""
     count, written = 1, between[0]
     numbers = zip(*(_NUMBER.split(name)[1::2] for name in names), strict=True)
     for column, text in zip(numbers, between[1:], strict=True):

@@ -1,4 +1,4 @@
-"""A command that is one of several processes: it begins with the others, and ends where one of them does."""
+"""A command that is one of several processes: it begins with the others, and ends if one of them does."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from orbax_safetensors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.storage.paths import place
 
-# The longest that a process which has failed waits for the others, in seconds, where they do not know of it. Then JAX
+# The longest that a process which has failed waits for the others, in seconds, if they do not know of it. Then JAX
 # ends all of them. What ends well ends at about the same time in all.
 _LEAVE_SECONDS = 30
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Makes this process one of several where `args.distributed` is set, and sees that all are to do the same.
+    """Make this process one of several if `args.distributed` is set, and see that all are to do the same.
 
-    Raises `SafetensorsError` in every process where they are not, or where they cannot find each other.
+    Raises `SafetensorsError` in every process if they are not, or cannot find each other.
     """
     if not os.environ.get("JAX_PLATFORMS"):
         # No array goes to an accelerator, which another program may be using.
@@ -46,11 +46,11 @@ def begin(args: argparse.Namespace) -> None:
     def placed() -> None:
         paths.update(source=place(args.source), destination=place(args.destination))
 
-    def asked(_: None) -> str:
+    def arguments(_: None) -> str:
         return repr(sorted((vars(args) | paths).items()))
 
     try:
-        together(new_key("command"), placed, asked)
+        together(new_key("command"), placed, arguments)
     except TensorMismatchError as error:
         raise SafetensorsError(
             "the processes were started with different paths or options; process "

@@ -43,14 +43,14 @@ _Done = TypeVar("_Done", Conversion, Link)
 
 
 def parse_step(text: str) -> int:
-    """The number of a step."""
+    """Parse the number of a step."""
     if not (text.isascii() and text.isdecimal()):
         raise UsageError(f"expected the number of a step, found {text!r}")
     return int(text)
 
 
 def parse_cast(text: str) -> tuple[str | None, str]:
-    """`bfloat16` or `REGEX=bfloat16`: the regex, None where there is none, and the dtype."""
+    """Parse `bfloat16` or `REGEX=bfloat16`: return the regex, None if there is none, and the dtype."""
     regex, equals, dtype = text.rpartition("=")
     try:
         Casts({regex: dtype} if equals else dtype)
@@ -60,7 +60,7 @@ def parse_cast(text: str) -> tuple[str | None, str]:
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add(
         "convert",
         help="make an Orbax checkpoint of safetensors files, or back",
@@ -97,7 +97,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how arrays will be sharded."""
+    """Add the options that say how arrays will be sharded."""
     parser.add_argument(
         "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="of the devices that will restore it, as fsdp=16"
     )
@@ -112,7 +112,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `convert` and `reshard` share."""
+    """Add the options that `convert` and `reshard` share."""
     add_mesh(parser)
     parser.add_argument("--no-compression", action="store_true", help="to Orbax: chunks are stored as they are")
     parser.add_argument(
@@ -144,13 +144,13 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Converts `args.source` and prints what was done, or what would be."""
+    """Convert `args.source` and print what was done, or what would be."""
     for_one = _TO_SAFETENSORS if args.to == "orbax" else _TO_ORBAX
     for name, flag in for_one.items():
         value = getattr(args, name)
         if value is not None and value is not False and value != []:
             raise UsageError(f"{flag} is not for --to {args.to}")
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "family": args.family,
         "variant": family.variant(args),
         "config": args.config,
@@ -160,20 +160,20 @@ def run(args: argparse.Namespace, output: Output) -> int:
     }
     convert_plan.check(args)
     if args.plan:
-        asked.pop("resume")
-        plan = plan_convert(args.source, args.destination, to=args.to, process_count=args.processes or 1, **asked)
+        arguments.pop("resume")
+        plan = plan_convert(args.source, args.destination, to=args.to, process_count=args.processes or 1, **arguments)
         return convert_plan.report(args, output, plan)
     cluster.begin(args)
     return report(
         args,
         output,
-        lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **asked),
+        lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **arguments),
         conversion_facts,
     )
 
 
 def common(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of the arguments that `convert` and `reshard` share."""
+    """Return what the command line says of the arguments that `convert` and `reshard` share."""
     return {
         "mesh": args.mesh,
         "spec": given_spec(args),
@@ -184,7 +184,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def conversion_facts(done: Conversion) -> Facts:
-    """What is printed of a conversion."""
+    """Return what is printed of a conversion."""
     return [
         ("path", done.path),
         ("bytes", Size(done.nbytes)),
@@ -197,7 +197,7 @@ def conversion_facts(done: Conversion) -> Facts:
 def report(
     args: argparse.Namespace, output: Output, call: Callable[[Reporter], _Done], facts: Callable[[_Done], Facts]
 ) -> int:
-    """Does it, says on stderr how far it is, and prints what was done; process 0 alone says and prints."""
+    """Run `call`, say on stderr how far it is, and print what was done; process 0 alone says and prints."""
     first, processes = jax.process_index() == 0, jax.process_count()
     label = args.command if processes == 1 else f"{args.command}, process 0 of {processes}"
     reporter = Reporter(label, sys.stderr if first else None)
@@ -222,7 +222,7 @@ def report(
 
 
 def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
-    """The rules of `--spec` as the functions take them."""
+    """Return the rules of `--spec` as the functions take them."""
     spec: dict[str, Any] = {}
     for rule in args.spec:
         if args.mesh is None:
@@ -237,7 +237,7 @@ def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
 
 
 def _dtype(casts: list[tuple[str | None, str]]) -> str | Mapping[str, str] | None:
-    """What all of `--dtype` say, as `convert` takes it."""
+    """Return what all of `--dtype` say, as `convert` takes it."""
     if len(casts) == 1 and casts[0][0] is None:
         return casts[0][1]
     by_pattern: dict[str, str] = {}

@@ -15,7 +15,7 @@ _FOR_A_PLAN = ("processes", "files", "bandwidth", "latency", "write_bandwidth", 
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises `UsageError` where options do not go together."""
+    """Raise `UsageError` if options do not go together."""
     if not args.plan:
         for name in _FOR_A_PLAN:
             value = getattr(args, name)
@@ -31,7 +31,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace, output: Output, plan: ConversionPlan) -> int:
-    """Prints a plan."""
+    """Print a plan."""
     time = None
     speeds = {
         "bandwidth": args.bandwidth,
@@ -44,8 +44,8 @@ def report(args: argparse.Namespace, output: Output, plan: ConversionPlan) -> in
     if args.json:
         document = json.loads(plan.to_json())
         if time is not None:
-            found = {"seconds": time.seconds, "slowest": time.slowest, "processes": time.processes}
-            document["estimate"] = speeds | found
+            times = {"seconds": time.seconds, "slowest": time.slowest, "processes": time.processes}
+            document["estimate"] = speeds | times
         output.json(document)
         return 0
     output.facts(_facts(plan, time))
@@ -100,7 +100,7 @@ def _facts(plan: ConversionPlan, time: TimeEstimate | None) -> list[tuple[str, C
 
 
 def _files(plan: ConversionPlan, output: Output) -> None:
-    """What each process reads and writes of each file; of Orbax, the arrays that are made instead."""
+    """Print what each process reads and writes of each file; of Orbax, the arrays that are made instead."""
     if not plan.from_orbax:
         files_read(output, "reads", [cost.reads for cost in plan.processes])
     if plan.to_orbax:

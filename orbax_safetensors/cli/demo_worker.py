@@ -31,7 +31,7 @@ _LISTED = 5
 
 
 def main() -> None:
-    """Takes part in the restore, and writes what came of it as JSON."""
+    """Take part in the restore, and write what came of it as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("path")
     parser.add_argument("result")
@@ -80,7 +80,7 @@ def _work(path: str) -> dict[str, Any]:
 
 
 def shardings(checkpoint: Checkpoint) -> dict[str, ocp.ArrayRestoreArgs]:
-    """A tree for all of `checkpoint`: each array sharded over the devices of all processes, as far as it divides."""
+    """Return a tree for all of `checkpoint`: each array sharded over all devices, as far as it divides."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     sizes = {"process": jax.process_count(), "device": jax.local_device_count()}
     mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
@@ -91,7 +91,7 @@ def shardings(checkpoint: Checkpoint) -> dict[str, ocp.ArrayRestoreArgs]:
 
 
 def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRestoreArgs]) -> TransferPlan:
-    """The plan that a restore with these arguments executes in this process, made again."""
+    """Return the plan that a restore with these arguments executes in this process, made again."""
     request = targets.resolve(checkpoint, None, restore_args, partial=False)
     wanted = [block for target in request.targets for block in blocks(target)]
     return transfer_plan(wanted, checkpoint.location, checkpoint.store.cost.max_gap_bytes)
@@ -122,7 +122,7 @@ def requested(plan: TransferPlan) -> dict[int, list[tuple[int, int]]]:
 
 
 def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Compares all shards on this process's devices with what the `safetensors` package reads from the files.
+    """Compare all shards on this process's devices with what the `safetensors` package reads from the files.
 
     Returns how many shards there are, and a line for each that differs in shape, dtype or any bit.
     """
@@ -139,7 +139,7 @@ def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tupl
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:
-    """What distinguishes two arrays, empty where nothing does."""
+    """Return what distinguishes two arrays, empty if nothing does."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         return f"expected {expected.dtype}{list(expected.shape)}, found {found.dtype}{list(found.shape)}"
     a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (found, expected))
@@ -164,7 +164,7 @@ class Reference:
         self._open.__exit__(*error)
 
     def read(self, name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-        """The part `index` of a tensor, whose shape as it is held in memory is `shape`."""
+        """Return the part `index` of a tensor, whose shape as it is held in memory is `shape`."""
         try:
             whole = all(taken.indices(size)[:2] == (0, size) for taken, size in zip(index, shape, strict=True))
             # It does not slice dimensions of size 0, nor scalars.

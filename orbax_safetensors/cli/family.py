@@ -31,7 +31,7 @@ def add_family(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_switch(text: str) -> tuple[str, Any]:
-    """`scan_layers=false` as name and value. A value that is no JSON literal is text."""
+    """Parse `scan_layers=false` as name and value. A value that is not a JSON literal is text."""
     name, _, value = text.partition("=")
     if not name.isidentifier() or not value:
         raise UsageError(f"expected KEY=VALUE as in scan_layers=false, found {text!r}")
@@ -43,7 +43,7 @@ def parse_switch(text: str) -> tuple[str, Any]:
 
 
 def variant(args: argparse.Namespace) -> dict[str, Any]:
-    """All switches of a command line, which are those of its family."""
+    """Return all switches of a command line, which are those of its family."""
     switches: dict[str, Any] = {}
     for name, value in args.variant:
         if name in switches:
@@ -54,14 +54,14 @@ def variant(args: argparse.Namespace) -> dict[str, Any]:
     return switches
 
 
-def full_name(checkpoint: Checkpoint, asked: str) -> str:
-    """The name of the family that `checkpoint` was opened with."""
-    family = registry.find(asked, read_config(checkpoint))
-    return asked if family is None else family.name
+def full_name(checkpoint: Checkpoint, name: str) -> str:
+    """Return the name of the family that `checkpoint` was opened with."""
+    family = registry.find(name, read_config(checkpoint))
+    return name if family is None else family.name
 
 
 def switches_text(switches: dict[str, Any]) -> str:
-    """Switches as `--variant` takes them."""
+    """Return switches as `--variant` takes them."""
     return " ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in switches.items()
     )

@@ -110,7 +110,7 @@ function draw() {
     for (let row = 0; row < data.rows.length; row++) for (let column = 0; column < columns; column++) {
       const at = row * stretches + first + column, share = read[at] / data.unit;
       if (!share) continue;
-      // Logarithmic, from half of what each process has where all share evenly.
+      // Logarithmic, from half of what each process has if all share evenly.
       const part = Math.min(Math.max(1 - Math.log(share) / Math.log(data.least), 0), 1);
       const colour = (needed[at] < 0.9 * read[at] ? over : plain)(part);
       image.data.set([...colour, 255], 4 * (row * columns + column));

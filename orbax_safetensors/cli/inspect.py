@@ -25,7 +25,7 @@ checkpoint of Orbax the arrays and their chunks. Reads headers only."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add("inspect", help="list the tensors of a checkpoint, or a tree's leaves", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
     add_family(parser)
@@ -34,7 +34,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prints the tensors of `args.path`, or the leaves that a family makes of them, and totals."""
+    """Print the tensors of `args.path`, or the leaves that a family makes of them, and totals."""
     if is_orbax(place(args.path)):
         return inspect_orbax.run(args, output)
     if args.family is not None or args.variant:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _print_tensors(checkpoint: Checkpoint, output: Output) -> None:
-    """Every tensor. On a terminal files are numbers, explained below the table, to leave room for the names."""
+    """Print every tensor. On a terminal files are numbers, explained below the table, to leave room for the names."""
     files = [_name(file) for file in checkpoint.files]
 
     def rows(file: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
@@ -95,7 +95,7 @@ def _print_tensors(checkpoint: Checkpoint, output: Output) -> None:
 
 
 def _document(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `--json` prints; the keys are described in the help of the command."""
+    """Return what `--json` prints; `docs/commands.md` explains the keys."""
     return {
         "path": checkpoint.path,
         "tensors": [
@@ -131,7 +131,7 @@ def _totals(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """Tensors, parameters and bytes of every dtype, the one with the most bytes first."""
+    """Return tensors, parameters and bytes of every dtype, the one with the most bytes first."""
     sums: dict[str, Counter[str]] = {}
     for tensor in checkpoint.tensors.values():
         of = sums.setdefault(tensor.stored_dtype.name, Counter(tensors=0, parameters=0, bytes=0))

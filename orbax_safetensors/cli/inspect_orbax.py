@@ -14,7 +14,7 @@ from orbax_safetensors.orbax_store.leaf import STRING
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prints the arrays of `args.path`, with its scalars, and totals."""
+    """Print the arrays of `args.path`, with its scalars, and totals."""
     if args.family is not None or args.variant:
         raise UsageError("--family is for safetensors, and PATH is a checkpoint of Orbax")
     step = open_step(args.path)
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _document(step: OrbaxStep) -> dict[str, Any]:
-    """What `--json` prints; the keys are described in the help of the command."""
+    """Return what `--json` prints; `docs/commands.md` explains the keys."""
     arrays = [
-        _array(array_name(step.items, name, own), leaf)
+        _array(array_name(step.items, name, key), leaf)
         for name, item in step.items.items()
-        for own, leaf in item.leaves.items()
+        for key, leaf in item.leaves.items()
         if leaf.kind != STRING
     ]
     sums: dict[str, Counter[str]] = {}

@@ -16,7 +16,7 @@ from orbax_safetensors.geometry.view import View
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prints the leaves that `args.family` makes of `args.path`, and totals."""
+    """Print the leaves that `args.family` makes of `args.path`, and totals."""
     switches = variant(args)
     checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
     family = full_name(checkpoint, args.family)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def stored_names(checkpoint: Checkpoint, view: View) -> list[str]:
-    """The tensors of the files that a leaf is made of; those that are quantised are codes and scales."""
+    """Return the tensors of the files that a leaf is made of; those that are quantised are codes and scales."""
     names: dict[str, None] = {}
     for name in map(checkpoint.whole, view.tensors):
         quantized = checkpoint.quantized.get(name)
@@ -108,7 +108,7 @@ def _nbytes(view: View) -> int:
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """Leaves, parameters and bytes of every dtype, the one with the most bytes first."""
+    """Return leaves, parameters and bytes of every dtype, the one with the most bytes first."""
     sums: dict[str, Counter[str]] = {}
     for view in checkpoint.leaves.values():
         of = sums.setdefault(view.dtype.name, Counter(leaves=0, parameters=0, bytes=0))

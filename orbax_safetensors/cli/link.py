@@ -34,7 +34,7 @@ examples:
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add(
         "link",
         help="make .safetensors files a checkpoint of Orbax",
@@ -64,8 +64,8 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Links `args.source` and prints what was made, or what would be."""
-    asked: dict[str, Any] = {
+    """Link `args.source` and print what was made, or what would be."""
+    arguments: dict[str, Any] = {
         "family": args.family,
         "variant": family.variant(args),
         "mesh": args.mesh,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         for option in ("resume", "hard_links", "distributed"):
             if getattr(args, option):
                 raise UsageError(f"--{option.replace('_', '-')} is not for --plan")
-        plan = plan_link(args.source, args.destination, process_count=args.processes or 1, **asked)
+        plan = plan_link(args.source, args.destination, process_count=args.processes or 1, **arguments)
         return _print_plan(plan, args, output)
     if args.processes is not None:
         raise UsageError("--processes is for --plan")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             hard_links=args.hard_links,
             resume=args.resume,
             progress=progress,
-            **asked,
+            **arguments,
         ),
         lambda done: [
             ("path", done.path),
@@ -139,7 +139,7 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Output) -> int
 
 
 def _print_made(plan: LinkPlan, output: Output) -> None:
-    """What has to be made: on a terminal arrays whose names differ in numbers alone are one line."""
+    """Print what has to be made: on a terminal arrays whose names differ in numbers alone are one line."""
     made = {array.name: array for array in plan.arrays if array.made is not None}
     rows = [(name, [name]) for name in made]
     if output.for_people:

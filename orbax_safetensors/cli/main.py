@@ -50,7 +50,7 @@ exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; mistakes in `argv` raise `SystemExit(2)`, as argparse does."""
+    """Run one command and return its exit status; mistakes in `argv` raise `SystemExit(2)`, as argparse does."""
     parser, commands = _parsers()
     args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command line, and those of the commands."""
+    """Return the parser of the whole command line, and those of the commands."""
     raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
     parser = argparse.ArgumentParser(
         "orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT, formatter_class=raw, allow_abbrev=False

@@ -1,4 +1,4 @@
-"""Meshes and partitions as they are written on a command line, and a partition for those who wrote none.
+"""Meshes and partitions as they are written on a command line, and a partition for users who wrote none.
 
 Plain data, for which no device is started, so that mistakes are answered before there is one.
 """
@@ -31,7 +31,7 @@ class Rule:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`data=2,model=4` as axis sizes by name."""
+    """Parse `data=2,model=4` as axis sizes by name."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
@@ -44,7 +44,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_rule(text: str) -> Rule:
-    """`REGEX=axes`. The regex may hold `=`, the axes may not."""
+    """Parse `REGEX=axes`. The regex may hold `=`, the axes may not."""
     regex, equals, spec = text.rpartition("=")
     if not equals:
         raise UsageError(f"expected REGEX=AXES as in 'kernel$=data,model', found {text!r}")
@@ -63,7 +63,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
-    """The axes of every array: those of the first rule whose regex is found in its name, none where there is none.
+    """Return the axes of every array: those of the first rule whose regex matches its name, none if there is none.
 
     A scalar has none in any case. An array of fewer dimensions than its rule has none either, with a warning.
 
@@ -88,13 +88,13 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
         else:
             out[name] = rules[number].axes
             fitting[number] += 1
-    for rule, count, found in zip(rules, fitting, misfits, strict=True):
-        check_fit(f"spec: {rule.pattern.pattern!r}", axes_text(rule.axes), count, found)
+    for rule, count, unfit in zip(rules, fitting, misfits, strict=True):
+        check_fit(f"spec: {rule.pattern.pattern!r}", axes_text(rule.axes), count, unfit)
     return out
 
 
 def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
-    """A partition that divides evenly, for whoever has not said one.
+    """Return a partition that divides evenly, for users who have given none.
 
     Every mesh axis in turn shards the first dimension whose shards so far it divides, or none. Leading dimensions come
     first because their shards are contiguous in a file.
@@ -112,15 +112,15 @@ def spread(shape: tuple[int, ...], mesh: Mapping[str, int]) -> Axes:
 
 
 def shards(axes: Axes, mesh: Mapping[str, int]) -> list[int]:
-    """Into how many blocks each dimension that `axes` names is cut."""
+    """Return how many blocks each dimension that `axes` names is cut into."""
     return [prod(mesh[axis] for axis in entry) for entry in axes]
 
 
 def axes_text(axes: Axes) -> str:
-    """Axes as `--spec` takes them."""
+    """Return axes as `--spec` takes them."""
     return ",".join("+".join(entry) or "-" for entry in axes)
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
-    """A mesh as `--mesh` takes it."""
+    """Return a mesh as `--mesh` takes it."""
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())

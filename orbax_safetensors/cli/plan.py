@@ -69,7 +69,7 @@ examples:
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add("plan", help="what a restore on a mesh will cost", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("path", metavar="PATH")
     parser.add_argument(
@@ -122,7 +122,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prints the plan for restoring all of `args.path` on each of `args.mesh`."""
+    """Print the plan for restoring all of `args.path` on each of `args.mesh`."""
     counts = _process_counts(args)
     if args.latency is not None and args.bandwidth is None:
         raise UsageError("--latency is for an estimate of the time, which also needs --bandwidth")
@@ -178,7 +178,7 @@ def _run_save(
     named: dict[str, Any],
     output: Output,
 ) -> int:
-    """Prints what saving the tree costs."""
+    """Print what saving the tree costs."""
     (mesh,) = args.mesh
     arrays = stored_arrays(checkpoint)
     plan = plan_save(
@@ -206,12 +206,12 @@ def _run_save(
 
 
 def _estimate_document(time: TimeEstimate, args: argparse.Namespace, streams: int) -> dict[str, Any]:
-    asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": streams}
-    return asked | asdict(time)
+    speeds = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": streams}
+    return speeds | asdict(time)
 
 
 def _process_counts(args: argparse.Namespace) -> list[int]:
-    """The number of processes for each mesh."""
+    """Return the number of processes for each mesh."""
     counts: list[int] = args.processes or [1]
     if len(counts) == 1:
         counts = counts * len(args.mesh)
@@ -229,23 +229,25 @@ def _scenario(
     arrays = stored_arrays(checkpoint)
     shapes = {name: array.shape for name, array in arrays.items()}
     axes = _axes(shapes, mesh, args)
-    found = distribution(checkpoint, _target(arrays, axes, mesh), count, options)
-    plan = found.plan(compared=True)
+    restored = distribution(checkpoint, _target(arrays, axes, mesh), count, options)
+    plan = restored.plan(compared=True)
     time = None
     if args.bandwidth is not None:
-        time = estimate_time(plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=found.pace.requests)
-    return Scenario(mesh, shapes, axes, found, plan, time)
+        time = estimate_time(
+            plan, bandwidth=args.bandwidth, latency=args.latency or 0.0, streams=restored.pace.requests
+        )
+    return Scenario(mesh, shapes, axes, restored, plan, time)
 
 
 def _axes(shapes: Mapping[str, tuple[int, ...]], mesh: dict[str, int], args: argparse.Namespace) -> dict[str, Axes]:
-    """The mesh axes that shard every array."""
+    """Return the mesh axes that shard every array."""
     if args.spec:
         return assign(shapes, args.spec, mesh)
     return {name: spread(shape, mesh) for name, shape in shapes.items()}
 
 
 def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
-    """All that `--json` says of one mesh."""
+    """Return all that `--json` says of one mesh."""
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
     document |= {"uneven_arrays": scenario.uneven} | json.loads(plan.to_json())
@@ -263,7 +265,7 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
 def _target(
     arrays: Mapping[str, jax.ShapeDtypeStruct], axes: Mapping[str, Axes], mesh: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The tree that is planned for: every stored array, sharded by its axes."""
+    """Return the tree that is planned for: every stored array, sharded by its axes."""
     abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh))
     # Few partitions are distinct, and to the plan arrays that share one sharding are cheap.
     shardings = {

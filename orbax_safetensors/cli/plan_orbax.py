@@ -26,7 +26,7 @@ _WORST = 10
 
 
 def run(args: argparse.Namespace, count: int, output: Output) -> int:
-    """Prints the plan for restoring all of `args.path` on the mesh in `count` processes."""
+    """Print the plan for restoring all of `args.path` on the mesh in `count` processes."""
     for option in ("family", "variant", "save", "files", "picture"):
         if getattr(args, option):
             raise UsageError(f"--{option} is for safetensors, and PATH is a checkpoint of Orbax")
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace, count: int, output: Output) -> int:
         document = {"path": checkpoint.path, "mesh": mesh} | json.loads(plan.to_json())
         document["reshard"] = reshard if plan.over_reads else None
         if time is not None:
-            asked = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": streams}
-            document["estimate"] = asked | asdict(time)
+            speeds = {"bandwidth": args.bandwidth, "latency": args.latency or 0.0, "streams": streams}
+            document["estimate"] = speeds | asdict(time)
         output.json(document)
         return 0
     _print(checkpoint, plan, time, mesh, output)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, count: int, output: Output) -> int:
 
 
 def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse.Namespace) -> Partition:
-    """That of the `--spec`; without any, what a plan of safetensors has, too."""
+    """Return the partition of the `--spec`; without any, that of a plan of safetensors."""
     shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
     if args.spec:
         check_used("spec", [rule.pattern for rule in args.spec], shapes)  # of two that are alike, too
@@ -67,7 +67,7 @@ def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse
     names: dict[Axes, list[str]] = {}
     for name, shape in shapes.items():
         names.setdefault(spread(shape, mesh), []).append(re.escape(name))
-    return partition(mesh, {f"^(?:{'|'.join(own)})$": _spec(axes) for axes, own in names.items()})
+    return partition(mesh, {f"^(?:{'|'.join(group)})$": _spec(axes) for axes, group in names.items()})
 
 
 def _spec(axes: Axes) -> tuple[str | tuple[str, ...] | None, ...]:
@@ -75,7 +75,7 @@ def _spec(axes: Axes) -> tuple[str | tuple[str, ...] | None, ...]:
 
 
 def _reshard(args: argparse.Namespace) -> str:
-    """The command that ends the over-read."""
+    """Return the command that ends the over-read."""
     specs = [f"--spec {shlex.quote(rule.text)}" for rule in args.spec] or ["--spec REGEX=AXES"]
     return " ".join(
         ["orbax-safetensors reshard", shlex.quote(args.path), "DESTINATION --mesh", mesh_text(args.mesh[0]), *specs]
@@ -120,15 +120,15 @@ def _print(
 
 
 def over_reads(plan: OrbaxRestorePlan, output: Output) -> None:
-    """The worst leaves: on a terminal grouped, where shapes are equal too, and only some; elsewhere all."""
+    """Print the worst leaves: on a terminal grouped, if shapes are equal too, and only some; elsewhere all."""
     leaves = {leaf.name: leaf for leaf in plan.over_reads}
     rows: list[tuple[str, list[OrbaxLeafOverRead]]] = []
     alike: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in leaves.items():
         key = (leaf.shape, leaf.chunk_shape, leaf.shard_shape) if output.for_people else (name,)
         alike.setdefault(key, []).append(name)
-    for own in alike.values():
-        rows += [(text, [leaves[name] for name in names]) for text, names in in_braces(own)]
+    for group in alike.values():
+        rows += [(text, [leaves[name] for name in names]) for text, names in in_braces(group)]
     rows.sort(key=lambda row: sum(leaf.needed_bytes - leaf.read_bytes for leaf in row[1]))
     more = len(rows) - _WORST if output.for_people else 0
     output.table(
@@ -136,14 +136,14 @@ def over_reads(plan: OrbaxRestorePlan, output: Output) -> None:
         (
             (
                 text,
-                Size(needed := sum(leaf.needed_bytes for leaf in own)),
-                Size(read := sum(leaf.read_bytes for leaf in own)),
+                Size(needed := sum(leaf.needed_bytes for leaf in group)),
+                Size(read := sum(leaf.read_bytes for leaf in group)),
                 read / needed,
-                sum(leaf.num_chunks for leaf in own),
-                shape_text(own[0].chunk_shape),
-                shape_text(own[0].shard_shape),
+                sum(leaf.num_chunks for leaf in group),
+                shape_text(group[0].chunk_shape),
+                shape_text(group[0].shard_shape),
             )
-            for text, own in rows[: _WORST if more > 0 else None]
+            for text, group in rows[: _WORST if more > 0 else None]
         ),
     )
     if more > 0:

@@ -29,7 +29,7 @@ class Scenario:
       mesh: axis sizes by name.
       shapes, axes: of every array, and how the mesh shards it.
       distribution, plan: the restore, and what it costs.
-      estimate: how long it takes, where storage was described.
+      estimate: how long it takes, if storage was described.
     """
 
     mesh: Mapping[str, int]
@@ -47,7 +47,7 @@ class Scenario:
     @property
     def replicated(self) -> int:
         """How many arrays no axis cuts."""
-        return sum(prod(shards(own, self.mesh)) == 1 for own in self.axes.values())
+        return sum(prod(shards(axes, self.mesh)) == 1 for axes in self.axes.values())
 
     @cached_property
     def uneven(self) -> list[str]:
@@ -63,7 +63,7 @@ Facts = Sequence[tuple[str, Cell]]
 
 
 def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> None:
-    """All there is to say of one mesh; `tree` are facts about the tree that is restored."""
+    """Print all there is to say of one mesh; `tree` are facts about the tree that is restored."""
     plan, time = scenario.plan, scenario.estimate
     largest, smallest = plan.largest_shard, plan.smallest_shard
     facts: list[tuple[str, Cell]] = [
@@ -122,7 +122,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
 def saved(
     mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
 ) -> None:
-    """What a save writes: the files, and what each process writes into them."""
+    """Print what a save writes: the files, and what each process writes into them."""
     facts: list[tuple[str, Cell]] = [
         *tree,
         ("mesh", mesh_text(mesh)),
@@ -159,7 +159,7 @@ def saved(
 
 
 def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> None:
-    """A row for each mesh. Where processes differ, the one that has most counts."""
+    """Print a row for each mesh. If processes differ, the one that has most counts."""
     plan = scenarios[0].plan
     output.facts(
         [*tree, ("arrays", plan.num_arrays), ("parameters", plan.total_params), ("bytes", Size(plan.total_bytes))]
@@ -198,19 +198,21 @@ def _compared(scenario: Scenario) -> list[Cell]:
 
 
 def _together(scenarios: Sequence[Scenario], output: Output) -> None:
-    """What `cooperative=True` reads, where that is less: for each process, or of several meshes the most of any."""
+    """Print what `cooperative=True` reads, if that is less: for each process, or of several meshes the most of any."""
     rows: list[list[Cell]] = []
     for scenario in scenarios:
-        found = scenario.plan.cooperation
-        if found is None or not found.num_arrays:
+        cooperation = scenario.plan.cooperation
+        if cooperation is None or not cooperation.num_arrays:
             continue
-        costs = [(number, *cost) for number, cost in enumerate(zip(found.direct, found.cooperative, strict=True))]
+        costs = [
+            (number, *cost) for number, cost in enumerate(zip(cooperation.direct, cooperation.cooperative, strict=True))
+        ]
         if len(scenarios) > 1:
             costs = [max(costs, key=lambda cost: cost[1].read_bytes - cost[2].read_bytes)]
-        for number, direct, own in costs:
-            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), found.num_arrays]
+        for number, direct, together in costs:
+            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), cooperation.num_arrays]
             row += [Size(direct.read_bytes), direct.num_requests]
-            rows.append([*row, Size(own.read_bytes), own.num_requests, Size(own.received_bytes)])
+            rows.append([*row, Size(together.read_bytes), together.num_requests, Size(together.received_bytes)])
     if rows:
         first = "process" if len(scenarios) == 1 else "mesh"
         output.table(
@@ -232,7 +234,7 @@ def _memory(cost: ProcessCost) -> int:
 
 
 def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileReads]]) -> None:
-    """A table of what each process reads of each file; `requests` is the head of that column."""
+    """Print a table of what each process reads of each file; `requests` is the head of that column."""
     output.table(
         ("process", "file", "needed", "read", "over-read", requests),
         (
@@ -266,7 +268,7 @@ class Worst(OverRead):
 
 
 def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
-    """Leaves for which more is read than needed, those first that waste most.
+    """Return leaves for which more is read than needed, those first that waste most.
 
     With `grouped`, those that differ in their numbers alone are one.
     """
@@ -283,7 +285,7 @@ def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
 
 
 def _over_reads(scenario: Scenario, output: Output) -> None:
-    """The worst leaves: on a terminal grouped and only some, elsewhere all."""
+    """Print the worst leaves: on a terminal grouped and only some, elsewhere all."""
     rows = worst_leaves(scenario, grouped=output.for_people)
     more = len(rows) - _WORST if output.for_people else 0
     digits = ".2f" if output.for_people else ".6g"
@@ -306,11 +308,11 @@ def _over_reads(scenario: Scenario, output: Output) -> None:
 
 
 def _best(choices: Sequence[Sequence[Instead]]) -> Instead | None:
-    """The partition that all of some leaves can have and that reads least; sums over the leaves."""
+    """Return the partition that all of some leaves can have and that reads least; sums over the leaves."""
     sums: dict[Axes, list[Instead]] = {}
-    for own in choices:
-        for one in own:
-            sums.setdefault(one.axes, []).append(one)
-    totals = ((axes, Reads.total(own)) for axes, own in sums.items() if len(own) == len(choices))
+    for leaf in choices:
+        for choice in leaf:
+            sums.setdefault(choice.axes, []).append(choice)
+    totals = ((axes, Reads.total(same)) for axes, same in sums.items() if len(same) == len(choices))
     possible = [Instead(axes, reads.needed_bytes, reads.read_bytes) for axes, reads in totals]
-    return min(possible, key=lambda one: one.over_read, default=None)
+    return min(possible, key=lambda choice: choice.over_read, default=None)

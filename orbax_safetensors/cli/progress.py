@@ -18,14 +18,14 @@ _LINE_SECONDS = 5.0
 
 
 class Warnings(logging.Handler):
-    """While it is entered, what the package warns of is lines like errors, said by `say` and nobody else."""
+    """While it is entered, warnings of the package are lines like errors, said by `say` and nobody else."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line."""
+        """Print one line."""
         self._say(f"{record.levelname.lower()}: {clean(record.getMessage())}")
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class Reporter:
     """
 
     def __init__(self, label: str, stream: TextIO | None) -> None:
-        """Nothing is said where `stream` is None."""
+        """Nothing is said if `stream` is None."""
         self._label, self._stream = label, stream
         self._started: float | None = None
         self._told = 0.0
@@ -97,7 +97,7 @@ class Reporter:
             self.say(f"{self._label}: {state}")
 
     def say(self, line: str) -> None:
-        """One line by itself."""
+        """Print one line by itself."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif self._stream is not None:
@@ -108,7 +108,7 @@ class Reporter:
 
 
 def progress_text(done: int, total: int, seconds: float) -> str:
-    """`1.2 GiB of 4.8 GiB, 310.5 MiB/s, 12.3 s left`, as far as there is something to say."""
+    """Return `1.2 GiB of 4.8 GiB, 310.5 MiB/s, 12.3 s left`, as far as there is something to say."""
     text = f"{human_bytes(done)} of {human_bytes(total)}"
     if done and seconds > 0:
         text += f", {human_bytes(round(done / seconds))}/s"

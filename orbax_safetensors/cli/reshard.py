@@ -34,7 +34,7 @@ examples:
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add(
         "reshard",
         help="store a checkpoint anew, as suits another mesh",
@@ -52,8 +52,8 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Stores `args.source` anew and prints what was done, or what would be."""
-    asked = common(args)
+    """Store `args.source` anew and print what was done, or what would be."""
+    arguments = common(args)
     if args.max_file_bytes is not None and args.mesh is not None:
         raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
     convert_plan.check(args)
@@ -64,14 +64,14 @@ def run(args: argparse.Namespace, output: Output) -> int:
             raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
     elif args.no_compression:
         raise UsageError("--no-compression is for Orbax, and SOURCE is no checkpoint of it")
-    asked["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
+    arguments["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
     if args.plan:
-        asked.pop("resume")
-        plan = plan_reshard(args.source, args.destination, process_count=args.processes or 1, **asked)
+        arguments.pop("resume")
+        plan = plan_reshard(args.source, args.destination, process_count=args.processes or 1, **arguments)
         return convert_plan.report(args, output, plan)
     return report(
         args,
         output,
-        lambda progress: reshard(args.source, args.destination, progress=progress, **asked),
+        lambda progress: reshard(args.source, args.destination, progress=progress, **arguments),
         conversion_facts,
     )

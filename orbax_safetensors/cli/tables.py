@@ -39,14 +39,14 @@ def human_bytes(nbytes: int) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` on one line, with control characters and the like escaped: a stored name may hold any character."""
+    """Return `text` on one line, with control characters and the like escaped: a stored name may hold any character."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as JSON writes it, without spaces."""
+    """Return a shape as JSON writes it, without spaces."""
     return "[" + ",".join(map(str, shape)) + "]"
 
 
@@ -73,7 +73,7 @@ class Output:
     """Where a command prints its results: blocks, with an empty line between them."""
 
     def __init__(self, stream: TextIO) -> None:
-        """What is printed is made for people where `stream` is a terminal, for programs elsewhere."""
+        """What is printed is made for people if `stream` is a terminal, for programs elsewhere."""
         self._stream = stream
         self._blocks = 0
         self._console: Any = None
@@ -88,20 +88,20 @@ class Output:
         return self._console is not None
 
     def line(self, text: str) -> None:
-        """One line of text, control characters escaped; on a terminal it may wrap."""
+        """Print one line of text, control characters escaped; on a terminal it may wrap."""
         print(clean(text), file=self._stream)
         self._blocks += 1
 
     def json(self, document: object) -> None:
-        """A JSON document, on one line in a pipe and indented on a terminal."""
+        """Print a JSON document, on one line in a pipe and indented on a terminal."""
         print(json.dumps(document, indent=2 if self._console else None), file=self._stream)
 
     def flush(self) -> None:
-        """Everything so far is out before another stream goes on."""
+        """Write everything so far out, before another stream goes on."""
         self._stream.flush()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-        """A table with a line of headings. Columns that begin with a number are aligned to the right."""
+        """Print a table with a line of headings. Columns that begin with a number are aligned to the right."""
         self._space()
         if self._console is None:
             self._stream.write("\t".join(columns) + "\n")
@@ -110,13 +110,13 @@ class Output:
             self._draw(columns, list(rows))
 
     def listing(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]]) -> None:
-        """A table of rows with a long name, and with lines of text that belong to each, the `notes`.
+        """Print a table of rows with a long name, and with lines of text that belong to each, the `notes`.
 
         A terminal has the notes below their row, and a name that leaves no room for the row on a line of its own; lines
         that are too long for it wrap. Elsewhere the notes are the last of the `columns`.
         """
         if self._console is None:
-            self.table(columns, ((*row, ", ".join(own)) for row, own in zip(rows, notes, strict=True)))
+            self.table(columns, ((*row, ", ".join(extra)) for row, extra in zip(rows, notes, strict=True)))
             return
         self._space()
         texts = [columns[:-1], *([_for_people(cell) for cell in row] for row in rows)]
@@ -124,7 +124,7 @@ class Output:
         right = [not isinstance(cell, str) for cell in rows[0]] if rows else [False] * len(widths)
         # What the other columns and a margin on both sides leave for names.
         room = min(widths[0], self._console.width - 2 - sum(_GAP + width for width in widths[1:]))
-        for number, (row, own) in enumerate(zip(texts, [columns[-1:], *notes], strict=True)):
+        for number, (row, extra) in enumerate(zip(texts, [columns[-1:], *notes], strict=True)):
             style, note_style = ("", "dim") if number else ("bold", "bold")
             name = row[0]
             if len(name) > room:
@@ -135,13 +135,13 @@ class Output:
                 for cell, width, to_right in zip(row[1:], widths[1:], right[1:], strict=True)
             ]
             self._line(f" {(' ' * _GAP).join((name.ljust(room), *cells))}", style)
-            for line in own:
+            for line in extra:
                 self._line(f"   {clean(line)}", note_style)
             if not number:
                 self._line(" " + "─" * (self._console.width - 2), "")
 
     def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
-        """Names with a value each, one to a line."""
+        """Print names with a value each, one to a line."""
         self._space()
         width = max(len(name) for name, _ in pairs)
         for name, value in pairs:
@@ -170,7 +170,7 @@ class Output:
         table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold", collapse_padding=True)
         for number, name in enumerate(columns):
             right = bool(rows) and not isinstance(rows[0][number], str)
-            # Names fold where the terminal is narrow; nothing is cut off.
+            # Names fold if the terminal is narrow; nothing is cut off.
             table.add_column(name, justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(_for_people(cell)) for cell in row))

@@ -18,36 +18,36 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bytes(text: str) -> int:
-    """`2GB`, `512MiB` or `1000000` as a number of bytes."""
-    found = _BYTES.fullmatch(text)
-    if found is not None:
+    """Parse `2GB`, `512MiB` or `1000000` as a number of bytes."""
+    match = _BYTES.fullmatch(text)
+    if match is not None:
         # The integer apart from the fraction, so that no digit of it is lost.
-        nbytes = int(found[1]) * _PREFIXES[found[3]] + int(float(found[2] or 0) * _PREFIXES[found[3]])
+        nbytes = int(match[1]) * _PREFIXES[match[3]] + int(float(match[2] or 0) * _PREFIXES[match[3]])
         if nbytes > 0:
             return nbytes
     raise UsageError(f"expected a number of bytes above 0, as in 2GB or 512MiB, found {text!r}")
 
 
 def parse_bandwidth(text: str) -> float:
-    """`2GB/s`, `500MiB/s` or `25Gbit/s` as bytes per second."""
-    found = _BANDWIDTH.fullmatch(text)
-    if found is not None:
-        value = float(found[1]) * _PREFIXES[found[2]] / _BITS[found[3]]
+    """Parse `2GB/s`, `500MiB/s` or `25Gbit/s` as bytes per second."""
+    match = _BANDWIDTH.fullmatch(text)
+    if match is not None:
+        value = float(match[1]) * _PREFIXES[match[2]] / _BITS[match[3]]
         if isfinite(value) and value > 0:
             return value
     raise UsageError(f"expected bytes or bits per second above 0, as in 2GB/s, 500MiB/s or 25Gbit/s, found {text!r}")
 
 
 def parse_latency(text: str) -> float:
-    """`10ms`, `200us` or `0.01s` as seconds."""
-    found = _LATENCY.fullmatch(text)
-    if found is not None and isfinite(value := float(found[1]) * _SECONDS[found[2]]):
+    """Parse `10ms`, `200us` or `0.01s` as seconds."""
+    match = _LATENCY.fullmatch(text)
+    if match is not None and isfinite(value := float(match[1]) * _SECONDS[match[2]]):
         return value
     raise UsageError(f"expected a time as in 10ms, 200us or 0.01s, found {text!r}")
 
 
 def human_seconds(seconds: float) -> str:
-    """`seconds` with about three digits, as `350 ms`, `12.3 s`, `4 min 10 s` or `2 h 05 min`."""
+    """Return `seconds` with about three digits, as `350 ms`, `12.3 s`, `4 min 10 s` or `2 h 05 min`."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 99.95:
@@ -60,7 +60,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def parse_count(text: str) -> int:
-    """A number above 0."""
+    """Parse a number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"expected a positive number, found {text!r}")
     return int(text)

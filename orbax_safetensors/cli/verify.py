@@ -22,14 +22,14 @@ of Orbax, checks that it is finished and that every array opens."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of the command; `add` is that of the whole command line."""
+    """Return the parser of the command, which `add` has made."""
     parser = add("verify", help="check a checkpoint", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
     return parser
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prints one line for each fault of `args.path`, or that there is none."""
+    """Print one line for each fault of `args.path`, or that there is none."""
     faults = verify(args.path)
     for fault in faults:
         output.line(str(fault))

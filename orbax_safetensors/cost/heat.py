@@ -19,9 +19,9 @@ from orbax_safetensors.transfer.plan import Location, gather_at
 
 @dataclass(frozen=True)
 class Heat:
-    """What processes need and read of each stretch, in bytes: arrays of a row for each process, a column for each one.
+    """What processes need and read, in bytes: arrays of a row for each process and a column for each stretch.
 
-    Exact for what is read, but for the scales of encoded tensors, which are spread evenly over those of the tensor. Of
+    Exact for what is read, except the scales of encoded tensors, which are spread evenly over those of the tensor. Of
     a tensor that is read with gaps, what is needed is spread evenly over what is read.
     """
 
@@ -37,7 +37,7 @@ def heat(
     process_count: int,
     max_gap_bytes: int,
 ) -> Heat:
-    """Lays out what every process reads over stretches of the files.
+    """Lay out what every process reads over stretches of the files.
 
     `cuts` has for each file the ascending offsets between which its stretches lie; all that is read lies between the
     first and the last. The columns are in the order of the files. The other arguments are those of `restore_plan`.
@@ -51,15 +51,15 @@ def heat(
         boxes = tuple(slicing.moved(process) for slicing in slicings)
         if boxes not in columns:
             signature, wanted = tensors.signatures(boxes)
-            gathers = [gather_at(one.location, one.copies, max_gap_bytes) if one.copies else None for one in wanted]
-            own = [_Own.of(gathered, one) for gathered, one in zip(gathers, wanted, strict=True)]
-            columns[boxes] = ruler.measure(signature[tensors.group], own)
+            gathers = [gather_at(want.location, want.copies, max_gap_bytes) if want.copies else None for want in wanted]
+            reads = [_Read.of(gathered, want) for gathered, want in zip(gathers, wanted, strict=True)]
+            columns[boxes] = ruler.measure(signature[tensors.group], reads)
         out[:, process] = columns[boxes]
     return Heat(*out)
 
 
 @dataclass(frozen=True)
-class _Own:
+class _Read:
     """What a process reads of a tensor: `runs` of it, and `scale_bytes`. `needed` is the part that it needs."""
 
     runs: tuple[Runs, ...]
@@ -68,31 +68,31 @@ class _Own:
     needed: float
 
     @staticmethod
-    def of(gathered: Gather | None, wanted: Wanted) -> _Own:
+    def of(gathered: Gather | None, wanted: Wanted) -> _Read:
         if gathered is None:
-            return _Own((), 0, 0, 1.0)
+            return _Read((), 0, 0, 1.0)
         begin, stored = wanted.begin, wanted.location
         if stored.encoding is not None:  # from decoded elements to bytes of codes
             begin = begin // stored.dtype.itemsize // stored.encoding.elements_per_byte
         runs = tuple(reads.runs for reads in (*gathered.ranges, *gathered.windowed))
-        scale_bytes = gathered.read_bytes - sum(own.nbytes for own in runs)
-        return _Own(runs, begin, scale_bytes, gathered.needed_bytes / gathered.read_bytes)
+        scale_bytes = gathered.read_bytes - sum(part.nbytes for part in runs)
+        return _Read(runs, begin, scale_bytes, gathered.needed_bytes / gathered.read_bytes)
 
     @property
     def nbytes(self) -> int:
         """Of the tensor itself."""
-        return sum(own.nbytes for own in self.runs)
+        return sum(runs.nbytes for runs in self.runs)
 
     def below(self, offsets: np.ndarray) -> np.ndarray:
-        """How many of the bytes lie before each of `offsets` in the tensor."""
+        """Return how many of the bytes lie before each of `offsets` in the tensor."""
         out = np.zeros(len(offsets), np.int64)
-        for own in self.runs:
-            out += below(own, offsets - self.begin)
+        for runs in self.runs:
+            out += below(runs, offsets - self.begin)
         return out
 
 
 def below(runs: Runs, offsets: np.ndarray) -> np.ndarray:
-    """How many of the bytes of `runs` lie before each of `offsets`."""
+    """Return how many of the bytes of `runs` lie before each of `offsets`."""
     inside, out, step = offsets - runs.begin, np.zeros(len(offsets), np.int64), runs.nbytes
     for size, stride in runs.modes:
         step //= size
@@ -118,29 +118,33 @@ class _Ruler:
         names = dict.fromkeys(piece.tensor for leaf in leaves for piece in leaf.view.pieces if piece.tensor is not None)
         located = sorted((locate(name).file, locate(name).begin, name) for name in names)  # as in `tensors`
         encoded = [(number, locate(name)) for number, (_, _, name) in enumerate(located) if locate(name).encoding]
-        encoded.sort(key=lambda one: one[1].scales)
+        encoded.sort(key=lambda entry: entry[1].scales)
         self._encoded = np.array([number for number, _ in encoded], np.int64)
-        scales = np.array([one.scales for _, one in encoded], np.int64).reshape(-1, 2)
+        scales = np.array([location.scales for _, location in encoded], np.int64).reshape(-1, 2)
         self._scales = _Places(scales[:, 0], scales[:, 1], cuts)
-        sizes = [one.encoding.num_scales * one.encoding.scale_bytes for _, one in encoded if one.encoding is not None]
+        sizes = [
+            location.encoding.num_scales * location.encoding.scale_bytes
+            for _, location in encoded
+            if location.encoding is not None
+        ]
         # Which part of the scales lies before each cut, of those that the cut is in.
         if sizes:
             self._inside_scales = np.minimum(self._scales.inside / np.array(sizes)[self._scales.last], 1)
 
-    def measure(self, signature: np.ndarray, own: Sequence[_Own]) -> np.ndarray:
-        """Needed and read bytes of each stretch, given the signature of every tensor and what each one reads."""
+    def measure(self, signature: np.ndarray, reads: Sequence[_Read]) -> np.ndarray:
+        """Return needed and read bytes of each stretch, by the signature of every tensor and what it reads."""
         if not signature.size:
             return np.zeros((2, self._places.stretches))
         last = self._places.last
         part = np.zeros(len(last))
-        found = np.flatnonzero(last >= 0)
-        for number in np.unique(signature[last[found]]).tolist():
-            mine = found[signature[last[found]] == number]
-            part[mine] = own[number].below(self._places.inside[mine])
-        nbytes = np.array([one.nbytes for one in own])[signature]
-        scale_bytes = np.array([one.scale_bytes for one in own])[signature[self._encoded]]
+        inside = np.flatnonzero(last >= 0)
+        for number in np.unique(signature[last[inside]]).tolist():
+            alike = inside[signature[last[inside]] == number]
+            part[alike] = reads[number].below(self._places.inside[alike])
+        nbytes = np.array([read.nbytes for read in reads])[signature]
+        scale_bytes = np.array([read.scale_bytes for read in reads])[signature[self._encoded]]
         out = []
-        for share in (np.array([one.needed for one in own])[signature], np.ones(len(signature))):
+        for share in (np.array([read.needed for read in reads])[signature], np.ones(len(signature))):
             row = self._places.between(nbytes * share, part * share[last])
             if self._encoded.size:
                 of_scales = scale_bytes * share[self._encoded]
@@ -153,7 +157,7 @@ class _Places:
     """Things in the order of the files and of their offsets, and for every cut the last one that begins before it.
 
     Attributes:
-      last: its number, -1 where there is none in the file.
+      last: its number, -1 if there is none in the file.
       inside: how far behind its beginning the cut is.
       stretches: how many there are between the cuts of all files.
     """
@@ -161,14 +165,14 @@ class _Places:
     def __init__(self, file: np.ndarray, begin: np.ndarray, cuts: Sequence[np.ndarray]) -> None:
         first = np.searchsorted(file, np.arange(len(cuts) + 1))
         last, inside, start, keep = [], [], [], []
-        for number, own in enumerate(cuts):
+        for number, cut in enumerate(cuts):
             low, high = first[number], first[number + 1]
-            at = low + np.searchsorted(begin[low:high], own, "left") - 1
-            found = at >= low
-            last.append(np.where(found, at, -1))
-            inside.append(np.where(found, own - (begin[np.maximum(at, 0)] if len(begin) else 0), 0))
-            start.append(np.full(len(own), low))
-            keep.append(np.append(np.ones(len(own) - 1, bool), False))  # not from one file to the next
+            at = low + np.searchsorted(begin[low:high], cut, "left") - 1
+            any_before = at >= low
+            last.append(np.where(any_before, at, -1))
+            inside.append(np.where(any_before, cut - (begin[np.maximum(at, 0)] if len(begin) else 0), 0))
+            start.append(np.full(len(cut), low))
+            keep.append(np.append(np.ones(len(cut) - 1, bool), False))  # not from one file to the next
         self.last = np.concatenate(last)
         self.inside = np.concatenate(inside)
         self._start = np.concatenate(start)
@@ -176,7 +180,7 @@ class _Places:
         self.stretches = int(self._keep.sum())
 
     def between(self, amounts: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """What lies between neighbouring cuts, of things of `amounts`, of the last of which `part` lies before each."""
+        """Return what lies between cuts, of things of `amounts`, of the last of which `part` lies before each cut."""
         total = np.append(0, np.cumsum(amounts))
         before = np.where(self.last >= 0, total[np.maximum(self.last, 0)] - total[self._start] + part, 0)
         out: np.ndarray = np.diff(before)[self._keep]

@@ -34,8 +34,8 @@ def aws_profile(options: Mapping[str, Any]) -> Boto3CredentialProvider | None:
     None if `options` or the environment give others, if there is no profile, or if boto3 is not installed. Raises
     `SafetensorsError` if boto3 cannot use the profile.
     """
-    given = {name.lower().removeprefix("aws_"): value for name, value in (os.environ | dict(options)).items()}
-    if any(str(given.get(name, "")).lower() not in ("", "false") for name in _BEFORE_PROFILES):
+    settings = {name.lower().removeprefix("aws_"): value for name, value in (os.environ | dict(options)).items()}
+    if any(str(settings.get(name, "")).lower() not in ("", "false") for name in _BEFORE_PROFILES):
         return None
     files = (os.environ.get(name, usual) for name, usual in _PROFILE_FILES.items())
     if not any(map(os.environ.get, _PROFILES)) and not any(os.path.exists(os.path.expanduser(file)) for file in files):

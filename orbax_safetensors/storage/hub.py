@@ -117,25 +117,25 @@ class HubStore:
         return self.open(path) if self._key(path) in self._contents.files else None
 
     def cancel(self) -> None:
-        """Ends requests that open files."""
+        """End requests that open files."""
         self._requests.cancel()
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NoReturn:
-        """Refused: the Hub takes commits, not files."""
+        """Refuse: the Hub takes commits, not files."""
         raise StorageError(f"{path}: {READ_ONLY}")
 
     def make(self, path: str) -> None:
         """Nothing to do, see `Store.make`."""
 
     def delete(self, path: str) -> NoReturn:
-        """Refused, as `create` is."""
+        """Refuse, as `create` does."""
         raise StorageError(f"{path}: {READ_ONLY}")
 
     def sync(self, path: str) -> None:
         """Nothing to wait for."""
 
     async def _opened(self, path: str, key: str) -> tuple[Stamp, Bytes]:
-        """A file's state and first bytes."""
+        """Return a file's state and first bytes."""
         stamp, link = await self._place(path, key)
         self._links.keep(key, link)
         if not stamp.nbytes:  # no range of it could be had

@@ -169,7 +169,10 @@ class HubApi:
 
 def cached_copy(contents: Contents, file: str) -> str | None:
     """Return where the user's cache has a file of a commit; None if it has none."""
-    copy = try_to_load_from_cache(contents.repository, file, revision=contents.commit)
+    try:
+        copy = try_to_load_from_cache(contents.repository, file, revision=contents.commit)
+    except OSError:  # a cache that this user may not read
+        return None
     return copy if isinstance(copy, str) else None
 
 
@@ -193,9 +196,9 @@ def _cached_contents(named: HubPath) -> Contents:
     )
 
 
-def endpoint(given: Any) -> str:
+def endpoint(option: Any) -> str:
     """Return the Hub's URL: what is given, or `HF_ENDPOINT`, or that of the public Hub."""
-    url = given or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+    url = option or os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     if not isinstance(url, str) or not re.fullmatch(r"https?://[^/@?#\s]+(/[^@?#\s]*)?", url):
         raise SafetensorsError("the Hub's endpoint, HF_ENDPOINT, must be a URL like https://huggingface.co")
     return url.rstrip("/")

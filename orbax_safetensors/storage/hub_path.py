@@ -27,10 +27,10 @@ class HubPath:
 
 
 def parse(url: str) -> HubPath:
-    """What `url` names. Without a revision it is `main`; slashes in one are escaped, as in `@feature%2Fx`.
+    """Return what `url` names. Without a revision it is `main`; slashes in one are escaped, as in `@feature%2Fx`.
 
     A repository without an owner, as `hf://gpt2`, is known by the end of the URL or its `@`. Raises `StorageError`
-    where the URL is none of a model.
+    if the URL is not one of a model.
     """
     text = url.removeprefix(f"{SCHEME}://").rstrip("/")
     kind, _, rest = text.partition("/")
@@ -41,8 +41,8 @@ def parse(url: str) -> HubPath:
     repository, at, rest = text.partition("@")
     revision = "main"
     if at and repository.count("/") <= 1:
-        found = _REFS.match(rest)
-        escaped = found[0] if found else rest.partition("/")[0]
+        ref = _REFS.match(rest)
+        escaped = ref[0] if ref else rest.partition("/")[0]
         revision, path = unquote(escaped), rest[len(escaped) :]
     else:  # an @ further on is part of a file's name
         owner, _, rest = text.partition("/")

@@ -70,7 +70,7 @@ _HUB_RETRIES = Retries(attempts=10, seconds=600.0)
 # What a commit of a repository is called, and no branch.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# Where Azure's own tools are told everything in one variable, which object stores do not read.
+# The one variable of Azure's own tools, which object stores do not read.
 _CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 _OF_CONNECTION = {
     "AccountName": "account_name",
@@ -89,11 +89,11 @@ _ENDPOINTS = (
 
 
 def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple[Store, str]:
-    """The store that a path belongs to, and the path as the store and its messages have it: without secrets.
+    """Return the store that a path belongs to, and the path as the store and its messages have it: without secrets.
 
     `storage_options` are for object stores and HTTP servers, see `SafetensorsOptions`; paths have no use for them.
-    A repository of the Hub is asked for its commit, which is in the path that is returned. Raises `StorageError` where
-    that fails or an URL is of no kind that is known, and `SafetensorsError` where an option is not.
+    A repository of the Hub is asked for its commit, which is in the path that is returned. Raises `StorageError` if
+    that fails or a URL is of no kind that is known, and `SafetensorsError` if an option is not.
     """
     path = as_text(path)
     if not is_url(path):
@@ -134,13 +134,13 @@ def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple
 def moves(path: str) -> bool:
     """Whether a path is of a state that `store_of` finds and pins, so that processes may find different ones.
 
-    Raises `StorageError` where it is an URL of no repository.
+    Raises `StorageError` if it is a URL of no repository.
     """
     return path.partition("://")[0] in HUB and not _COMMIT.fullmatch(hub_path.parse(path).revision)
 
 
 def _http(url: str, options: dict[str, Any]) -> tuple[Store, str]:
-    """The files of a server, whose query, user and password go with every request.
+    """Return the files of a server, whose query, user and password go with every request.
 
     Paths are URLs without these, and with characters as they are rather than escaped. None of these, nor any header,
     goes further than to the server of `url` if that sends its clients elsewhere.
@@ -199,7 +199,7 @@ def _made(root: str, make: Callable[[], _T]) -> _T:
 
 
 def _client(options: dict[str, Any], plain: bool, default: Retries = _RETRIES) -> tuple[Any, Retries]:
-    """Takes the options of the HTTP client and of retries out of `options`; `plain` is for a server without TLS."""
+    """Take the options of the HTTP client and of retries out of `options`; `plain` is for a server without TLS."""
     client: dict[str, Any] = {**_TIMEOUTS}
     if plain:
         client["allow_http"] = True
@@ -217,18 +217,18 @@ def _client(options: dict[str, Any], plain: bool, default: Retries = _RETRIES) -
 
 
 def _from_environment(scheme: str) -> dict[str, Any]:
-    """What other clients of a store take from the environment and obstore does not."""
+    """Return what other clients of a store take from the environment and obstore does not."""
     if scheme in GCS and (host := os.environ.get("STORAGE_EMULATOR_HOST")):
         url = host if "://" in host else f"http://{host}"
         # An emulator wants no token. Before it writes, obstore asks Google for one all the same, unless it has any.
         return {"base_url": url.rstrip("/"), "skip_signature": True, "bearer_token": "token"}
     if scheme in AZURE and (text := os.environ.get(_CONNECTION_STRING)):
-        given = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
-        return {own: given[name] for name, own in _OF_CONNECTION.items() if name in given}
+        values = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+        return {option: values[name] for name, option in _OF_CONNECTION.items() if name in values}
     return {}
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
     """Whether somebody asked for a server without TLS, by giving its address."""
-    given = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
-    return any(isinstance(value, str) and value.startswith("http://") for value in given)
+    values = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
+    return any(isinstance(value, str) and value.startswith("http://") for value in values)

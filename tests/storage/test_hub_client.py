@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import hub_api
 from orbax_safetensors.storage.schemes import store_of
-from tests.support.hub_files import AT, DATA, FILES, read
+from tests.support.hub_files import FILES
 from tests.support.servers.hub import STRANGER
 from tests.support.servers.server import Bytes, Response, Server
 
@@ -94,81 +94,6 @@ def test_names_that_no_repository_can_have(hub, commit):
     with pytest.raises(StorageError, match="hf://owner/na--me: is not a name that a repository of the Hub can have"):
         store_of("hf://owner/na--me", {})
     assert hub.server.log == []
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """The user's cache, which is empty."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def download(hub, name, **options):
-    return huggingface_hub.hf_hub_download(hub.name, name, endpoint=hub.server.url, cache_dir=constants.HF_HUB_CACHE)
-
-
-def test_files_in_the_cache_are_read_from_there(hub, commit, cache):
-    copy = download(hub, "model.safetensors")
-    download(hub, "config.json")
-    hub.server.clear()
-    hub.network_server.clear()
-    store, path = store_of(hub.url, {})
-    file = store.open(f"{path}/model.safetensors")
-    assert (file.path, file.stamp.nbytes) == (copy, len(DATA))
-    assert read(file, (0, 10), (AT, 20)) == [DATA[:10], DATA[AT : AT + 20]]
-    assert read(store.find(f"{path}/config.json"), (0, 8)) == [FILES["config.json"]]
-    assert [entry.path for entry in hub.server.log] == ["/api/models/owner/name/revision/main"]
-    assert hub.network_server.log == []
-    assert read(store.open(f"{path}/long.json"), (3, 4)) == [DATA[3:7]]  # which is not there
-    assert store.list(path) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
-
-
-def test_the_cache_has_other_commits(hub, commit, cache):
-    download(hub, "model.safetensors")
-    later = hub.commit({"model.safetensors": DATA[::-1]})
-    store, path = store_of(hub.url, {})
-    assert path == f"{hub.url}@{later}"
-    assert read(store.open(f"{path}/model.safetensors"), (AT, 9)) == [DATA[::-1][AT : AT + 9]]
-    assert read(store_of(f"{hub.url}@{commit}", {})[0].open(f"{hub.url}@{commit}/model.safetensors"), (3, 9))
-
-
-def test_a_stamp_is_the_same_with_and_without_a_cache(hub, commit, cache):
-    store, path = store_of(f"{hub.url}/model.safetensors", {})
-    stamp = store.open(path).stamp
-    copy = download(hub, "model.safetensors")
-    hub.network_server.clear()
-    file = store.open(path, stamp)
-    assert file.stamp == stamp
-    assert read(file, (3, 4)) == [DATA[3:7]]
-    assert hub.network_server.log == []
-    file.check(stamp)
-    with pytest.raises(StorageError, match="changed while it was in use: expected 7 bytes"):
-        store.open(path, stamp._replace(nbytes=7))
-    with open(copy, "ab") as target:
-        target.write(b"more")
-    with pytest.raises(StorageError, match="changed while it was in use"):
-        file.check(stamp)
-    with pytest.raises(StorageError, match="changed while it was in use"):
-        store.open(path, stamp)
-
-
-def test_offline(hub, commit, cache, monkeypatch):
-    for name in FILES:
-        download(hub, name)
-    hub.server.clear()
-    hub.network_server.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for url in (hub.url, f"{hub.url}@main", f"{hub.url}@{commit}"):
-        store, path = store_of(url, {})
-        assert path == f"{hub.url}@{commit}"
-        assert store.list(path) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
-        assert read(store.open(f"{path}/sub/a b@1.safetensors"), (5, 6)) == [DATA[::-1][5:11]]
-    for url in (f"{hub.url}@v1", "hf://owner/other"):
-        with pytest.raises(
-            StorageError, match=rf"{url}\S*: is not, or not all of it, in the cache, .*OFFLINE.*{cache}"
-        ):
-            store_of(url, {})
-    assert hub.server.log == hub.network_server.log == []
 
 
 def test_endpoints(monkeypatch):
