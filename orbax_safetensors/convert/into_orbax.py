@@ -27,7 +27,7 @@ from orbax_safetensors.orbax_store import (
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.orbax_output import OrbaxOutput, OrbaxTarget
+from orbax_safetensors.streaming.orbax_output import OrbaxContent, OrbaxOutput
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.pipeline import batch_bytes
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
@@ -54,7 +54,7 @@ def orbax_from_files(request: ConvertRequest) -> Work:
     def leaf(name: str, view: View) -> OrbaxLeaf:
         return _leaf(cut, name, view.shape, dtypes[name])
 
-    target = OrbaxTarget(
+    content = OrbaxContent(
         path=request.step_directory(str(request.step)),
         items={"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
         names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
@@ -64,7 +64,7 @@ def orbax_from_files(request: ConvertRequest) -> Work:
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
     source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes)
-    return Work(source, OrbaxOutput(source, target, interleaved(views), request.memory_bytes))
+    return Work(source, OrbaxOutput(source, content, interleaved(views), request.memory_bytes))
 
 
 def orbax_from_orbax(request: ReshardRequest) -> Work:
@@ -92,7 +92,7 @@ def orbax_from_orbax(request: ReshardRequest) -> Work:
         record = leaf.sharding if request.partition else facts.sharding
         return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
-    target = OrbaxTarget(
+    content = OrbaxContent(
         path=request.destination if step.step is None else request.step_directory(step.step),
         items={
             name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
@@ -105,7 +105,7 @@ def orbax_from_orbax(request: ReshardRequest) -> Work:
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
     groups = [(name,) for name in source.leaves]
-    return Work(source, OrbaxOutput(source, target, groups, request.memory_bytes))
+    return Work(source, OrbaxOutput(source, content, groups, request.memory_bytes))
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:

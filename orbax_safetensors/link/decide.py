@@ -34,7 +34,7 @@ from orbax_safetensors.orbax_store.directories import is_remote
 from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.orbax_output import OrbaxOutput, OrbaxTarget
+from orbax_safetensors.streaming.orbax_output import OrbaxContent, OrbaxOutput
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.work import Work
 
@@ -82,7 +82,7 @@ class Decision:
             return None
         views = {name: self.view(name) for name in self.reasons}
         source = SafetensorsSource(self.checkpoint, views, {}, self.request.memory_bytes)
-        target = OrbaxTarget(
+        content = OrbaxContent(
             path=os.path.join(directory, MADE),
             items={"": OrbaxItem({name: self.sharded[name] for name in views})},
             names={name: ("", name.removeprefix(self.envelope.above)) for name in views},
@@ -91,7 +91,7 @@ class Decision:
             compression=False,
             chunk_bytes=self.request.chunk_bytes,
         )
-        output = OrbaxOutput(source, target, interleaved(views), self.request.memory_bytes)
+        output = OrbaxOutput(source, content, interleaved(views), self.request.memory_bytes)
         return Work(source, output), output.leaves
 
     def tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:

@@ -5,10 +5,11 @@ A description is plain Python over `tensor(name, shape)`, whose result has NumPy
 """
 
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping.envelope import Envelope
 from orbax_safetensors.mapping.family import Family, Tree, tensor
 
 stack = View.stack
 concatenate = View.concatenate
 full = View.full
 
-__all__ = ["Family", "Tree", "View", "concatenate", "full", "stack", "tensor"]
+__all__ = ["Envelope", "Family", "Tree", "View", "concatenate", "full", "stack", "tensor"]

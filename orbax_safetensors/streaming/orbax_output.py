@@ -21,8 +21,8 @@ from orbax_safetensors.streaming.work import Unit
 
 
 @dataclass(frozen=True)
-class OrbaxTarget:
-    """A checkpoint to write.
+class OrbaxContent:
+    """What a checkpoint is to hold, and where.
 
     Attributes:
       path: its directory.
@@ -49,13 +49,13 @@ class OrbaxOutput:
     files: tuple[PlannedFile, ...] = ()
 
     def __init__(
-        self, source: TileSource, target: OrbaxTarget, groups: Iterable[tuple[str, ...]], memory_bytes: int
+        self, source: TileSource, content: OrbaxContent, groups: Iterable[tuple[str, ...]], memory_bytes: int
     ) -> None:
         """Decides on chunks and tiles. `groups` are leaves that interleave in the source.
 
         Raises what `OrbaxSink` raises of what cannot be stored, and `SafetensorsError` if memory does not suffice.
         """
-        self.path, self._target, self._identity = target.path, target, source.identity
+        self.path, self._content, self._identity = content.path, content, source.identity
         groups = list(groups)
         self.batch_bytes = batch_bytes(memory_bytes)
         of_group = {name: tile_bytes(source, names, memory_bytes) for names in groups for name in names}
@@ -63,27 +63,27 @@ class OrbaxOutput:
         def cut(item: str, path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, OrbaxLeaf):
                 return leaf
-            name = array_name(target.items, item, jax.tree_util.keystr(path, simple=True, separator="."))
+            name = array_name(content.items, item, jax.tree_util.keystr(path, simple=True, separator="."))
             chunk = chunk_shape(
                 leaf.shape,
                 leaf.chunk_shape,
                 source.grain(name),
                 source.order(name),
-                max(min(target.chunk_bytes, of_group[name]) // leaf.dtype.itemsize, 1),
+                max(min(content.chunk_bytes, of_group[name]) // leaf.dtype.itemsize, 1),
                 max(of_group[name] // leaf.dtype.itemsize, 1),
             )
             return replace(leaf, chunk_shape=chunk)
 
         self._items = {
             name: replace(item, tree=jax.tree_util.tree_map_with_path(partial(cut, name), item.tree))
-            for name, item in target.items.items()
+            for name, item in content.items.items()
         }
         self._layout = OrbaxLayout(
-            target.path,
+            content.path,
             self._items,
-            metadata=target.metadata,
-            others=target.others,
-            compression=target.compression,
+            metadata=content.metadata,
+            others=content.others,
+            compression=content.compression,
         )
         leaves = self._layout.leaves
         for name, leaf in leaves.items():
@@ -99,7 +99,7 @@ class OrbaxOutput:
     @property
     def arrays(self) -> tuple[PlannedArray, ...]:
         """See `Output`."""
-        return tuple(self._planned_array(leaf, *self._target.names[name]) for name, leaf in self.leaves.items())
+        return tuple(self._planned_array(leaf, *self._content.names[name]) for name, leaf in self.leaves.items())
 
     def _planned_array(self, leaf: OrbaxLeaf, item: str, name: str) -> PlannedArray:
         return PlannedArray(
@@ -122,13 +122,13 @@ class OrbaxOutput:
 
     def begin(self, *, resume: bool) -> OrbaxTiles:
         """See `Output`."""
-        target = self._target
+        content = self._content
         sink = OrbaxSink(
-            target.path,
+            content.path,
             self._items,
-            metadata=target.metadata,
-            others=target.others,
-            compression=target.compression,
+            metadata=content.metadata,
+            others=content.others,
+            compression=content.compression,
             memory_bytes=2 * self.batch_bytes,
             resume=resume,
             source=self._identity,

@@ -184,7 +184,7 @@ def the_first_process_cannot_finish(root: Path) -> Any:
     def work() -> None:
         with step_sink(root, tree()) as sink:
             write(sink, dealt(sink))
-            sink._draft.finish = fail  # type: ignore[method-assign]
+            sink._layout.unfinished.finish = fail  # type: ignore[method-assign]
             sink.commit()
 
     def fail(*_: Any) -> None:
@@ -199,7 +199,7 @@ def the_last_process_cannot_save(root: Path) -> Any:
         with step_sink(root, tree()) as sink:
             write(sink, dealt(sink))
             if jax.process_index() == jax.process_count() - 1:
-                sink._draft.save = fail  # type: ignore[method-assign]
+                sink._layout.unfinished.save = fail  # type: ignore[method-assign]
             sink.commit()
 
     def fail(*_: Any) -> None:
