@@ -141,12 +141,12 @@ def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
     return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)
 
 
-Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
+TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name
 
 
 def taken_apart(
     leaves: Sequence[Leaf], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
-) -> tuple[list[Leaf], Tensors]:
+) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
     The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
@@ -167,7 +167,7 @@ def taken_apart(
     tree = family.describe(config, variant or {}, bind, stored=len(leaves))
     paths = by_same({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
-    viewed, tensors = [], Tensors()
+    viewed, tensors = [], TensorTypes()
     for path, leaf in paths.items():
         view = replace(tree[path], dtype=leaf.value.dtype)
         caller_casts = leaf.dtype != leaf.value.dtype

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from orbax_safetensors.checkpoint.family import Tensors
+from orbax_safetensors.checkpoint.family import TensorTypes
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.agreement import all_gather
 from orbax_safetensors.format.dtypes import from_numpy
@@ -28,7 +28,7 @@ Views = Mapping[tuple[str, Box], View]  # of the boxes of leaves, by the leaf's 
 
 def own_files(
     owned: Sequence[tuple[Leaf, tuple[Box, ...]]],
-    tensors: Tensors,
+    tensors: TensorTypes,
     metadata: Mapping[str, str],
     *,
     max_file_bytes: int,
@@ -98,5 +98,5 @@ def numbered(key: str, layout: Layout) -> Layout:
     return Layout(tuple((name, header) for name, (_, header) in zip(names, layout.files, strict=True)), None)
 
 
-def _nbytes(piece: TensorPiece, tensors: Tensors) -> int:
+def _nbytes(piece: TensorPiece, tensors: TensorTypes) -> int:
     return piece.box.volume * tensors[piece.tensor][0].itemsize

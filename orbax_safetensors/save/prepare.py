@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orbax_safetensors.checkpoint.config import as_config
-from orbax_safetensors.checkpoint.family import AskedFamily, Tensors, taken_apart
+from orbax_safetensors.checkpoint.family import AskedFamily, TensorTypes, taken_apart
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import placement
@@ -32,7 +32,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.destination import Existing, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save.pieces import Views, numbered, own_files, places_in, unnamed
-from orbax_safetensors.save.whole import Move, assign_files, file_bytes, moves, own_part
+from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, file_bytes, own_part
 from orbax_safetensors.save.writers import Owned, grouped, in_file_order, written_here
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
@@ -64,7 +64,7 @@ class Save:
     places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
     views: Views | None  # of pieces, where the files are those of this process alone
     index: SavedIndex | None = None  # written by process 0
-    moves: tuple[Move, ...] | None = None  # of all processes, where whole tensors are sent to those that write them
+    deliveries: tuple[Delivery, ...] | None = None  # of whole tensors, to the processes that write them
 
 
 def prepare_save(
@@ -140,7 +140,7 @@ class _SharedSave(NamedTuple):
     """A save to files that all processes write into, and what else files of their own are planned of."""
 
     leaves: Sequence[Leaf]
-    tensors: Tensors
+    tensors: TensorTypes
     save: Save
     store: Store
     path: str  # of the directory, as the store has it
@@ -172,8 +172,8 @@ def _whole_tensors(
     files = laid_out(plan.tensors, metadata, most, plan.save.options)
     owners = assign_files(files, jax.process_count())
     layout, places = own_part(files, owners, jax.process_index())
-    sent = tuple(moves(plan.leaves, files, owners))
-    return replace(plan.save, layout=layout, groups=(), places=places, moves=sent, index=indexed(files))
+    sent = tuple(deliveries(plan.leaves, files, owners))
+    return replace(plan.save, layout=layout, groups=(), places=places, deliveries=sent, index=indexed(files))
 
 
 def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | None:
@@ -197,7 +197,9 @@ def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> Sa
     return None
 
 
-def laid_out(tensors: Tensors, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions) -> Layout:
+def laid_out(
+    tensors: TensorTypes, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
+) -> Layout:
     """Return the files of tensors, which come in order with dtype and shape.
 
     Raises `HeaderError` if they cannot be stored, and `SafetensorsError` if `metadata` or `max_file_bytes` is wrong.

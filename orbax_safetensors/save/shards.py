@@ -32,7 +32,7 @@ class Shards:
     @staticmethod
     def of(save: Save) -> Shards:
         """Shards in the memory of the leaves, or copies where they have to be sent first."""
-        return Shards(save) if save.moves is None else Shards.copied(save)
+        return Shards(save) if save.deliveries is None else Shards.copied(save)
 
     @staticmethod
     def copied(save: Save) -> Shards:
@@ -55,8 +55,8 @@ class Shards:
 
 
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
-    if save.moves is not None:
-        return received(save.moves)
+    if save.deliveries is not None:
+        return received(save.deliveries)
     # What comes from an accelerator is a copy already.
     owned = [one for group in save.groups for one in group]
     from_host = [one for one in owned if _on_host(one[0])]

@@ -31,7 +31,7 @@ _BATCH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Move:
+class Delivery:
     """What one tensor takes of one leaf: `boxes` of it, all in `hull`, go to the process `owner`."""
 
     leaf: Leaf
@@ -65,19 +65,19 @@ def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layou
     return Layout(tuple(layout.files[number] for number in numbers), layout.index), places
 
 
-def moves(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Move]:
-    """All moves, in an order in which each process has its turn.
+def deliveries(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Delivery]:
+    """Return all deliveries, in an order in which each process has its turn.
 
     Raises `TensorMismatchError` where a leaf is sharded so that the processes cannot exchange it.
     """
     places = locations(layout)
-    queues: dict[int, list[tuple[int, int, Move]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
+    queues: dict[int, list[tuple[int, int, Delivery]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
     for leaf in leaves:
         _check(leaf)
         for tensor, boxes in _boxes(leaf.view).items():
             place = places[tensor]
             owner = owners[place.file]
-            queues[owner].append((place.file, place.begin, Move(leaf, Box.hull(boxes), tuple(boxes), owner)))
+            queues[owner].append((place.file, place.begin, Delivery(leaf, Box.hull(boxes), tuple(boxes), owner)))
     for queue in queues.values():
         queue.sort(key=lambda entry: entry[:2])
     longest = max(map(len, queues.values()), default=0)
@@ -114,45 +114,45 @@ def _is_spread(value: jax.Array) -> bool:
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
-def received(all_moves: Sequence[Move]) -> list[tuple[Block, np.ndarray]]:
-    """What this process has to write, copied to host memory; called by all processes, with the same moves."""
+def received(all_deliveries: Sequence[Delivery]) -> list[tuple[Block, np.ndarray]]:
+    """Return what this process writes, copied to host memory; all processes call this with the same deliveries."""
     process = jax.process_index()
     out: list[tuple[Block, np.ndarray]] = []
-    waiting: list[tuple[Move, jax.Array]] = []
+    waiting: list[tuple[Delivery, jax.Array]] = []
 
     def take() -> None:
-        for move, whole in waiting:
-            if move.owner == process:
-                data = np.asarray(whole.addressable_data(0)).view(move.leaf.value.dtype)
-                out.extend(_blocks(move, data))
+        for delivery, whole in waiting:
+            if delivery.owner == process:
+                data = np.asarray(whole.addressable_data(0)).view(delivery.leaf.value.dtype)
+                out.extend(_blocks(delivery, data))
             whole.block_until_ready()
             whole.delete()
         waiting.clear()
 
     held = 0
-    for move in all_moves:
-        value = move.leaf.value
+    for delivery in all_deliveries:
+        value = delivery.leaf.value
         if isinstance(value, jax.Array) and _is_spread(value):
-            waiting.append((move, _gathered(value, move.hull)))
+            waiting.append((delivery, _gathered(value, delivery.hull)))
             held += waiting[-1][1].nbytes
             if held >= _BATCH_BYTES or len(waiting) == MAX_IN_FLIGHT:
                 take()
                 held = 0
-        elif move.owner == process:
+        elif delivery.owner == process:
             whole = Box.whole(value.shape)
             host = local_shards(value, [whole])[whole] if isinstance(value, jax.Array) else value
-            out.extend(_blocks(move, np.asarray(host)[move.hull.slices]))
+            out.extend(_blocks(delivery, np.asarray(host)[delivery.hull.slices]))
     take()
     return out
 
 
-def _blocks(move: Move, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
-    """The boxes of a move as blocks of their own memory; `data` is the hull."""
-    for box in move.boxes:
-        begins = move.hull.start
+def _blocks(delivery: Delivery, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
+    """The boxes of a delivery as blocks of their own memory; `data` is the hull."""
+    for box in delivery.boxes:
+        begins = delivery.hull.start
         at = tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, begins, strict=True))
         part = np.array(data[at], order="C", copy=True)
-        yield Block(move.leaf.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
+        yield Block(delivery.leaf.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
 
 
 def _gathered(value: jax.Array, box: Box) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint import files
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.restore import fill
 from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
@@ -217,7 +217,7 @@ def test_a_file_that_changes_while_it_is_read(directory, mesh, monkeypatch, chan
 
 
 def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer, monkeypatch):
-    real = files.Checkpoint.open_file
+    real = Checkpoint.open_file
 
     def replace_first(self, index):
         stored = self.files[index].path
@@ -225,7 +225,7 @@ def test_a_file_that_is_replaced_between_header_and_data(directory, checkpointer
         write(epath.Path(stored), {"other": W})
         return real(self, index)
 
-    monkeypatch.setattr(files.Checkpoint, "open_file", replace_first)
+    monkeypatch.setattr(Checkpoint, "open_file", replace_first)
     with pytest.raises(ost.StorageError, match="changed while it was in use"):
         checkpointer.restore(directory)
 

@@ -331,7 +331,7 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
         ((restoring, "read_checkpoint"), MemoryError),
         ((restoring, "mapped"), ost.MappingError),
         ((restoring.requests, "resolve"), ost.TensorMismatchError),
-        ((cooperative, "dealt"), ost.TensorMismatchError),
+        ((cooperative, "distribution_of"), ost.TensorMismatchError),
     ):
         broken = mock.patch.object(*where, side_effect=error("no such thing"))
         with (
