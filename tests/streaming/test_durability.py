@@ -16,6 +16,7 @@ from orbax_safetensors.streaming import partial_directory
 from tests.support.files import nothing_left
 from tests.support.interrupted import CALLS
 from tests.support.killed_conversions import check, make_source
+from tests.support.tiers import cross
 
 MANY_FILES = "in files of at most some size"
 CALLS = {
@@ -122,7 +123,7 @@ def content(directory):
 
 
 @pytest.mark.parametrize("operation", list(OPERATIONS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cross(KINDS, {"to_safetensors"}))
 def test_whatever_fails_the_next_one_goes_on(kind, operation, source, tmp_path):
     """Even where the machine then crashes: one error, nothing that opens, and the same bytes in the end."""
     function, code, only = OPERATIONS[operation]
