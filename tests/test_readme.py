@@ -140,6 +140,8 @@ def test_from_files_to_files(tmp_path, page, capsys):
         assert main([part.replace("/models/", f"{tmp_path}/") for part in command]) == 0, capsys.readouterr().err
     if page is not README:
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            if "s3://" in block:  # needs a bucket
+                continue
             exec(block.replace("/models/", f"{tmp_path}/"), {"ost": ost})
         assert open_orbax(tmp_path / "unstacked").custom_metadata == {"scan_layers": False}
         assert len(list((tmp_path / "qwen3-for-4").glob("*.safetensors"))) == 4
