@@ -63,7 +63,7 @@ class LeafOverRead(OverRead):
 
 
 @dataclass(frozen=True)
-class WayCost:
+class ProcessReads:
     """What one way to restore costs one process.
 
     Attributes:
@@ -86,8 +86,8 @@ class Cooperation:
     """
 
     num_arrays: int
-    direct: tuple[WayCost, ...]
-    cooperative: tuple[WayCost, ...]
+    direct: tuple[ProcessReads, ...]
+    cooperative: tuple[ProcessReads, ...]
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The job of restoring: from a request to filled leaves, and the plan of it."""
+"""The restore job: from a request to filled leaves, and its plan."""

@@ -1,8 +1,8 @@
-"""Cooperative restores: what several processes need is read once, in parts, and sent from device to device.
+"""Cooperative restores: processes read in parts what several of them need, and their devices exchange the parts.
 
-With `SafetensorsOptions(cooperative=True)`, the leaves for which that saves bytes, as `exchanges` finds, are read so,
-and all others directly. All processes agree on them once each has opened the checkpoint. Then in batches: every process
-reads its parts, all processes agree that none has failed, and the devices exchange the parts.
+With `SafetensorsOptions(cooperative=True)`, processes read a leaf in parts if that saves bytes (`exchanges` decides),
+and directly otherwise. All processes agree on these leaves once each has opened the checkpoint. Then, for each batch,
+every process reads its parts, all processes agree that none has failed, and the devices exchange the parts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _OTHERWISE = (
     "see the same files"
 )
 
-# Keys of restores that this process was in with all others. Once all have come to a later one, which they make in the
-# same order, nobody needs what was agreed on in these.
+# Keys of restores that this process made with all others. All processes make them in the same order: once all have come
+# to a later restore, no process needs the agreements of the earlier ones.
 _left: set[str] = set()
 
 
 class Decided(NamedTuple):
-    """A restore of which no tensor has been read: what is asked for, and what of it devices exchange, in batches.
+    """A restore before any tensor is read: its request, and the leaves that devices exchange, in batches.
 
-    `batches` have the leaves by their numbers, `swaps` how each of them is exchanged. `key` is that of agreements, if
-    all processes make the restore.
+    `batches` holds numbers of leaves, `swaps` the exchange of each of these leaves. `key` names the agreements if all
+    processes make the restore, and is empty otherwise.
     """
 
     checkpoint: Checkpoint
@@ -59,11 +59,12 @@ class Decided(NamedTuple):
 
 
 def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: SafetensorsOptions, key: str | None) -> Decided:
-    """Opens a checkpoint, finds in it what is asked for, and decides how to restore that.
+    """Open a checkpoint, resolve the request, and decide how to restore it.
 
-    With a `key`, which is no other restore's, together with all other processes, which ask for the same: then all of
-    them raise where one fails, and what devices can exchange may be. Raises what `resolve` raises, and
-    `TensorMismatchError` where the processes do not restore the same.
+    With a `key`, which no other restore has, all processes decide together on the same request: if one fails, all
+    raise, and devices may exchange leaves. Without a `key`, this process restores alone.
+
+    Raises what `resolve` raises, and `TensorMismatchError` if the processes do not restore the same.
     """
     if key is None:
         return Decided(*resolve())
@@ -75,8 +76,8 @@ def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: Safetenso
             )
     finally:
         _left.add(key)
-    for one in earlier:
-        forget(one)
+    for left in earlier:
+        forget(left)
     _left.difference_update(earlier)
     return decided
 
@@ -87,7 +88,7 @@ def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptio
     leaves = {at: request.targets[at] for at in swaps}
     numbers = list(leaves)
     groups = in_file_order(checkpoint, list(leaves.values()))
-    # All processes have to make the same batches, so that they are of equal size in all of them.
+    # All processes have to make the same batches, so a batch is sized by the process that reads most.
     sized = [
         ([numbers[at] for at in group], sum(_nbytes(leaves[numbers[at]], swaps[numbers[at]]) for at in group))
         for group in groups
@@ -97,17 +98,18 @@ def _decided(checkpoint: Checkpoint, request: Request, options: SafetensorsOptio
 
 
 def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
-    """Fills the targets of a request with what this process holds of them, with all other processes if they agreed.
+    """Return the leaves of a request, with the shards of this process; all processes do so together if they agreed.
 
     Raises:
-      TensorMismatchError: a cast that nobody asked for would change values.
-      StorageError: bytes cannot be read, or a file changed, here or in another process that this one restores with.
-        Then nothing is returned, and no file or thread stays.
+      TensorMismatchError: a cast that the caller did not request would change values.
+      StorageError: bytes cannot be read, or a file changed, in this process or in another one of the restore.
+
+    If it raises, no file stays open and no thread runs on.
     """
     targets = decided.request.targets
     values: dict[int, Any] = {}
     with filling(decided.checkpoint, options) as fillings:
-        # First, so that whoever fails to read what it alone needs leaves nobody waiting.
+        # Exchanges come first: a process that fails in its direct reads then leaves no other process waiting.
         if decided.batches:
             with collectives.ended_by_sigterm():
                 values |= _exchanged(fillings, decided)
@@ -117,7 +119,7 @@ def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
 
 
 def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
-    """Leaves of which every process reads parts."""
+    """Return the leaves that devices exchange, by number."""
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
     before = f"{decided.key}/decided"
@@ -126,7 +128,7 @@ def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
         parts = together(f"{decided.key}/{number}", partial(_read, fillings, leaves))
         forget(before)
         before = f"{decided.key}/{number}"
-        # Until then the parts of the batch before are in the devices' memory.
+        # Frees the device memory of the previous batch's parts.
         jax.block_until_ready(sent)
         sent = collectives.start(partial(_shards, *leaf, part) for leaf, part in zip(leaves, parts, strict=True))
         values |= zip(batch, sent, strict=True)
@@ -135,28 +137,28 @@ def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
 
 
 def _read(fillings: Filling, leaves: Sequence[tuple[Target, Swap]]) -> list[jax.Array]:
-    """The parts that this process reads."""
+    """Read this process's parts."""
     parts = fillings.fill([_part(target, swap) for target, swap in leaves])
-    # Others are about to take them.
+    # Other processes are about to receive them.
     fillings.check()
     return parts
 
 
 def _nbytes(target: Target, swap: Swap) -> int:
-    """The most that any process reads into memory of a leaf, in bytes."""
+    """Return the most bytes that any process reads of a leaf into memory."""
     devices = max(swap.owners.count(process) for process in set(swap.owners))
     return prod(swap.exchange.padded) * target.dtype.itemsize * devices // swap.exchange.devices
 
 
 def _facts(decided: Decided) -> str:
-    """Differs between processes that would not exchange the same, or not of the same files."""
+    """Return a digest that differs between processes that would exchange other leaves or read other files."""
     if not decided.swaps:
         return ""
     store, files = decided.checkpoint.store, decided.checkpoint.files
-    # What a file system says of a file's version may differ between the hosts that have mounted it.
+    # Hosts that have mounted one file system may see different versions of one file.
     stored = [file.stamp.nbytes if store.maps else (file.stamp.nbytes, file.stamp.version) for file in files]
     leaves = [(decided.request.targets[at], decided.swaps[at]) for batch in decided.batches for at in batch]
-    told = [
+    exchanges = [
         (
             target.name,
             target.dtype.str,
@@ -165,28 +167,28 @@ def _facts(decided: Decided) -> str:
         )
         for target, swap in leaves
     ]
-    facts = repr((stored, list(map(len, decided.batches)), told))
+    facts = repr((stored, list(map(len, decided.batches)), exchanges))
     return hashlib.sha256(facts.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def _part(target: Target, swap: Swap) -> Target:
-    """What is read of a target instead of its shards."""
+    """Return the target whose shards are the parts that processes read."""
     devices = _mesh(target, swap).devices.ravel()[by_owner(swap.owners)]
     return replace(target, shape=swap.exchange.padded, sharding=reading(swap.exchange, devices))
 
 
 def _mesh(target: Target, swap: Swap) -> Mesh:
-    """The devices of a target along the axes of its exchange."""
+    """Return the devices of a target as a mesh with the axes of its exchange."""
     sharding = cast(NamedSharding, target.sharding)
     sizes = swap.exchange.sizes
     return Mesh(cast(Mesh, sharding.mesh).devices.reshape(sizes), tuple(map(str, range(len(sizes)))))
 
 
 def _shards(target: Target, swap: Swap, part: jax.Array) -> jax.Array:
-    """The target, from the parts of it that its devices have."""
+    """Return the filled target, made of the parts on its devices."""
     sharding = cast(NamedSharding, target.sharding)
     mesh = _mesh(target, swap)
-    # The same memory under another name: what a device has read need not be its part of this array.
+    # The same buffers in mesh order; the program sends each part to the device that it belongs to.
     parts = jax.make_array_from_single_device_arrays(
         part.shape,
         NamedSharding(mesh, spec(swap.exchange.parts)),
@@ -194,7 +196,7 @@ def _shards(target: Target, swap: Swap, part: jax.Array) -> jax.Array:
     )
     made = _program(swap.exchange, swap.exchange.sends(swap.owners), mesh, np.dtype(target.dtype))(parts)
     if on_host(sharding) and len(target.local_boxes()) < len(sharding.addressable_devices):
-        # As in a direct restore, CPU devices that hold the same share its memory.
+        # As in a direct restore, CPU devices that hold the same box share its memory.
         boxes = {box_of(shard.index, target.shape): np.asarray(shard.data) for shard in made.addressable_shards}
         return assemble(sharding, target.shape, target.dtype, boxes)
     return jax.make_array_from_single_device_arrays(
@@ -204,7 +206,7 @@ def _shards(target: Target, swap: Swap, part: jax.Array) -> jax.Array:
 
 @lru_cache(maxsize=2**10)
 def _program(exchange: Exchange, sends: tuple[tuple[int, int], ...], mesh: Mesh, dtype: np.dtype) -> Any:
-    """Makes shards of parts, on all devices of a mesh; compiled once."""
+    """Return the compiled program that makes shards of parts on all devices of a mesh."""
 
     def moved(part: jax.Array) -> jax.Array:
         bits = to_bits(part)

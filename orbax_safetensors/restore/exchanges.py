@@ -1,6 +1,6 @@
-"""How the leaves of a restore are read in parts that devices exchange, where that saves bytes.
+"""Choose the leaves that processes read in parts, which their devices exchange, because that saves bytes.
 
-All processes find the same, because they find it by facts that all of them have: shardings, headers, options.
+All processes choose alike, because they choose by facts that all of them have: shardings, headers, options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orbax_safetensors.restore.target import LeafRequest, Target
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Location
 
-# Processes for which reads are planned before an exchange is chosen, from the first to the last. Others are alike.
+# Processes whose reads are planned to choose an exchange, spread from the first to the last; others are alike.
 SOME_PROCESSES = 16
 
 Boxes = Sequence[tuple[Box, ...]]  # for every process
@@ -32,13 +32,13 @@ Boxes = Sequence[tuple[Box, ...]]  # for every process
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """An exchange of leaves of one shape and sharding between the devices of processes.
+    """An exchange between devices that makes shards of parts, for leaves of one shape and sharding.
 
     Attributes:
-      exchange: their parts and what makes shards of them.
+      exchange: the parts, and the moves that make shards of them.
       owners: the process of every device, in the order of the mesh.
-      boxes: for every process those of its parts, in the shape that is read.
-      received: elements that a device receives from others, at most.
+      boxes: for every process the boxes of its parts, in the padded shape.
+      received: the most elements that a device receives from others.
     """
 
     exchange: Exchange
@@ -54,7 +54,7 @@ class Swap:
 
 
 def exchangeable(leaf: LeafRequest | Target) -> bool:
-    """Whether the devices of a leaf can exchange parts of it at all."""
+    """Return whether the devices of a leaf can exchange parts of it."""
     sharding = leaf.sharding
     return (
         leaf.kind is jax.Array
@@ -65,10 +65,10 @@ def exchangeable(leaf: LeafRequest | Target) -> bool:
 
 
 class Chooser:
-    """Finds the leaves of a restore of which fewer bytes are read if devices exchange parts."""
+    """Chooses the leaves of a restore whose exchange saves bytes read."""
 
     def __init__(self, locate: Callable[[str], Location], num_files: int, *, process_count: int, pace: Pace) -> None:
-        """`pace` is that of the store; the others are the arguments of `Counter` and of `restore_plan`."""
+        """Take the `pace` of the store; the other arguments are those of `Counter` and of `restore_plan`."""
         self._locate = locate
         self._num_files = num_files
         self._process_count = process_count
@@ -83,10 +83,10 @@ class Chooser:
         shardings: Sequence[Sharding | None],
         owners: Sequence[tuple[int, ...] | None],
     ) -> list[Swap | None]:
-        """Return for each leaf how it is exchanged, None if that saves no bytes.
+        """Return the exchange of each leaf, None if an exchange saves no bytes.
 
-        `shardings` are those of leaves that can be exchanged, and `owners` the processes of their devices. Leaves that
-        are made of the same tensors are exchanged together or not at all.
+        `owners` has the processes of a leaf's devices, None if the leaf cannot be exchanged. Leaves that are made of
+        the same tensors are exchanged together or not at all.
         """
         kinds: dict[Hashable, list[list[int]]] = {}
         for group in by_tensors([leaf.view for leaf in leaves]):
@@ -107,7 +107,7 @@ class Chooser:
         return out
 
     def _of_leaf(self, leaf: ShardedLeaf, sharding: Sharding | None, owners: tuple[int, ...] | None) -> list[Swap]:
-        """The exchanges that a leaf could have."""
+        """Return the exchanges that are possible for a leaf."""
         assert isinstance(sharding, NamedSharding)
         assert owners is not None
         order = storage_order(leaf.view)
@@ -123,7 +123,7 @@ class Chooser:
         return self._swaps[key]
 
     def _best(self, leaves: list[ShardedLeaf], swaps: list[list[Swap]]) -> list[Swap]:
-        """The exchanges with which the slowest process reads least of leaves; empty if none saves bytes."""
+        """Return the exchanges with which the slowest process reads least; empty if none saves bytes."""
         direct = sum(self._read_bytes(leaves, [None] * len(leaves)))
         least = inf
         out: list[Swap] = []
@@ -135,7 +135,7 @@ class Chooser:
         return out
 
     def _read_bytes(self, leaves: Sequence[ShardedLeaf], parts: Sequence[Boxes | None]) -> list[int]:
-        """The bytes that each of some processes reads of leaves, directly or in parts."""
+        """Return the bytes that each of some processes reads of leaves, directly or in parts."""
         leaves = [
             replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if boxes is None else self._of_some(boxes))
             for leaf, boxes in zip(leaves, parts, strict=True)
@@ -148,7 +148,7 @@ class Chooser:
 
 
 def reading(exchange: Exchange, devices: np.ndarray | None = None) -> NamedSharding:
-    """The sharding in which `devices` have the parts, in the order in which they read; without them an abstract one."""
+    """Return the sharding of the parts over `devices`, in the order of the reads; without them an abstract one."""
     sizes = tuple(exchange.sizes[axis] for axis in exchange.order)
     names = tuple(map(str, exchange.order))
     mesh = AbstractMesh(sizes, names) if devices is None else Mesh(devices.reshape(sizes), names)
@@ -156,5 +156,5 @@ def reading(exchange: Exchange, devices: np.ndarray | None = None) -> NamedShard
 
 
 def spec(axes: Sequence[Axes]) -> PartitionSpec:
-    """The axes that cut each dimension, by the names of their numbers."""
+    """Return the partition in which the axes of each dimension are named by their numbers."""
     return PartitionSpec(*(tuple(map(str, entry)) or None for entry in axes))

@@ -1,4 +1,4 @@
-"""Restoring: targets to a plan, the plan's bytes into memory, the memory into leaves."""
+"""Fill targets: make a plan of them, read its bytes into memory, make leaves of the memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
 
 
 class _Fill(NamedTuple):
-    """A target and what this process has to fill of it: a block and, once it is there, memory for each box."""
+    """A target, and the blocks that this process fills of it."""
 
     target: Target
     blocks: tuple[Block, ...]
@@ -45,12 +45,12 @@ class _Fill(NamedTuple):
 
     @property
     def leaving(self) -> int:
-        """Bytes that do not stay in host memory."""
+        """Return the bytes that do not stay in host memory."""
         return 0 if self.on_host else sum(block.nbytes for block in self.blocks)
 
 
 def blocks(target: Target) -> tuple[Block, ...]:
-    """The memory that this process fills for a target, one for each distinct box."""
+    """Return the blocks that this process fills for a target, one for each distinct box."""
     view = target.view
     padded = target.shape != view.shape
     return tuple(
@@ -59,7 +59,7 @@ def blocks(target: Target) -> tuple[Block, ...]:
 
 
 class Filling:
-    """A restore that is under way: fills targets from the open files of one checkpoint."""
+    """A restore under way, which fills targets from the open files of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, reader: Reader) -> None:
         self.checkpoint = checkpoint
@@ -69,14 +69,14 @@ class Filling:
         self._reader = reader
 
     def fill(self, targets: Sequence[Target]) -> list[Any]:
-        """Fills `targets` with what this process holds of them.
+        """Return the values of `targets`, with the shards of this process.
 
-        Bytes on their way to accelerators are held to `options.in_flight_bytes` of host memory, or one leaf where that
-        is more, together with those that are made of the same tensors; arrays in host memory are read straight into
-        place.
+        Bytes on their way to accelerators take at most `options.in_flight_bytes` of host memory, or as much as one
+        group of leaves that are made of the same tensors, if that is more. Arrays in host memory are read straight
+        into place.
 
         Raises:
-          TensorMismatchError: a cast that nobody asked for would change values.
+          TensorMismatchError: a cast that the caller did not request would change values.
           StorageError: bytes cannot be read.
         """
         with no_collection():
@@ -88,8 +88,8 @@ class Filling:
         values: list[Any] = [None] * len(fills)
         in_flight: deque[tuple[list[jax.Array], int]] = deque()
         held = 0
-        for together in batched:
-            batch = [at for group in together for at in group]
+        for batch_groups in batched:
+            batch = [at for group in batch_groups for at in group]
             leaving = sum(map(leaving_of.__getitem__, batch))
             while in_flight and held + leaving > self.options.in_flight_bytes:
                 transferred, nbytes = in_flight.popleft()
@@ -110,21 +110,21 @@ class Filling:
         return values
 
     def check(self) -> None:
-        """Raises `StorageError` where a file changed after its header was read."""
+        """Raise `StorageError` if a file changed after its header was read."""
         self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
 
 
 @contextlib.contextmanager
 def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Filling]:
-    """A restore from `checkpoint`, whose files are opened when they are needed and checked and closed in the end.
+    """Yield a restore from `checkpoint`; it opens files when it needs them, and checks and closes them in the end.
 
-    Raises `StorageError` where a file changed meanwhile. No file or thread stays.
+    Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
     """
     started = time.perf_counter()
     store = checkpoint.store
     if options.alias and not store.maps:
         raise SafetensorsError(
-            f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory, and this is not one"
+            f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
     with Reader(checkpoint.open_file, pace.requests) as reader:
@@ -148,9 +148,9 @@ def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Fil
 
 
 def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
-    """The positions of `targets`, together those that are made of the same tensors.
+    """Return the positions of `targets`, in one group those that are made of the same tensors.
 
-    In the order of the files, so that a disk reads forward and each batch is one stretch of it.
+    Groups are in the order of the files, so that a disk reads forward and each batch is one stretch of it.
     """
     groups = by_tensors([target.view for target in targets])
 
@@ -164,28 +164,29 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
 def _read(
     checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], pace: Pace, *, alias: bool
 ) -> tuple[list[np.ndarray], int]:
-    """Memory for every block of `fills`, filled, and the number of requests that were planned for it."""
-    wanted = [block for fill in fills for block in fill.blocks]
-    memory: list[np.ndarray | None] = [None] * len(wanted)
+    """Return filled memory for every block of `fills`, and the number of planned requests."""
+    all_blocks = [block for fill in fills for block in fill.blocks]
+    memory: list[np.ndarray | None] = [None] * len(all_blocks)
     if alias:
-        sharable = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
+        can_share = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
         memory = [
-            _mapped(checkpoint, reader, block) if share else None for block, share in zip(wanted, sharable, strict=True)
+            _mapped(checkpoint, reader, block) if share else None
+            for block, share in zip(all_blocks, can_share, strict=True)
         ]
     left = [at for at, mapped in enumerate(memory) if mapped is None]
-    fresh = allocate([wanted[at].nbytes for at in left])
+    fresh = allocate([all_blocks[at].nbytes for at in left])
     with no_collection():
         plan = transfer_plan(
-            [wanted[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
+            [all_blocks[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
         )
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
-    reader.read(plan, [wanted[at] for at in left], fresh, [lossless[at] for at in left])
+    reader.read(plan, [all_blocks[at] for at in left], fresh, [lossless[at] for at in left])
     rest = iter(fresh)
     return [next(rest) if mapped is None else mapped for mapped in memory], plan.num_requests
 
 
 def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:
-    """The block's bytes where they lie in the file, None where they do not lie there as memory needs them."""
+    """Return the block's bytes mapped from the file, None if they do not lie there as memory needs them."""
     copies = block.view.copies(block.box, block.shape)
     if len(copies) != 1:
         return None
@@ -204,7 +205,7 @@ def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray 
 
 
 def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
-    """The leaf made of its filled memory."""
+    """Return the leaf that is made of its filled memory."""
     target = fill.target
     shards = [buffer.view(target.dtype).reshape(block.shape) for buffer, block in zip(memory, fill.blocks, strict=True)]
     if target.sharding is not None:
@@ -221,7 +222,7 @@ def _scalar(target: Target, value: Any) -> Any:
         converted = target.kind(value)
     except (ValueError, OverflowError):  # an infinity or NaN as an integer
         converted = None
-    unchanged = converted == value or (target.kind is float and value != value)  # NaN is a float as good as any
+    unchanged = converted == value or (target.kind is float and value != value)  # a NaN is a float
     if not unchanged:
         raise TensorMismatchError(f"{target.name!r}: {value!r} cannot be restored as {target.kind.__name__}")
     return converted

@@ -1,4 +1,4 @@
-"""`plan_restore`: a restore up to the point where bytes would move, counted for every process in several ways."""
+"""`plan_restore`: what a restore costs every process, direct and cooperative, counted before any byte moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orbax_safetensors.checkpoint.family import AskedFamily, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead
 from orbax_safetensors.cost.counter import ShardedLeaf
-from orbax_safetensors.cost.restore import Cooperation, RestorePlan, WayCost, restore_plan
+from orbax_safetensors.cost.restore import Cooperation, ProcessReads, RestorePlan, restore_plan
 from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, num_processes, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
@@ -37,25 +37,25 @@ def plan_restore(
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,
 ) -> RestorePlan:
-    """What restoring `target` will cost each process, from the headers alone.
+    """Return what restoring `target` will cost each process; reads headers only.
 
-    The figures are those of the restore, exactly, with two exceptions: to accelerators it goes in batches of half of
-    `in_flight_bytes`, and so does what devices exchange, between which requests are not joined; and with `alias` it
-    reads nothing of what it maps.
-    Shardings that do not divide a dimension are planned as XLA would cut it, although JAX refuses to restore them. As
-    in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
+    The figures are exactly those of the restore, with two exceptions. A restore to accelerators, and one whose devices
+    exchange leaves, goes in batches of half of `in_flight_bytes`, and joins no requests across batches. And with
+    `alias` it does not read what it maps.
+    If a sharding does not divide a dimension, the plan cuts the dimension as XLA would, although JAX refuses such a
+    restore. As in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 
     Args:
       path: a checkpoint, as for `open_checkpoint`.
-      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`; every tensor of the
-        checkpoint that it does not name is left out. An abstract mesh will do.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`. Their mesh may be
+        abstract. The plan leaves out every tensor that the tree does not name.
       family, variant: as for `SafetensorsRestore`.
-      process_count: how many processes the devices of each mesh are dealt to, evenly and in order. Without it, the
-        devices say whose they are, and those of an abstract mesh are all of one process.
-      options: those that the restore will have.
+      process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
+        belongs to its actual process, and all devices of an abstract mesh belong to one.
+      options: the options of the restore.
 
     Raises:
-      TensorMismatchError: the target does not fit the checkpoint, or devices cannot be dealt evenly.
+      TensorMismatchError: the target does not fit the checkpoint, or processes cannot share the devices evenly.
       MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
@@ -75,9 +75,10 @@ def plan_restore(
 class Distribution:
     """A tree of targets, and what each of `process_count` processes holds of it.
 
-    `shardings` are those of the leaves, None if a leaf has none; `owners` are the processes of their devices if these
-    can exchange what is read of a leaf, otherwise None. `dealt_evenly` says that devices are given to processes
-    evenly and in order, rather than by what they say themselves.
+    Attributes:
+      shardings: of the leaves, None if a leaf has none.
+      owners: the processes of each leaf's devices, None if these cannot exchange parts of the leaf.
+      dealt_evenly: devices belong to processes evenly and in order, instead of each to its actual process.
     """
 
     checkpoint: Checkpoint
@@ -90,18 +91,18 @@ class Distribution:
 
     @property
     def files(self) -> list[str]:
-        """Paths of the checkpoint's files."""
+        """Return the paths of the checkpoint's files."""
         return [file.path for file in self.checkpoint.files]
 
     @property
     def pace(self) -> Pace:
-        """How the checkpoint's store is asked."""
+        """Return the pace at which a restore requests from the checkpoint's store."""
         options = self.options
         return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
     @cached_property
     def possible(self) -> list[Swap | None]:
-        """For each leaf how devices would exchange it, None where that saves no bytes."""
+        """Return the exchange of each leaf, None if an exchange saves no bytes."""
         if self.process_count == 1:
             return [None] * len(self.leaves)
         chooser = Chooser(self.checkpoint.location, len(self.files), process_count=self.process_count, pace=self.pace)
@@ -109,13 +110,13 @@ class Distribution:
 
     @property
     def chosen(self) -> list[Swap | None]:
-        """Those of the possible exchanges that the restore makes: all or none."""
+        """Return the exchanges that the restore makes: all that are possible, or none."""
         return self.possible if cooperates(self.options) else [None] * len(self.leaves)
 
     def plan(self, *, compared: bool = False) -> RestorePlan:
-        """What it costs every process.
+        """Return what the restore costs every process.
 
-        With `compared` also what cooperation would save where the options rule it out.
+        With `compared`, the plan has what cooperation would save even if the options rule it out.
         """
         direct = self._plan([None] * len(self.leaves))
         if self.process_count == 1 or not (compared or cooperates(self.options)):
@@ -126,13 +127,13 @@ class Distribution:
             cooperative if cooperates(self.options) else direct,
             cooperation=Cooperation(
                 num_arrays=count,
-                direct=_way_costs(direct, [0] * self.process_count),
-                cooperative=_way_costs(cooperative, self._received_bytes()),
+                direct=_process_reads(direct, [0] * self.process_count),
+                cooperative=_process_reads(cooperative, self._received_bytes()),
             ),
         )
 
     def _received_bytes(self) -> list[int]:
-        """What the devices of every process receive from others where all that is possible is exchanged."""
+        """Return the bytes that the devices of every process receive from others with all possible exchanges."""
         by_swap: dict[Swap, int] = {}  # bytes of one device
         for leaf, swap in zip(self.leaves, self.possible, strict=True):
             if swap is not None:
@@ -144,7 +145,7 @@ class Distribution:
         return received
 
     def _plan(self, swaps: Sequence[Swap | None]) -> RestorePlan:
-        """`plan`, where these leaves are exchanged."""
+        """Return the plan of a restore with these exchanges."""
         return restore_plan(
             [
                 leaf if swap is None else replace(leaf, parts=swap.boxes)
@@ -159,31 +160,31 @@ class Distribution:
         )
 
     def instead(self, plan: RestorePlan) -> dict[str, tuple[Instead, ...]]:
-        """For each of the `over_reads` of its plan what other shardings would read; see `Advisor.instead`."""
+        """Return for each of the `over_reads` of `plan` what other shardings would read; see `Advisor.instead`."""
         advisor = Advisor(
             self.checkpoint.location,
             len(self.files),
             process_count=self.process_count,
             max_gap_bytes=self.pace.max_gap_bytes,
         )
-        given = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
+        sharded = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
         count = self.process_count if self.dealt_evenly else None
         out = {}
         for worst in plan.over_reads:
-            leaf, sharding = given[worst.name]
+            leaf, sharding = sharded[worst.name]
             if sharding is not None:
                 out[worst.name] = advisor.instead(leaf, sharding, device_owners(sharding, leaf.shape, count))
         return out
 
 
 def cooperates(options: SafetensorsOptions) -> bool:
-    """Whether devices exchange what processes read. Memory that is shared with a file is not read."""
+    """Return whether devices exchange what processes read; with `alias`, processes map instead of read."""
     return options.cooperative and not options.alias
 
 
-def _way_costs(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...]:
+def _process_reads(plan: RestorePlan, received: Sequence[int]) -> tuple[ProcessReads, ...]:
     return tuple(
-        WayCost(cost.read_bytes, cost.num_requests, nbytes)
+        ProcessReads(cost.read_bytes, cost.num_requests, nbytes)
         for cost, nbytes in zip(plan.processes, received, strict=True)
     )
 
@@ -191,7 +192,7 @@ def _way_costs(plan: RestorePlan, received: Sequence[int]) -> tuple[WayCost, ...
 def distribution(
     checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
 ) -> Distribution:
-    """Check a target and deal its shards; see `plan_restore` for the arguments and errors."""
+    """Check a target and assign its shards to processes; see `plan_restore` for the arguments and errors."""
     item, restore_args = (None, target) if request.are_restore_args(target) else (target, None)
     return distribution_of(
         checkpoint, request.resolve(checkpoint, item, restore_args, partial=True).targets, process_count, options
@@ -201,7 +202,7 @@ def distribution(
 def distribution_of(
     checkpoint: Checkpoint, targets: Sequence[Target], process_count: int | None, options: SafetensorsOptions
 ) -> Distribution:
-    """Deal the shards of targets to processes; `process_count` is as in `plan_restore`."""
+    """Assign the shards of targets to processes; `process_count` is as in `plan_restore`."""
     shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
     count = num_processes(shardings, process_count)
     boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
@@ -213,12 +214,12 @@ def distribution_of(
             boxes[key] = _boxes(target, sharding, process_count, count)
         readers = replicas.readers(target, process_count)
         leaves.append(ShardedLeaf(target.name, target.view, target.shape, target.dtype, boxes[key], readers))
-        own = None
+        owners_of_leaf = None
         if sharding is not None and exchangeable(target):
             if sharding not in owners:
                 owners[sharding] = tuple(device_owners(sharding, target.shape, process_count))
-            own = owners[sharding]
-        owners_of_leaves.append(own)
+            owners_of_leaf = owners[sharding]
+        owners_of_leaves.append(owners_of_leaf)
     return Distribution(
         checkpoint,
         tuple(leaves),
@@ -233,7 +234,7 @@ def distribution_of(
 def _boxes(
     target: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
 ) -> list[tuple[Box, ...]]:
-    """For each of `count` processes the boxes of its devices."""
+    """Return for each of `count` processes the boxes of its devices."""
     whole = Box.whole(target.shape)
     if sharding is None:  # every process has a NumPy array, the first the default device
         return [(whole,) if target.kind is not jax.Array or process == 0 else () for process in range(count)]

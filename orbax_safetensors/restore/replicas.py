@@ -1,8 +1,8 @@
-"""Restoring with one reader: a replica of the mesh reads, the others receive over the network between devices.
+"""Single-replica restores: one replica of the mesh reads, the others receive over the network between devices.
 
-Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` are read so, which pays if storage is slower than the
-network and there are many replicas. `cooperative` is the other module in which devices send what was read; there every
-process reads a share and all agree before anything is sent, here the readers are fixed and nobody agrees on anything.
+Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` are restored so, which pays if storage is slower than
+the network and there are many replicas. In `cooperative`, every process reads a part, and all processes agree before
+devices send anything; here the readers are fixed, and processes agree on nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _SOURCE = 0
 
 
 def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
-    """`Filling.fill`, in which leaves that ask for it are read by one replica and broadcast.
+    """Fill targets as `Filling.fill` does, except that one replica reads and broadcasts those with `broadcast`.
 
-    Every process passes the same targets. Raises `TensorMismatchError` where such a leaf is not sharded over a mesh.
+    Every process passes the same targets. Raises `TensorMismatchError` if such a target is not sharded over a mesh.
     """
     process = jax.process_index()
     reading = [readers(target, None) for target in targets]
-    own = [
-        (target if among is None else replace(target, sharding=_of_own_replica(target)))
+    read_here = [
+        (target if among is None else replace(target, sharding=_on_this_replica(target)))
         for target, among in zip(targets, reading, strict=True)
         if among is None or process in among
     ]
-    filled = iter(filling.fill(own))
+    filled = iter(filling.fill(read_here))
     values = [next(filled) if among is None or process in among else None for among in reading]
     spread = [at for at, among in enumerate(reading) if among is not None]
     if not spread:
@@ -55,10 +55,10 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
 
 
 def readers(target: Target, process_count: int | None) -> frozenset[int] | None:
-    """The processes that read a target which is to be broadcast; None where all read what they hold.
+    """Return the processes that read a target and broadcast it; None if all processes read what they hold.
 
-    That is so as well where a process holds several replicas, which it reads once, and where the target has none.
-    `process_count` is that of `arrays.device_owners`.
+    All do so as well if a process holds several replicas, which it reads once, and if the target has only one replica.
+    `process_count` is as for `device_owners`.
     """
     if not target.broadcast:
         return None
@@ -76,13 +76,13 @@ def _axis(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _by_replica(mesh: Mesh | AbstractMesh, of_devices: np.ndarray) -> np.ndarray:
-    """What belongs to the devices of a mesh, in their order, as one row for each replica."""
+    """Return `of_devices`, which is in the order of the mesh, with one row for each replica."""
     shape = tuple(mesh.shape.values())
     return np.moveaxis(of_devices.reshape(shape), _REPLICA_AXIS, 0).reshape(shape[_REPLICA_AXIS], -1)
 
 
-def _of_own_replica(target: Target) -> NamedSharding:
-    """The target's sharding over the replica that this process belongs to."""
+def _on_this_replica(target: Target) -> NamedSharding:
+    """Return the target's sharding over the replica that this process belongs to."""
     assert isinstance(target.sharding, NamedSharding)
     mesh = target.sharding.mesh
     assert isinstance(mesh, Mesh)
@@ -94,16 +94,16 @@ def _of_own_replica(target: Target) -> NamedSharding:
 
 
 def _broadcast(target: Target, value: jax.Array | None) -> jax.Array:
-    """The target on all replicas, from its value on this process's replica; None where this process did not read it."""
+    """Return the target on all replicas; `value` is its array on this process's replica, None if not read here."""
     sharding = target.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)
-    own = _of_own_replica(target)
+    replica = _on_this_replica(target)
     shards = {} if value is None else {shard.device: np.asarray(shard.data) for shard in value.addressable_shards}
-    # One more dimension in front, sharded over the replicas: what was read in one of them and zeros in the others.
+    # One more dimension in front, sharded over the replicas: one of them has the bytes read, the others zeros.
     stacked = NamedSharding(sharding.mesh, PartitionSpec(_axis(sharding.mesh), *sharding.spec))
     shape = (sharding.mesh.devices.shape[_REPLICA_AXIS], *target.shape)
-    blank = np.zeros((1, *own.shard_shape(target.shape)), target.dtype)
+    blank = np.zeros((1, *replica.shard_shape(target.shape)), target.dtype)
     parts = [
         jax.device_put(shards[device][None] if device in shards else blank, device)
         for device in stacked.addressable_devices
@@ -116,7 +116,7 @@ def _broadcast(target: Target, value: jax.Array | None) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("dtype", "sharding"))
 def _sum(stacked: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    """The only summand that is not zero, bit for bit."""
+    """Return the sum over replicas: bit for bit the only summand that is not zero."""
     bits = to_bits(stacked)
     summed = from_bits(jnp.sum(bits, axis=0, dtype=bits.dtype), dtype)
     made: jax.Array = jax.lax.with_sharding_constraint(summed, sharding)

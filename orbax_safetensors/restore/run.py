@@ -1,4 +1,4 @@
-"""`restore`: what a caller asks for, resolved against the checkpoint at a path, and filled."""
+"""`restore`: resolve a caller's request against the checkpoint at a path, and fill it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def restore(
     variant: Mapping[str, Any] | None = None,
     options: SafetensorsOptions,
 ) -> Any:
-    """Restores a checkpoint; see `SafetensorsRestore` for the arguments.
+    """Restore a checkpoint; see `SafetensorsRestore` for the arguments.
 
     Raises:
       TensorMismatchError: the request does not fit the checkpoint.
@@ -72,18 +72,18 @@ def restore(
 def restore_leaves(
     path: PathLike, leaves: Mapping[str, ocp.RestoreArgs], *, options: SafetensorsOptions
 ) -> dict[str, Any]:
-    """Restores leaves by name: stored tensors, or all of the tree of a family that is registered for the architecture.
+    """Restore leaves by name: stored tensors, or the whole tree of a family that is registered for the architecture.
 
-    The variant is that whose tree has these leaves. Raises what `restore` raises, and `MappingError` if no registered
-    family has such a tree or several have.
+    The variant is the one whose tree has these leaves. Raises what `restore` raises, and `MappingError` if no
+    registered family has such a tree or several have.
     """
     path = as_text(path)
     paths: dict[str, str] = {}
 
     def resolve(stored: Checkpoint) -> tuple[Checkpoint, requests.Request]:
         shapes = {name: requests.exact_shape(args) for name, args in leaves.items()}
-        checkpoint, found = fitted(stored, shapes, dequantize=options.dequantize)
-        paths.update(found)
+        checkpoint, paths_in_tree = fitted(stored, shapes, dequantize=options.dequantize)
+        paths.update(paths_in_tree)
         restore_args = {paths[name]: args for name, args in leaves.items()}
         return checkpoint, requests.resolve(checkpoint, None, restore_args, partial=checkpoint.mapped is None)
 
@@ -98,10 +98,10 @@ def _restored(
     options: SafetensorsOptions,
     resolve: Callable[[Checkpoint], tuple[Checkpoint, requests.Request]],
 ) -> Any:
-    """Restore what `resolve` makes of a request, given the checkpoint at `path`."""
+    """Restore the request that `resolve` returns for the checkpoint at `path`."""
     key = None
     if _all_together(path, item, restore_args, options):
-        # Before anything can fail, and of nothing else: these are counted alike in all processes.
+        # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
         key = new_key("restore", path)
 
     def placed() -> tuple[Checkpoint, requests.Request]:
@@ -115,16 +115,16 @@ def _restored(
 
 
 def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsOptions) -> bool:
-    """Whether all processes make this restore, and wait for one another; any other is a matter of each of them.
+    """Return whether all processes make this restore together; otherwise each one restores alone.
 
-    It has arrays over devices of all of them, which they may exchange or which have to be of one commit. Raises
-    `TensorMismatchError` where arrays over devices of some would have to be.
+    A shared restore has arrays over devices of all processes, and these exchange parts or must read one commit. Raises
+    `TensorMismatchError` if arrays over devices of only some processes would have to be of one commit.
     """
     count = jax.process_count()
     if count == 1:
         return False
-    spread = [one for one in requests.leaf_requests(item, restore_args) if len(one.processes) > 1]
-    everywhere = [one for one in spread if len(one.processes) == count]
+    spread = [leaf for leaf in requests.leaf_requests(item, restore_args) if len(leaf.processes) > 1]
+    everywhere = [leaf for leaf in spread if len(leaf.processes) == count]
     if spread and moves(path):
         if not everywhere:
             raise TensorMismatchError(
@@ -136,9 +136,9 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
 
 
 def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:
-    """`read_checkpoint`; with the `key` of a restore that all processes make, they read one commit of a repository.
+    """Read the checkpoint at `path`; with the `key` of a shared restore, all processes read one commit of a repository.
 
-    It is that which the first of them has found that has come here, and no process waits for another.
+    The first process to come here decides on the commit; no process waits for another.
     """
     checkpoint = read_checkpoint(path, storage_options)
     if key is None or not moves(path):

@@ -1,4 +1,4 @@
-"""The tree of a save, as its index has it: what a restore returns that says nothing of what it wants."""
+"""The tree of a save, as its index records it: the result of a restore without `item` and `restore_args`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from orbax_safetensors.storage.store import read_small
 
 logger = logging.getLogger(__name__)
 
-# More than Orbax notes of a tree, in bytes.
+# The most bytes to read of a file in which Orbax records a tree; it writes fewer.
 _MAX_BYTES = 2**30
 
 _SCALARS = {"b": bool, "i": int, "u": int, "f": float}
@@ -34,10 +34,10 @@ _SCALARS = {"b": bool, "i": int, "u": int, "f": float}
 
 @dataclass(frozen=True)
 class SavedTree:
-    """What was saved.
+    """A tree as it was saved.
 
     Attributes:
-      family, variant: with which it was taken apart, by name; `identity` if with none.
+      family, variant: the name and the variant of the family that the save used; `identity` if it used none.
     """
 
     family: str
@@ -46,7 +46,7 @@ class SavedTree:
     _shardings: Mapping[str, ocp.metadata.ShardingMetadata]
 
     def restore_args(self, checkpoint: Checkpoint) -> Any:
-        """The tree with the `ocp.RestoreArgs` with which each leaf comes back as it was saved."""
+        """Return the tree with the `ocp.RestoreArgs` that restore each leaf as it was saved."""
         return self._recorded.map(lambda name: self._of_leaf(checkpoint, name))
 
     def _of_leaf(self, checkpoint: Checkpoint, name: str) -> ocp.RestoreArgs:
@@ -60,39 +60,41 @@ class SavedTree:
 
 
 def saved_tree(
-    path: str, checkpoint: Checkpoint, asked: AskedFamily, variant: Mapping[str, Any] | None
+    path: str, checkpoint: Checkpoint, family: AskedFamily, variant: Mapping[str, Any] | None
 ) -> SavedTree | None:
-    """The tree that the checkpoint at `path` was saved as; None if that is not noted, or another family is asked for.
+    """Return the tree that the checkpoint at `path` was saved as.
 
-    Raises `StorageError` if the files are no longer those that were saved.
+    Return None if no tree is recorded, or if another family or variant is requested. Raises `StorageError`
+    if the files are no longer those that were saved.
     """
     if checkpoint.files[0].path == checkpoint.path or not checkpoint.store.writes:
         return None
     note = read_note(checkpoint.store, checkpoint.path)
-    if note is None or note.saved is None or (tree := _beside(checkpoint, TREE_FILE)) is None:
+    if note is None or note.saved is None or (tree := _read_beside(checkpoint, TREE_FILE)) is None:
         return None
-    own = note.saved.get("family") or registry.IDENTITY.name, note.saved.get("variant") or {}
+    saved_family = note.saved.get("family") or registry.IDENTITY.name
+    saved_variant = note.saved.get("variant") or {}
     config = read_config(checkpoint)
     try:
-        found = registry.find(own[0], config)
+        known = registry.find(saved_family, config)
     except MappingError as error:
         logger.warning("%s: was saved with a family that is not known here: %s", path, error)
         return None
-    if (asked is not None and registry.find(asked, config) != found) or (variant is not None and variant != own[1]):
+    if (family is not None and registry.find(family, config) != known) or variant not in (None, saved_variant):
         return None
     for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
         raise fault
-    shardings = parse_shardings(_beside(checkpoint, SHARDING_FILE), checkpoint.path)
-    return SavedTree(*own, RecordedTree.parse(tree, checkpoint.path), shardings)
+    shardings = parse_shardings(_read_beside(checkpoint, SHARDING_FILE), checkpoint.path)
+    return SavedTree(saved_family, saved_variant, RecordedTree.parse(tree, checkpoint.path), shardings)
 
 
-def _beside(checkpoint: Checkpoint, name: str) -> bytes | None:
+def _read_beside(checkpoint: Checkpoint, name: str) -> bytes | None:
     file = checkpoint.store.find(posixpath.join(checkpoint.path, name))
     return None if file is None else read_small(file, _MAX_BYTES)
 
 
 def _array(sharding: ocp.metadata.ShardingMetadata | None, where: str) -> ocp.RestoreArgs:
-    """A leaf as the array that it was, or as NumPy's if its devices are not here and there is one process."""
+    """Return the arguments for an array as it was saved, or for a NumPy array if one process lacks its devices."""
     if sharding is None:
         return ocp.ArrayRestoreArgs()
     try:
@@ -100,7 +102,7 @@ def _array(sharding: ocp.metadata.ShardingMetadata | None, where: str) -> ocp.Re
     except (ValueError, KeyError, RuntimeError) as error:
         if jax.process_count() > 1:
             raise TensorMismatchError(
-                f"{where}: was saved over devices that are not here; say with item or restore_args where it goes"
+                f"{where}: was saved over devices that are not here; give it a sharding with item or restore_args"
             ) from error
         logger.warning("%s: was saved over devices that are not here, and is restored as a NumPy array", where)
         return ocp.RestoreArgs(restore_type=np.ndarray)

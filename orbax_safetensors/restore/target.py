@@ -1,6 +1,6 @@
-"""One leaf of a restore: what the caller asks for and what is stored, made into a `Target` or refused.
+"""One leaf of a restore: the caller's request and the stored tensors, made into a `Target` or refused.
 
-Everything that can be wrong with a leaf is found here, before memory is allocated or a tensor is read.
+A wrong request for a leaf is refused here, before memory is allocated or a tensor is read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
 
-# The types of NumPy's scalars that tensors can have: not `np.number` and the like, which are none of one dtype.
+# NumPy's scalar types that tensors can have; not `np.number` and the like, which do not have one dtype.
 _SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
 
-# The most dimensions that NumPy has, and the longest one.
+# The most dimensions of a NumPy array, and the most elements of a dimension.
 _MAX_RANK = 64
 _MAX_SIZE = 2**63 - 1
 
@@ -35,15 +35,15 @@ class Target:
 
     Attributes:
       name: the leaf's key path, joined by dots.
-      view: what is stored for it.
-      shape: global shape of the leaf; where it differs from the view's, the view is cut or padded with zeros at the
-        end of each dimension.
+      view: of the stored tensors that fill it.
+      shape: global shape of the leaf; if it differs from the view's, the view is cut or padded with zeros at the end
+        of each dimension.
       dtype: of the leaf.
       kind: `jax.Array`, `np.ndarray`, or the scalar type of NumPy or Python that is returned.
-      sharding: of a `jax.Array`; None until `targets.placed` where the caller gave none.
-      lossless: the caller did not ask for this dtype, so values must survive the cast.
+      sharding: of a `jax.Array`; None until `request.placed` if the caller gave none.
+      lossless: the caller did not request this dtype, so values must survive the cast.
       broadcast: one replica of the mesh reads, the others receive from it.
-      unplaced: the caller described an array and did not say where it goes, so it is a NumPy array.
+      unplaced: the caller described an array without a sharding, so it is a NumPy array.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Target:
     unplaced: bool = False
 
     def local_boxes(self) -> tuple[Box, ...]:
-        """The distinct boxes that this process fills."""
+        """Return the distinct boxes that this process fills."""
         if self.sharding is None:
             return (Box.whole(self.shape),)
         try:
@@ -67,7 +67,7 @@ class Target:
 
 
 def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
-    """Return the target for a leaf of the checkpoint that is restored as it is, as a NumPy array.
+    """Return the target for a leaf of the checkpoint as a NumPy array of the stored shape and dtype.
 
     Raises `TensorMismatchError` if NumPy cannot hold it.
     """
@@ -81,10 +81,10 @@ def _check_holdable(view: View, path: str, name: str) -> None:
 
 
 def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
-    """The target for what the checkpoint has under `name`.
+    """Return the target for the leaf `name` of the checkpoint.
 
-    `leaf` is an array or what describes one, a Python scalar, or None; what `args` says comes first. Raises
-    `TensorMismatchError` where they ask for what the tensor is not.
+    `leaf` is an array, a description of one, a Python scalar, or None; `args` goes before `leaf`. Raises
+    `TensorMismatchError` if the request does not fit the stored tensors.
     """
     view = checkpoint.leaves[name]
     tensors = view.tensors
@@ -113,7 +113,7 @@ def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) 
 
 
 class LeafRequest(NamedTuple):
-    """What a caller requests of a leaf, of whatever checkpoint; the fields are those of `Target`."""
+    """What a caller requests of a leaf, regardless of the checkpoint; the fields are those of `Target`."""
 
     kind: type
     sharding: jax.sharding.Sharding | Format | None
@@ -121,7 +121,7 @@ class LeafRequest(NamedTuple):
 
     @property
     def processes(self) -> frozenset[int]:
-        """Those that the devices of an array are of."""
+        """Return the processes of the array's devices; empty if there is no array or the devices are not known."""
         if self.sharding is None:
             return frozenset()
         sharding = plain(self.sharding)
@@ -134,7 +134,7 @@ class LeafRequest(NamedTuple):
 
 
 def leaf_request(leaf: Any, args: Any) -> LeafRequest | None:
-    """Return what can be said of a `target` before there is a checkpoint; None if the request is wrong."""
+    """Return the part of a `target` that does not depend on the checkpoint; None if the request is wrong."""
     args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
     try:
         kind = _kind(leaf, args, "")
@@ -148,7 +148,7 @@ def _is_broadcast(args: ocp.RestoreArgs) -> bool:
 
 
 def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
-    """What the leaf is returned as."""
+    """Return the type that the leaf is restored as."""
     requested: Any = args.restore_type
     if requested is not None:
         if isinstance(requested, type):
@@ -173,7 +173,7 @@ def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
 
 
 def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str) -> tuple[int, ...]:
-    """The leaf's global shape, checked against what is stored."""
+    """Return the leaf's global shape, checked against the view's."""
     requested = getattr(args, "global_shape", None)
     if requested is None:
         requested = getattr(leaf, "shape", None)
@@ -194,14 +194,14 @@ def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str)
 def _dtype(
     stored: Set[DType], held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
 ) -> tuple[np.dtype, bool]:
-    """The leaf's dtype, and whether values have to survive the way to it."""
+    """Return the leaf's dtype, and whether values must survive the cast to it."""
     requested = args.dtype
     if kind in _SCALARS:
         requested = kind
     elif requested is None and kind in (jax.Array, np.ndarray):
         requested = getattr(leaf, "dtype", None)
     dtype = held if requested is None else _checked_dtype(requested, where)
-    if dtype != held and (packed := [one.name for one in stored if one.numpy is None]):
+    if dtype != held and (packed := [kept.name for kept in stored if kept.numpy is None]):
         raise TensorMismatchError(f"{where}: {packed[0]} is held packed as {held} and cannot be cast to {dtype}")
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
         wanted = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
@@ -219,7 +219,7 @@ def _dtype(
 
 
 def _checked_dtype(requested: Any, where: str) -> np.dtype:
-    """A dtype that somebody asked for, if it is one of numbers that a file could have."""
+    """Return a requested dtype as NumPy's; raises `TensorMismatchError` if a file cannot have it."""
     extended = getattr(requested, "type", requested)
     if isinstance(extended, type) and issubclass(extended, jax.dtypes.extended):
         raise TensorMismatchError(
@@ -236,18 +236,18 @@ def _checked_dtype(requested: Any, where: str) -> np.dtype:
 
 
 def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | Format | None:
-    """The sharding that the caller gave the leaf, if any, with its layout where it has one.
+    """Return the sharding that the caller gave the leaf, if any, with its layout, if it has one.
 
-    That has to be of `rank` dimensions, where these are known.
+    The layout must be of `rank` dimensions, unless `rank` is None.
     """
-    for give in (
+    for make in (
         lambda: getattr(args, "sharding", None),
         lambda: _sharding_of_mesh(args, where),
         lambda: _sharding_of_leaf(leaf),
     ):
-        sharding = _tried(give, where)
+        sharding = _made(make, where)
         if isinstance(sharding, ocp.metadata.ShardingMetadata):
-            sharding = _tried(sharding.to_jax_sharding, where)
+            sharding = _made(sharding.to_jax_sharding, where)
         if isinstance(sharding, Format):
             layout = sharding.layout
             order = layout.major_to_minor if isinstance(layout, Layout) else None
@@ -264,7 +264,7 @@ def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs, where: str) ->
 
 
 def _sharding_of_leaf(leaf: Any) -> Any:
-    # A layout is asked for where somebody described an array with one; an array merely has one.
+    # A description with a layout requests this layout; an array merely has one.
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.format.layout is not None:
         return leaf.format
     return getattr(leaf, "sharding", None)
@@ -277,10 +277,10 @@ def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Shardin
     return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
 
 
-def _tried(give: Callable[[], Any], where: str) -> Any:
-    """What `give` gives; what JAX and Orbax say against it is about the sharding."""
+def _made(make: Callable[[], Any], where: str) -> Any:
+    """Return what `make` returns; errors of JAX and Orbax become a `TensorMismatchError` about the sharding."""
     try:
-        return give()
+        return make()
     except TensorMismatchError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError) as error:

@@ -1,1 +1,1 @@
-"""The job of saving: from a tree to files and their index, and the plan of it."""
+"""The save job: from a tree to files and their index, and its plan."""

@@ -1,9 +1,8 @@
-"""The directory that a save goes to: what may be there before, and what becomes of it.
+"""The directory that a save goes to: which files may already be there, and what happens to them.
 
-On a file system, `ocp.Checkpointer` gives a save a directory of its own, which takes its name when it is whole. Objects
-have their names from the beginning, and so do the files of a handler that is called without a checkpointer. Files that
-an earlier save has left beside those of this one, perhaps under an index that names neither, would make a checkpoint
-that nobody saved.
+On a file system, `ocp.Checkpointer` gives a save a temporary directory, and renames it when the save is complete.
+Objects have their final names from the beginning, and so do the files of a handler without a checkpointer. There, files
+of an earlier save could mix with those of this one into a checkpoint that nobody saved.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Store
 
-# What becomes of what is there: nothing, but there must be no file of a checkpoint; there must be nothing; it is
-# deleted, with all that is below it.
+# What happens to files that are already there: "kept", but files of a checkpoint are an error; "refused": any file is
+# an error; "deleted", with all that is below the directory.
 Existing = Literal["kept", "refused", "deleted"]
 
 
 def make_room(store: Store, directory: str, existing: Existing) -> None:
-    """Sees to it that a save to `directory` meets no file of another one; called by one process, before any byte.
+    """Make sure that a save to `directory` meets no file of another save; one process calls it before any write.
 
-    Raises `StorageError` where there is one and nobody has asked to delete it, or where nothing can be written.
+    Raises `StorageError` if there is such a file and `existing` does not delete it, or if nothing can be written there.
     """
     if not store.whole:  # a file system
         _check_text(directory)
-        # What a killed save has left in a temporary directory Orbax deletes, perhaps in the background after this.
+        # Orbax deletes what a killed save has left in a temporary directory, perhaps in the background.
         if not os.path.isdir(directory) or ocp.path.atomicity.TMP_DIR_SUFFIX in directory:
             return
     if not store.writes:
@@ -52,7 +51,7 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
 
 
 def _check_text(directory: str) -> None:
-    """Orbax writes a checkpoint's path into a file once all else is written, and fails if the path is not text."""
+    """Raise `StorageError` if a path is not text: Orbax writes it into a file at the end, and would fail."""
     try:
         directory.encode()
     except UnicodeEncodeError as error:
@@ -60,6 +59,6 @@ def _check_text(directory: str) -> None:
 
 
 def _of_checkpoints(names: Sequence[str]) -> list[str]:
-    """Names of what a reader takes for a part of a checkpoint, or what would be a part of this one."""
+    """Return the names that a reader would take for files of a checkpoint."""
     files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
     return files + [name for name in names if name.startswith(INDEX_NAMES) and name not in files]

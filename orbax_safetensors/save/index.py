@@ -1,6 +1,6 @@
-"""What makes saved files an Orbax checkpoint as well: an index of them, as `link` writes it.
+"""The index of a save, as `link` writes one, which makes the saved files an Orbax checkpoint.
 
-Stock Orbax then restores the tree that was saved, with its structure and its shardings, from the files.
+Stock Orbax then restores the saved tree, with its structure and its shardings, from the files.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
 from orbax_safetensors.orbax_store.shardings import add_shardings
 from orbax_safetensors.transfer.plan import Location
 
-# What Orbax restores in one piece even if it needs a part.
+# Bytes that Orbax restores at once even if it needs only a part of them.
 _CHUNK_BYTES = 16 * 2**20
 
 
 class IndexAs(NamedTuple):
-    """Which index a save is asked for.
+    """Which index a save writes.
 
     Attributes:
-      wanted: True for one or an error, None for one if there can be one, False for none.
-      zarr3: whether arrays are described in version 3 of Zarr.
-      whole_tree: whether the index holds the tree, too; otherwise Orbax itself writes that.
+      wanted: True for an index or an error, None for an index if one is possible, False for none.
+      zarr3: whether the index describes arrays in version 3 of Zarr.
+      whole_tree: whether the index holds the tree; otherwise Orbax itself writes the tree.
     """
 
     wanted: bool | None = None
@@ -59,8 +59,10 @@ class SavedIndex:
 
     Attributes:
       arrays: of the tree, by name.
-      tree: of an `OrbaxLeaf` each; None if Orbax itself notes the tree.
-      zarr3: whether arrays are described in version 3 of Zarr.
+      tree: with an `OrbaxLeaf` for each leaf; None if Orbax itself records the tree.
+      zarr3: whether the index describes arrays in version 3 of Zarr.
+      names_tensors: whether arrays have the names of the stored tensors.
+      saved: the family and the variant, as for `orbax_store.index_note.note_content`.
     """
 
     arrays: Mapping[str, AddressedArray]
@@ -68,13 +70,13 @@ class SavedIndex:
     layout: Layout
     places: Mapping[str, Location]
     zarr3: bool
-    names_tensors: bool  # whether the names of arrays are those of the stored tensors
-    saved: Mapping[str, Any] | None  # see `orbax_store.index_note.note_content`
+    names_tensors: bool
+    saved: Mapping[str, Any] | None
 
     def write(self, directory: str, write: Callable[[str, bytes], None]) -> None:
-        """Calls `write` with name and content of every file; that which makes it a checkpoint is the last.
+        """Call `write` with the name and the content of every file, the one that makes it a checkpoint last.
 
-        If Orbax notes the tree, it has a file of shardings in `directory`, too, to which those of `arrays` are added.
+        If Orbax itself records the tree, add the shardings of `arrays` to Orbax's file of shardings in `directory`.
         """
         headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
         sizes = {name: header.file_bytes for name, header in self.layout.files}
@@ -111,23 +113,23 @@ def saved_index(
     zarr3: bool = True,
     whole_tree: bool = True,
 ) -> SavedIndex | str:
-    """Return the index of the tree `item`, which has these `leaves`, or a sentence that says why there can be none."""
+    """Return the index of the tree `item`, which has these `leaves`, or the reason why it cannot have one."""
     try:
         json.dumps(saved)
     except (TypeError, ValueError, RecursionError) as error:
-        return f"its variant {saved.get('variant')!r:.200} cannot be noted: {error}"
+        return f"its variant {saved.get('variant')!r:.200} cannot be recorded: {error}"
     structure, values = flatten(item)
     arrays: dict[str, AddressedArray] = {}
     reasons = {}
     for leaf in leaves:
         view = leaf.view if leaf.view.dtype == leaf.dtype else replace(leaf.view, dtype=leaf.dtype)
-        found = misread(leaf.name) or addressed_array(
+        array = misread(leaf.name) or addressed_array(
             view, _leaf(leaf, _kind(values[leaf.name])), _CHUNK_BYTES, zarr3=zarr3
         )
-        if isinstance(found, str):
-            reasons[leaf.name] = found
+        if isinstance(array, str):
+            reasons[leaf.name] = array
         else:
-            arrays[leaf.name] = found
+            arrays[leaf.name] = array
     if reasons:
         name, reason = next(iter(reasons.items()))
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
@@ -136,14 +138,14 @@ def saved_index(
 
 
 def _kind(leaf: Any) -> str:
-    """What Orbax restores a leaf as."""
+    """Return the kind of leaf that Orbax restores."""
     if isinstance(leaf, jax.Array):
         return JAX_ARRAY
     return NUMPY_ARRAY if isinstance(leaf, np.ndarray) else SCALAR
 
 
 def _leaf(leaf: Leaf, kind: str) -> OrbaxLeaf:
-    """A leaf with its shards as chunks."""
+    """Return a leaf with its shards as chunks."""
     if not isinstance(leaf.value, jax.Array):
         return OrbaxLeaf(leaf.shape, leaf.dtype, leaf.shape, kind)
     sharding = leaf.value.sharding
@@ -151,7 +153,7 @@ def _leaf(leaf: Leaf, kind: str) -> OrbaxLeaf:
 
 
 def _recorded(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
-    """A sharding as Orbax records it, which does not know others than these."""
+    """Return a sharding as Orbax records it; None for a kind of sharding that Orbax does not know."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):

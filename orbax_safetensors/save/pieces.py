@@ -1,8 +1,9 @@
-"""Saving from several processes to a store whose files each have one writer: every process writes files of its own.
+"""Saving pieces of tensors from several processes to a store whose files each have one writer.
 
-They are in the form of PyTorch's sharded checkpoints: a tensor that several processes have shards of is in several
-files, whose metadata says where each piece belongs. Nothing is sent between devices, and every process writes what it
-would write of shared files. The files count all others in their names, so that none can be missing unnoticed.
+Every process writes its own files, in the form of PyTorch's sharded checkpoints: if several processes hold shards of a
+tensor, it is in several files, whose metadata says where each piece belongs. Devices send nothing to each other, and
+every process writes the bytes that it would write into shared files. The name of each file has the total number of
+files, so that a reader notices a missing one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from orbax_safetensors.geometry.pieces import TensorPiece, in_pieces
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Location, locations
 
-Views = Mapping[tuple[str, Box], View]  # of the boxes of leaves, by the leaf's name
+Views = Mapping[tuple[str, Box], View]  # by a leaf's name and a box of the leaf
 
 
-def own_files(
+def files_of_process(
     owned: Sequence[tuple[Leaf, tuple[Box, ...]]],
     tensors: TensorTypes,
     metadata: Mapping[str, str],
@@ -35,23 +36,23 @@ def own_files(
     alignment: int,
     process: int,
 ) -> tuple[list[Header], list[dict[str, str]], Views]:
-    """The headers of the files that a process writes `owned` into, by tensor the pieces in each, and its views.
+    """Return the files in which a process writes `owned`: their headers, the piece of each tensor in each, the views.
 
-    Raises `MappingError` where what it holds of a tensor is no set of boxes.
+    Raises `MappingError` if the part of a tensor that the process holds is not a set of boxes.
     """
-    boxes = [(leaf, box) for leaf, own in owned for box in own]
+    boxes = [(leaf, box) for leaf, boxes_of_leaf in owned for box in boxes_of_leaf]
     views, pieces = in_pieces(
         [leaf.view.slice(*box.slices) for leaf, box in boxes],
         {name: shape for name, (_, shape) in tensors.items()},
     )
-    if process == 0:  # what has no elements has no shards either
+    if process == 0:  # a tensor without elements has no shards
         for name, (_, shape) in tensors.items():
             if 0 in shape:
                 pieces[f"0/{name}"] = TensorPiece(name, Box.whole(shape))
     files: list[dict[str, str]] = []
     filled: list[int] = []
     order = {name: number for number, name in enumerate(tensors)}
-    current: dict[int, int] = {}  # by how many pieces of their tensors come before: a file has one of each tensor
+    current: dict[int, int] = {}  # the file for nth pieces of tensors: a file has at most one piece of each tensor
     for name, piece in sorted(pieces.items(), key=lambda item: (order[item[1].tensor], item[0])):
         nth = int(name.partition("/")[0])
         nbytes = _nbytes(piece, tensors)
@@ -64,34 +65,34 @@ def own_files(
         filled[at] += nbytes
     headers = [
         Header.layout(
-            [(tensor, from_numpy(tensors[tensor][0]), pieces[name].box.shape) for tensor, name in own.items()],
+            [(tensor, from_numpy(tensors[tensor][0]), pieces[name].box.shape) for tensor, name in contents.items()],
             {
                 **metadata,
-                **sharding_info({tensor: pieces[name].box.start for tensor, name in own.items()}),
+                **sharding_info({tensor: pieces[name].box.start for tensor, name in contents.items()}),
             },
             alignment=alignment,
         )
-        for own in files
+        for contents in files
     ]
     return headers, files, {(leaf.name, box): view for (leaf, box), view in zip(boxes, views, strict=True)}
 
 
 def places_in(headers: Sequence[Header], files: Sequence[Mapping[str, str]]) -> Mapping[str, Location]:
-    """Where the pieces of `own_files` lie."""
+    """Return where the pieces of `files_of_process` lie."""
     return {
-        own[tensor]: place._replace(file=number)
-        for number, (own, header) in enumerate(zip(files, headers, strict=True))
+        contents[tensor]: place._replace(file=number)
+        for number, (contents, header) in enumerate(zip(files, headers, strict=True))
         for tensor, place in locations(unnamed([header])).items()
     }
 
 
 def unnamed(headers: Sequence[Header]) -> Layout:
-    """Files whose names depend on how many others there are: `numbered` finds out."""
+    """Return a layout of files without names; `numbered` adds these once it knows the number of all files."""
     return Layout(tuple(("", header) for header in headers), None)
 
 
 def numbered(key: str, layout: Layout) -> Layout:
-    """The files of this process with their names among those of all others."""
+    """Return the files of this process with their names, numbered among the files of all processes."""
     counts = [int(count) for count in all_gather(f"{key}/files", str(len(layout.files)))]
     before = sum(counts[: jax.process_index()])
     names = file_names(sum(counts))[before : before + len(layout.files)]

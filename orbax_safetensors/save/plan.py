@@ -1,4 +1,4 @@
-"""`plan_save`: a save up to the point where bytes would move, counted for every process."""
+"""`plan_save`: what a save costs every process, counted before any byte moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, file_names
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.save.pieces import own_files
+from orbax_safetensors.save.pieces import files_of_process
 from orbax_safetensors.save.prepare import METADATA, laid_out
 from orbax_safetensors.save.writers import assign_writers, grouped
 from orbax_safetensors.storage.memory import no_collection
@@ -31,7 +31,7 @@ from orbax_safetensors.transfer.plan import locations
 
 @dataclass(frozen=True)
 class ProcessWrites:
-    """What a save costs one process, in all and for each file that it writes into."""
+    """What a save costs one process, in total and for each file that it writes into."""
 
     written_bytes: int
     num_requests: int
@@ -40,16 +40,16 @@ class ProcessWrites:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a save will cost. Headers, config and index, which the first process adds at the end, are not counted.
+    """What a save will cost, without headers, config and index, which the first process adds at the end.
 
-    On an object store, headers are in the first of the parts that requests carry.
+    On an object store, the header is in the first of the parts of each file.
     """
 
     files: tuple[PlannedFile, ...]
     processes: tuple[ProcessWrites, ...]
 
     def to_json(self) -> str:
-        """The plan as a JSON object with the names of the attributes."""
+        """Return the plan as a JSON object with the names of the attributes."""
         return json.dumps(asdict(self))
 
 
@@ -66,23 +66,24 @@ def plan_save(
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,
 ) -> SavePlan:
-    """Return what saving `item` to `path` will cost each process. Nothing is written, and no device is needed.
+    """Return what saving `item` to `path` will cost each process; writes nothing and needs no devices.
 
-    If `path` is on an object store, each file has one writer, and requests are the parts that it goes in; otherwise
-    processes write into shared files. Figures are those of arrays on CPU devices; from accelerators leaves come in
-    batches, between which requests are not joined.
+    If `path` is on an object store, each file has one writer, which uploads it in parts, one for each request;
+    otherwise processes write into shared files. The figures are those of arrays on CPU devices. A save from
+    accelerators goes in batches, and joins no requests across batches.
 
     Args:
-      path: where the save would go; it need not be there, and what is there is not looked at.
-      item: a tree of `jax.ShapeDtypeStruct` with shardings, over abstract meshes if need be, or of what
+      path: the destination of the save, which need not exist; the plan does not look at what is there.
+      item: a tree of `jax.ShapeDtypeStruct` with shardings, whose meshes may be abstract, or of what
         `SafetensorsSave` takes.
       save_args, metadata, max_file_bytes, family, variant, config: as for `SafetensorsSave`.
-      process_count: how many processes the devices of each mesh are dealt to, evenly and in order. Without it, the
-        devices say whose they are, and those of an abstract mesh are all of one process.
-      options: those that the save will have.
+      process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
+        belongs to its actual process, and all devices of an abstract mesh belong to one.
+      options: the options of the save.
 
     Raises:
-      TensorMismatchError, MappingError, HeaderError: the tree cannot be stored, or devices cannot be dealt evenly.
+      TensorMismatchError, MappingError, HeaderError: the tree cannot be stored, or processes cannot share the devices
+        evenly.
       StorageError: there is no store for `path`.
     """
     options = options or SafetensorsOptions()
@@ -112,7 +113,7 @@ def plan_save(
         if count == 1:
             return _to_objects([layout.files])
         headers = [
-            own_files(
+            files_of_process(
                 [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],
                 tensors,
                 METADATA | dict(metadata),
@@ -129,13 +130,13 @@ def plan_save(
 def _to_shared_files(
     written: Sequence[tuple[Leaf, list[tuple[Box, ...]]]], layout: Layout, process_count: int
 ) -> SavePlan:
-    """What it costs processes to write boxes of leaves, given for every process, into the files of `layout`."""
+    """Return the cost of writing boxes of leaves, given for every process, into the files of `layout`."""
     shared: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves that are cut alike share a list
     sharded = [
         ShardedLeaf(leaf.name, leaf.view, leaf.shape, leaf.value.dtype, shared.setdefault(tuple(boxes), boxes))
         for leaf, boxes in written
     ]
-    # What lies in a gap is another process's.
+    # Gaps are never written: their bytes belong to other processes.
     counter = Counter(sharded, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
     files = [PlannedFile(name, header.file_bytes) for name, header in layout.files]
     return SavePlan(tuple(files), tuple(_process_writes(count, files) for count in counter.counts(process_count)))
@@ -150,7 +151,7 @@ def _process_writes(count: Count, files: Sequence[PlannedFile]) -> ProcessWrites
 
 
 def _to_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
-    """What it costs each process to write whole files of its own, in parts."""
+    """Return the cost of writing whole files, given for every process, in parts."""
     planned = tuple(PlannedFile(name, header.file_bytes) for of_process in files for name, header in of_process)
     processes = []
     for of_process in files:

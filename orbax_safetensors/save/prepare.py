@@ -1,9 +1,10 @@
-"""Saving: the same copies as in a restore, with the arrows reversed.
+"""Prepare a save: the same copies as in a restore, with the arrows reversed.
 
 Every process writes the shards that it owns straight into their final place in the final files. Headers and the index
-follow from the tree's shapes alone, and headers are written last: until then no file is valid, and nothing restores.
-What makes the files a checkpoint of Orbax, too, is written before, and gets its name after them.
-Where files appear whole, as on object stores, each is written in order by one process, and the index comes last.
+follow from the tree's shapes alone. A save writes headers last: until then no file is valid, and nothing restores. It
+writes the index for Orbax before the headers, and renames it after them.
+On a store whose files appear whole, such as an object store, one process writes each file in order, and the index is
+last.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.destination import Existing, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
-from orbax_safetensors.save.pieces import Views, numbered, own_files, places_in, unnamed
-from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, file_bytes, own_part
+from orbax_safetensors.save.pieces import Views, files_of_process, numbered, places_in, unnamed
+from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, file_bytes, part_of_process
 from orbax_safetensors.save.writers import Owned, grouped, in_file_order, written_here
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
@@ -41,19 +42,19 @@ from orbax_safetensors.transfer.plan import Location, locations
 
 logger = logging.getLogger(__name__)
 
-# Hugging Face's loaders refuse a file that does not say which framework it is from.
+# Hugging Face's loaders refuse a file whose metadata does not name a framework.
 METADATA = {"format": "pt"}
 _NO_INDEX_OF_PIECES = (
-    "several processes save pieces of tensors to an object store, of which Orbax finds none by itself; save with "
+    "several processes save pieces of tensors to an object store, and Orbax cannot find tensors in pieces; save with "
     "SafetensorsOptions(whole_tensors=True), or without index=True"
 )
 
 
 @dataclass(frozen=True)
 class Save:
-    """A save that has been planned: what goes where, and what of it this process writes.
+    """A planned save: the layout of all files, and the shards that this process writes.
 
-    Every process makes one from the same tree, in the same order as its other saves.
+    Every process plans the same saves, in the same order, each from the same tree.
     """
 
     layout: Layout
@@ -62,7 +63,7 @@ class Save:
     key: str
     options: SafetensorsOptions
     places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
-    views: Views | None  # of pieces, where the files are those of this process alone
+    views: Views | None  # of pieces, if this process alone writes the files of `layout`
     index: SavedIndex | None = None  # written by process 0
     deliveries: tuple[Delivery, ...] | None = None  # of whole tensors, to the processes that write them
 
@@ -81,13 +82,13 @@ def prepare_save(
     existing: Existing = "kept",
     index: IndexAs = NO_INDEX,
 ) -> Save:
-    """Checks a tree, lays out its files and deals its shards to processes, together with all other processes.
+    """Check a tree, lay out its files and assign its shards to processes; all processes do so together.
 
-    `directory` is where they will be, the same in every process; it need not be there yet. `existing` says what becomes
-    of what is in one on an object store. See `SafetensorsSave` for the other arguments.
+    `directory` is the destination, the same in every process; it need not exist yet. `existing` says what happens to
+    files that are already there. See `SafetensorsSave` for the other arguments.
 
-    Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, where the tree or the metadata
-    cannot be stored or the processes do not have the same, and `StorageError` where there is no room for the files.
+    Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, if the tree or the metadata cannot
+    be stored or differs between processes, and `StorageError` if `make_room` refuses `directory`.
     """
     directory = os.fspath(directory)
     metadata = {} if metadata is None else metadata
@@ -96,16 +97,16 @@ def prepare_save(
     def shared_save() -> _SharedSave:
         content = as_config(config)
         leaves, tensors = taken_apart(leaves_of(item, save_args), family, variant, content or {})
-        found = registry.find(family, content or {})
-        switches = {**(found.variant if found else {}), **(variant or {})}
-        saved = {"family": found and found.name, "variant": switches}
+        known_family = registry.find(family, content or {})
+        switches = {**(known_family.variant if known_family else {}), **(variant or {})}
+        saved = {"family": known_family and known_family.name, "variant": switches}
         layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if content is None else json.dumps(content, indent=2) + "\n"
         groups = tuple(written_here(grouped(leaves)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
         plan = _SharedSave(leaves, tensors, save, *store_of(directory, options.storage_options), saved)
         if plan.store.whole and jax.process_count() > 1:
-            return plan  # to files of another layout
+            return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
         if not plan.store.whole and jax.process_index() == 0:
             make_room(plan.store, plan.path, existing)
@@ -123,7 +124,7 @@ def prepare_save(
         if in_pieces:
             if index.wanted:
                 raise TensorMismatchError(f"{directory}: {_NO_INDEX_OF_PIECES}")
-            save = _own_pieces(plan, metadata, max_file_bytes)
+            save = _pieces_of_process(plan, metadata, max_file_bytes)
         elif jax.process_count() > 1:
             save = _whole_tensors(plan, metadata, max_file_bytes, partial(indexed, plan))
         else:
@@ -137,20 +138,20 @@ def prepare_save(
 
 
 class _SharedSave(NamedTuple):
-    """A save to files that all processes write into, and what else files of their own are planned of."""
+    """A save to files that all processes write into, and what it takes to plan other files from it."""
 
     leaves: Sequence[Leaf]
     tensors: TensorTypes
     save: Save
     store: Store
     path: str  # of the directory, as the store has it
-    saved: Mapping[str, Any]  # what the index notes of it
+    saved: Mapping[str, Any]  # the family and the variant, for the index
 
 
-def _own_pieces(plan: _SharedSave, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
-    """The same save to files of this process, which hold what it owns; they have no names yet."""
-    headers, contents, views = own_files(
-        [one for group in plan.save.groups for one in group],
+def _pieces_of_process(plan: _SharedSave, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+    """Return the same save to files that this process alone writes, with the shards that it owns, without names yet."""
+    headers, contents, views = files_of_process(
+        [owned for group in plan.save.groups for owned in group],
         plan.tensors,
         METADATA | dict(metadata),
         max_file_bytes=max_file_bytes,
@@ -166,21 +167,24 @@ def _whole_tensors(
     max_file_bytes: int,
     indexed: Callable[[Layout], SavedIndex | None],
 ) -> Save:
-    """The same save to files that each one process writes, to which the others send what they hold."""
+    """Return the same save to files with one writer each, to which the other processes send their shards."""
     total = sum(header.data_bytes for _, header in plan.save.layout.files)
     most = file_bytes(total, max_file_bytes, jax.process_count())
     files = laid_out(plan.tensors, metadata, most, plan.save.options)
     owners = assign_files(files, jax.process_count())
-    layout, places = own_part(files, owners, jax.process_index())
+    layout, places = part_of_process(files, owners, jax.process_index())
     sent = tuple(deliveries(plan.leaves, files, owners))
     return replace(plan.save, layout=layout, groups=(), places=places, deliveries=sent, index=indexed(files))
 
 
 def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | None:
-    """The index of whole tensors in the files of `layout`; raises `TensorMismatchError` if there has to be one."""
+    """Return the index of whole tensors in the files of `layout`.
+
+    Without a possible index, return None, or raise `TensorMismatchError` if the caller requires one.
+    """
     if index.wanted is False:
         return None
-    found = saved_index(
+    made = saved_index(
         item,
         plan.leaves,
         layout,
@@ -189,18 +193,18 @@ def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> Sa
         zarr3=index.zarr3,
         whole_tree=index.whole_tree,
     )
-    if isinstance(found, SavedIndex):
-        return found
+    if isinstance(made, SavedIndex):
+        return made
     if index.wanted:
-        raise TensorMismatchError(f"{plan.path}: Orbax cannot read what is saved, for which index=True asks: {found}")
-    logger.info("%s: is saved without an index for Orbax: %s", plan.path, found)
+        raise TensorMismatchError(f"{plan.path}: Orbax cannot read this save, as index=True requires: {made}")
+    logger.info("%s: is saved without an index for Orbax: %s", plan.path, made)
     return None
 
 
 def laid_out(
     tensors: TensorTypes, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
 ) -> Layout:
-    """Return the files of tensors, which come in order with dtype and shape.
+    """Return the files of `tensors`, in the order of these.
 
     Raises `HeaderError` if they cannot be stored, and `SafetensorsError` if `metadata` or `max_file_bytes` is wrong.
     """
@@ -217,13 +221,13 @@ def laid_out(
 
 
 def _digest(plan: _SharedSave) -> str:
-    """Equal in processes that save the same: the same files, made alike of arrays sharded and ordered alike."""
+    """Return a digest that is equal in processes that save the same files from arrays sharded and ordered alike."""
     digest = hashlib.sha256(f"{plan.save.config}\0".encode())
     for _, header in plan.save.layout.files:
         digest.update(header.encode())
     for leaf in plan.leaves:
         if isinstance(leaf.value, jax.Array):
             digest.update(placement(leaf.value.sharding, leaf.shape).encode())
-        # In this order boxes are dealt to processes. Headers have held the name, so it can be encoded.
+        # Boxes are assigned to processes in this order. Headers have the name, so it can be encoded.
         digest.update(f"{leaf.name}\0{leaf.view!r}\0".encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The memory of the shards that this process writes: the leaves' memory, or copies of it."""
+"""The shards that this process writes, in the leaves' memory or in copies of it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class Shards:
     """The shards that this process writes, and their memory."""
 
     def __init__(self, save: Save) -> None:
-        """The memory is that of the leaves, which must not change before it is written."""
+        """Take the memory of the leaves, which must not change before it is written."""
         self._groups = save.groups
         self._views = save.views
         self._copies: list[tuple[Block, np.ndarray]] | None = None
 
     @staticmethod
     def of(save: Save) -> Shards:
-        """Shards in the memory of the leaves, or copies where they have to be sent first."""
+        """Return shards in the memory of the leaves, or copies if processes send shards to each other first."""
         return Shards(save) if save.deliveries is None else Shards.copied(save)
 
     @staticmethod
     def copied(save: Save) -> Shards:
-        """Shards that have been copied to host memory: the leaves may be changed or deleted.
+        """Return shards that are copied to host memory, so that the leaves may be changed or deleted.
 
-        Raises `StorageError` in every process where one has no memory for its own.
+        Raises `StorageError` in every process if one process has not enough memory.
         """
         shards = Shards(save)
         shards._copies = together(f"{save.key}/copies", lambda: _copies(save))
         return shards
 
     def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
-        """All of them, and at most `batch_bytes` of device memory, or one group, on the host at a time."""
+        """Yield all shards, with at most `batch_bytes` of device memory, or one group, on the host at a time."""
         if self._copies is not None:
             yield self._copies
             return
@@ -57,16 +57,16 @@ class Shards:
 def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
     if save.deliveries is not None:
         return received(save.deliveries)
-    # What comes from an accelerator is a copy already.
-    owned = [one for group in save.groups for one in group]
-    from_host = [one for one in owned if _on_host(one[0])]
+    # Shards that come from an accelerator are copies already.
+    all_owned = [owned for group in save.groups for owned in group]
+    from_host = [owned for owned in all_owned if _on_host(owned[0])]
     shards = list(_memory(from_host, save.views))
     copies = allocate([memory.nbytes for _, memory in shards])
     for (_, memory), copy in zip(shards, copies, strict=True):
         np.copyto(copy, memory)
     return [
         *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
-        *_memory([one for one in owned if not _on_host(one[0])], save.views),
+        *_memory([owned for owned in all_owned if not _on_host(owned[0])], save.views),
     ]
 
 
@@ -75,12 +75,12 @@ def _on_host(leaf: Leaf) -> bool:
 
 
 def _leaving(leaf: Leaf, boxes: Sequence[Box]) -> int:
-    """Bytes that have to come to the host."""
+    """Return the bytes that come from a device to the host."""
     return 0 if _on_host(leaf) else sum(box.volume for box in boxes) * leaf.value.dtype.itemsize
 
 
 def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
-    """Boxes of leaves as blocks with their memory, one-dimensional and uint8."""
+    """Yield boxes of leaves as blocks with their memory, one-dimensional and uint8."""
     for leaf, boxes in owned:
         if not boxes:
             continue

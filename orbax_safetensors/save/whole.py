@@ -1,8 +1,8 @@
 """Saving whole tensors from several processes to a store whose files each have one writer.
 
-The files are those that one process would write, more of them, so that each process has as much to write as the others.
-What a tensor is made of is sent over the links between devices to the process that writes it. The programs that do so
-run before anything is written, in the same order in all processes, whatever becomes of the writes.
+The files are those that one process would write, but shorter and more, so that all processes write about equally much.
+Devices send the shards of a tensor over their links to the process that writes it. Their programs run before anything
+is written, in the same order in all processes, whether or not the writes succeed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.transfer.plan import Block, Location, locations
 
-# Device memory for what has been received and not yet been copied to the host.
+# Bytes of device memory for shards that are received and not yet copied to the host.
 _BATCH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one tensor takes of one leaf: `boxes` of it, all in `hull`, go to the process `owner`."""
+    """The part of one leaf that is in one tensor: `boxes` of the leaf, all in `hull`, go to the process `owner`."""
 
     leaf: Leaf
     hull: Box
@@ -41,12 +41,12 @@ class Delivery:
 
 
 def file_bytes(total: int, max_file_bytes: int, process_count: int) -> int:
-    """How long files are of which each process writes one at least, where there are tensors enough."""
+    """Return the most bytes of a file, so that each process writes at least one if there are tensors enough."""
     return max(1, min(max_file_bytes, -(-total // process_count)))
 
 
 def assign_files(layout: Layout, process_count: int) -> list[int]:
-    """Return the process that writes each file: the longest files first, each to the one that has least to write."""
+    """Return the process that writes each file: the longest files first, each to the process with the fewest bytes."""
     loads = [0] * process_count
     owners = [0] * len(layout.files)
     for number in sorted(range(len(owners)), key=lambda at: (-layout.files[at][1].file_bytes, at)):
@@ -55,8 +55,8 @@ def assign_files(layout: Layout, process_count: int) -> list[int]:
     return owners
 
 
-def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layout, Mapping[str, Location]]:
-    """The files that a process writes, with the index of all, and where tensors lie in them."""
+def part_of_process(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layout, Mapping[str, Location]]:
+    """Return the files that a process writes, with the index of all files, and where tensors lie in them."""
     numbers = [number for number, owner in enumerate(owners) if owner == process]
     new = {number: at for at, number in enumerate(numbers)}
     places = {
@@ -66,9 +66,9 @@ def own_part(layout: Layout, owners: Sequence[int], process: int) -> tuple[Layou
 
 
 def deliveries(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Delivery]:
-    """Return all deliveries, in an order in which each process has its turn.
+    """Return all deliveries, in an order in which the receiving processes take turns.
 
-    Raises `TensorMismatchError` where a leaf is sharded so that the processes cannot exchange it.
+    Raises `TensorMismatchError` if a leaf is sharded so that the processes cannot exchange it.
     """
     places = locations(layout)
     queues: dict[int, list[tuple[int, int, Delivery]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
@@ -85,7 +85,7 @@ def deliveries(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) ->
 
 
 def _boxes(view: View) -> dict[str, list[Box]]:
-    """The boxes of a view that are of each tensor, those that have elements."""
+    """Return the boxes of a view by tensor, without boxes that have no elements."""
     out: dict[str, list[Box]] = {}
     for piece in view.pieces:
         sizes = [extent(modes) for modes in piece.dims]
@@ -110,7 +110,7 @@ def _check(leaf: Leaf) -> None:
 
 
 def _is_spread(value: jax.Array) -> bool:
-    """Whether no process has all of a leaf, or not all processes have."""
+    """Return whether an array has devices of other processes and is not replicated on all of its devices."""
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
@@ -147,7 +147,7 @@ def received(all_deliveries: Sequence[Delivery]) -> list[tuple[Block, np.ndarray
 
 
 def _blocks(delivery: Delivery, data: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
-    """The boxes of a delivery as blocks of their own memory; `data` is the hull."""
+    """Yield the boxes of a delivery as blocks with copies of their data; `data` is that of the hull."""
     for box in delivery.boxes:
         begins = delivery.hull.start
         at = tuple(slice(start - begin, stop - begin) for (start, stop), begin in zip(box, begins, strict=True))
@@ -156,11 +156,11 @@ def _blocks(delivery: Delivery, data: np.ndarray) -> Iterator[tuple[Block, np.nd
 
 
 def _gathered(value: jax.Array, box: Box) -> jax.Array:
-    """A box of an array on all of its devices, its bits as integers."""
+    """Return a box of an array on all of its devices, with the bits of floats as integers."""
     assert isinstance(value.sharding, NamedSharding)
     mesh = value.sharding.mesh
     assert isinstance(mesh, Mesh)
-    # A mesh whose axes are explicit would have its say in how the program is sharded.
+    # A mesh with explicit axes would change how the program is sharded.
     plain = Mesh(mesh.devices, mesh.axis_names)
     shards = [shard.data for shard in value.addressable_shards]
     same = jax.make_array_from_single_device_arrays(value.shape, NamedSharding(plain, value.sharding.spec), shards)
@@ -171,7 +171,7 @@ def _gathered(value: jax.Array, box: Box) -> jax.Array:
 @lru_cache(maxsize=4096)
 def _program(sizes: tuple[int, ...], everywhere: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     def box_of(x: jax.Array, start: jax.Array) -> jax.Array:
-        if jax.numpy.issubdtype(x.dtype, np.floating):  # NaNs are no numbers, and have bits that are to be kept
+        if jax.numpy.issubdtype(x.dtype, np.floating):  # to keep the bits of NaNs
             x = jax.lax.bitcast_convert_type(x, _BITS[x.itemsize])
         return jax.lax.dynamic_slice(x, [start[axis] for axis in range(len(sizes))], sizes)
 

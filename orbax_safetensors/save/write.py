@@ -1,4 +1,4 @@
-"""Writing a save that has been planned: data, then what makes it a checkpoint, headers last."""
+"""Write a planned save: data first, then what makes the files a checkpoint, headers last."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from orbax_safetensors.transfer.plan import transfer_plan
 
 logger = logging.getLogger(__name__)
 
-# More than anybody notes beside a checkpoint, in bytes.
+# The most bytes to read of a small file beside a checkpoint.
 _MAX_BESIDE_BYTES = 64 * 2**20
 
 # jax.monitoring scalars, one of each for a save and process.
 EVENT_BYTES_WRITTEN = "/jax/orbax/write/safetensors/bytes_written"
 EVENT_NUM_WRITES = "/jax/orbax/write/safetensors/num_writes"
 EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
-# The name of `TREE_FILE` until the files are whole, of which it makes a checkpoint of Orbax.
+# The name of `TREE_FILE`, which makes the files a checkpoint of Orbax, until these are complete.
 _UNFINISHED = f"{TREE_FILE}.unfinished"
 
 
 def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
-    """Writes the files of a save into `directory`, which is there and empty, together with the other processes.
+    """Write the files of a save into `directory`, which exists and is empty; all processes do so together.
 
-    Raises `StorageError` in every process where one fails; no file is then valid.
+    Raises `StorageError` in every process if one fails; no file is then valid.
     """
     started = time.perf_counter()
     directory = os.fspath(directory)
@@ -61,7 +61,7 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
     store, path, nbytes = together(f"{save.key}/data", data)
     together(f"{save.key}/facts", facts)
-    for part in ("plan", "pieces", "files", "copies", "data"):  # all have left these behind to come here
+    for part in ("plan", "pieces", "files", "copies", "data"):  # all processes are past these agreements
         forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started
     logger.info(
@@ -105,9 +105,9 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int
 
 
 def _write_facts(save: Save, directory: str, store: Store) -> None:
-    """Writes what makes the files a checkpoint, which it is with the last of it.
+    """Write config, indexes and headers, the last of which makes the files a checkpoint.
 
-    That are config, indexes and headers; of files that are there and whole already, only the indexes.
+    On a store whose files appear whole, config and headers are there already, and only the indexes are written.
     """
     if store.whole:
         _write_index(save, directory, store)
@@ -135,9 +135,9 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
 
 
 def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
-    """Writes small files, in order, beside what was saved into `directory`, together with all other processes.
+    """Write small files, in order, beside the save in `directory`; all processes call this together.
 
-    One process writes; raises `StorageError` in every process if it fails.
+    One process writes. Raises `StorageError` in every process if that one fails.
     """
     directory = os.fspath(directory)
 
@@ -151,9 +151,9 @@ def write_beside(directory: PathLike, files: Mapping[str, str], *, options: Safe
 
 
 def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
-    """What a small file in `directory` holds; None where it is not there, or where `directory` is itself a file.
+    """Return the content of a small file in `directory`; None if it does not exist, or if `directory` is a file.
 
-    Raises `StorageError` where it cannot be read.
+    Raises `StorageError` if the file cannot be read.
     """
     store, path = store_of(os.fspath(directory), options.storage_options)
     file = None if path.endswith(SUFFIX) else store.find(posixpath.join(path, name))

@@ -1,4 +1,4 @@
-"""Which process writes which boxes of a tree's leaves, and in which order."""
+"""Assign the boxes of a tree's leaves to the processes that write them, and order them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.save.pieces import Views
 from orbax_safetensors.transfer.plan import Location
 
-Owned = tuple[Leaf, tuple[Box, ...]]  # a leaf, and the boxes of it that this process writes
+Owned = tuple[Leaf, tuple[Box, ...]]  # a leaf, and its boxes that this process writes
 
 
 def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
-    """Leaves that belong together: written together, their runs are longer than what each has of them."""
+    """Return groups of leaves of the same tensors, whose runs in the files are longer if written together."""
     return [[leaves[at] for at in group] for group in by_tensors([leaf.view for leaf in leaves])]
 
 
 def written_here(groups: Iterable[Sequence[Leaf]]) -> Iterator[tuple[Owned, ...]]:
-    """Yield each group of leaves with the boxes of them that this process writes."""
+    """Yield each group of leaves with the boxes that this process writes."""
     process = jax.process_index()
     everyone = tuple(range(jax.process_count()))
 
@@ -42,11 +42,11 @@ def assign_writers(
 ) -> Iterator[list[tuple[Leaf, dict[Box, int]]]]:
     """Yield each group of leaves with the process that writes each box, given the processes that hold it.
 
-    Of the processes that hold a box, the one that has the fewest bytes to write so far among those that are held by
-    just these processes; in a group, it is the same one for the same box of all leaves. All processes see the boxes
-    that they hold in the same order, so that they agree without a word.
+    Of the processes that hold a box, the writer is the one with the fewest bytes so far, counting only boxes that
+    exactly these processes hold. In a group, the same box of all leaves has the same writer. Processes see the boxes
+    that they hold in the same order, so they agree without communication.
     """
-    loads_of: dict[tuple[int, ...], list[int]] = {}  # bytes of the processes that hold some boxes in common
+    loads_of: dict[tuple[int, ...], list[int]] = {}  # bytes to write, by the processes that hold a box
     for group in groups:
         writers: dict[tuple[Box, tuple[int, ...]], int] = {}
         out = []
@@ -64,14 +64,14 @@ def assign_writers(
 def in_file_order(
     groups: Iterable[tuple[Owned, ...]], views: Views | None, places: Mapping[str, Location]
 ) -> list[tuple[Owned, ...]]:
-    """Groups in the order of the bytes that they become in the files.
+    """Return groups in the order of their bytes in the files.
 
-    Those of which one has bytes between another's are one group, so that each group is one stretch of the files.
+    Groups whose bytes interleave become one group, so that each group is one stretch of the files.
     """
     spans = []
     for group in groups:
-        own = [leaf.view if views is None else views[leaf.name, box] for leaf, boxes in group for box in boxes]
-        at = [(places[name].file, places[name].begin) for view in own for name in view.tensors]
+        stored_views = [leaf.view if views is None else views[leaf.name, box] for leaf, boxes in group for box in boxes]
+        at = [(places[name].file, places[name].begin) for view in stored_views for name in view.tensors]
         spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
     spans.sort(key=lambda span: span[:2])
     out: list[tuple[Owned, ...]] = []

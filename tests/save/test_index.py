@@ -336,7 +336,7 @@ def test_a_variant_that_cannot_be_noted(tmp_path):
     family = ost.mapping.Family("mine.varied", (), lambda config, kind: {"w": ost.mapping.tensor("w", (4,))})
     with ocp.Checkpointer(ost.SafetensorsHandler(family=family, variant={"kind": np.float32})) as checkpointer:
         checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave({"w": np.ones(4, np.float32)}))
-        with pytest.raises(ost.TensorMismatchError, match="variant .* cannot be noted"):
+        with pytest.raises(ost.TensorMismatchError, match="variant .* cannot be recorded"):
             checkpointer.save(tmp_path / "refused", args=ost.SafetensorsSave({"w": np.ones(4)}, index=True))
     assert not {path.name for path in (tmp_path / "saved").iterdir()} & FOR_ORBAX
 
