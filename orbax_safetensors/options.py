@@ -20,7 +20,7 @@ class SafetensorsOptions:
       alias: map files into memory and let CPU arrays share their pages wherever a shard lies in the file as it does in
         memory, at a multiple of 64 bytes. Nothing is then read until it is used. While such an array lives, the file
         stays open, writing into it changes the array, and truncating it kills the process; renaming and deleting are
-        safe. Nothing that is behind an URL can be mapped, and restoring it so is an error.
+        safe. Nothing that is behind a URL can be mapped, and restoring it with `alias` is an error.
       in_flight_bytes: host memory that may be held for bytes on their way to or from an accelerator, or as much as a
         process holds of one leaf, with those that are made of the same stored tensors. Arrays on CPU devices do not
         count, because their memory is read into and written from; nor do asynchronous saves, which copy all shards

@@ -170,7 +170,7 @@ def code_of(body: str) -> str:
 def reason(error: BaseException) -> str:
     """What an error says, in one line, without the bodies of answers, queries of URLs, or paths.
 
-    A server that refuses a signature answers with what was signed and by whom; the signature of an URL is its query.
+    A server that refuses a signature answers with what was signed and by whom; the signature of a URL is its query.
     """
     if isinstance(error, WrongAnswerError | RefusedError):
         return str(error)
