@@ -26,11 +26,11 @@ _TO_SAFETENSORS = {"config": "--config"}
 _DESCRIPTION = """\
 Makes an Orbax checkpoint of safetensors files, or safetensors files of an
 Orbax checkpoint (an item, a step, or steps, of which the latest is taken), in
-bounded memory whatever the size of the model."""
+bounded memory for models of any size."""
 
 _EPILOG = """\
-To Orbax, DESTINATION/STEP/items is made. --spec is as for orbax-safetensors
-plan. See docs/converting.md.
+To Orbax, makes DESTINATION/STEP/items. orbax-safetensors plan --help explains
+--spec. See docs/converting.md.
 
 examples:
   orbax-safetensors convert qwen3/ maxtext/ --to orbax --family maxtext
@@ -89,7 +89,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
         action="append",
         default=[],
         metavar="[REGEX=]DTYPE",
-        help="to cast to, as bfloat16 or 'norm=float32'; repeatable",
+        help="cast to it, as bfloat16 or 'norm=float32'; repeatable",
     )
     parser.add_argument("--step", type=parse_step, metavar="N", help="to Orbax: the number of the step (default: 0)")
     add_common_arguments(parser)
@@ -99,7 +99,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how arrays will be sharded."""
     parser.add_argument(
-        "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="of the devices that will restore it, as fsdp=16"
+        "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="mesh of the devices that will restore it, as fsdp=16"
     )
     parser.add_argument(
         "--spec",
@@ -114,32 +114,32 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `convert` and `reshard` share."""
     add_mesh(parser)
-    parser.add_argument("--no-compression", action="store_true", help="to Orbax: chunks are stored as they are")
+    parser.add_argument("--no-compression", action="store_true", help="to Orbax: store chunks as they are")
     parser.add_argument(
-        "--memory", type=parse_bytes, metavar="BYTES", help="for bytes on their way, as 2GB (default: 2GiB)"
+        "--memory", type=parse_bytes, metavar="BYTES", help="memory for bytes on their way, as 2GB (default: 2GiB)"
     )
     parser.add_argument("--plan", action="store_true", help="only print what it would cost")
     parser.add_argument(
-        "--processes", type=parse_count, metavar="N", help="of a plan: that share the work (default: 1)"
+        "--processes", type=parse_count, metavar="N", help="with --plan: processes that share the work (default: 1)"
     )
-    parser.add_argument("--files", action="store_true", help="of a plan: also for each file or array")
+    parser.add_argument("--files", action="store_true", help="with --plan: also print each file or array")
     parser.add_argument(
         "--bandwidth",
         type=parse_bandwidth,
         metavar="SPEED",
-        help="of a plan: of storage for each process, as 2GB/s",
+        help="with --plan: of storage for each process, as 2GB/s",
     )
     parser.add_argument(
-        "--latency", type=parse_latency, metavar="TIME", help="of a request, until its first byte (default: 0s)"
+        "--latency", type=parse_latency, metavar="TIME", help="time to the first byte of a request (default: 0s)"
     )
     parser.add_argument(
-        "--write-bandwidth", type=parse_bandwidth, metavar="SPEED", help="of writes (default: that of reads)"
+        "--write-bandwidth", type=parse_bandwidth, metavar="SPEED", help="of writes (default: as of reads)"
     )
+    parser.add_argument("--write-latency", type=parse_latency, metavar="TIME", help="of writes (default: as of reads)")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run of this command")
     parser.add_argument(
-        "--write-latency", type=parse_latency, metavar="TIME", help="of writes (default: that of reads)"
+        "--distributed", action="store_true", help="run as one of several processes, by jax.distributed"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with what this command has left unfinished")
-    parser.add_argument("--distributed", action="store_true", help="be one process of several, by jax.distributed")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

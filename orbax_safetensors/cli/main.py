@@ -31,8 +31,8 @@ _BROKEN_PIPE = 141
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
-Looks at .safetensors checkpoints and at what restoring them as sharded JAX
-arrays costs, and converts them to Orbax and back.
+Inspects .safetensors checkpoints, plans what restoring them as sharded JAX
+arrays costs, links them to Orbax, and converts them to Orbax and back.
 
 A PATH is a .safetensors file, a directory with such files, or a checkpoint of
 Orbax; on disk, at a URL (gs://, s3://, az://, https://), or on the Hugging

@@ -78,14 +78,14 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
         action="append",
         required=True,
         metavar="AXIS=SIZE,...",
-        help="as data=2,model=4; repeat it to compare several",
+        help="mesh of devices, as data=2,model=4; repeat it to compare several",
     )
     parser.add_argument(
         "--processes",
         type=parse_count,
         action="append",
         metavar="N",
-        help="that have the devices, evenly (default: 1); once or for each --mesh",
+        help="processes that share the devices (default: 1); once or for each --mesh",
     )
     parser.add_argument(
         "--spec",
@@ -103,19 +103,19 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
         "--bandwidth",
         type=parse_bandwidth,
         metavar="SPEED",
-        help="estimate the time: of storage for each process, as 2GB/s",
+        help="of storage for each process, as 2GB/s; adds estimated times",
     )
     parser.add_argument(
         "--latency",
         type=parse_latency,
         metavar="TIME",
-        help="of a request, until its first byte (default: 0s)",
+        help="time to the first byte of a request (default: 0s)",
     )
     parser.add_argument(
         "--streams",
         type=parse_count,
         metavar="N",
-        help="requests in flight at once (default: those of a restore here)",
+        help="requests in flight at once (default: as in a restore here)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -18,12 +18,12 @@ from orbax_safetensors.storage.paths import place
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
-Stores a checkpoint anew in the format that it has, Orbax or safetensors, so
-that a restore on another mesh reads whole chunks or ranges."""
+Rewrites a checkpoint in its format, Orbax or safetensors, so that a restore on
+another mesh reads whole chunks or ranges."""
 
 _EPILOG = """\
-Of safetensors each device of the mesh gets a file; without --mesh the files
-are laid out anew. --spec is as for orbax-safetensors plan. See
+Safetensors become one file for each device of the mesh; without --mesh, they
+are laid out anew. orbax-safetensors plan --help explains --spec. See
 docs/converting.md.
 
 examples:
@@ -37,7 +37,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "reshard",
-        help="store a checkpoint anew, as suits another mesh",
+        help="rewrite a checkpoint for another mesh",
         usage="%(prog)s SOURCE DESTINATION [OPTION]...",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -45,7 +45,10 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("destination", metavar="DESTINATION")
     parser.add_argument(
-        "--max-file-bytes", type=parse_bytes, metavar="BYTES", help="of safetensors files without --mesh (default: 5GB)"
+        "--max-file-bytes",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="largest safetensors file, without --mesh (default: 5GB)",
     )
     add_common_arguments(parser)
     return parser

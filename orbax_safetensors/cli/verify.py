@@ -17,8 +17,8 @@ from orbax_safetensors.storage.paths import place
 _DESCRIPTION = """\
 Checks every header, the size of every file, and the index against the files.
 Prints a line for each fault and exits with 1, or one line that says OK and
-exits with 0. Data is not read: the format has no checksums. Of a checkpoint
-of Orbax, checks that it is finished and that every array opens."""
+exits with 0. Does not read data: the format has no checksums. Of a
+checkpoint of Orbax, checks that it is finished and that every array opens."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
