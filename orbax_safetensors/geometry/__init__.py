@@ -1,1 +1,1 @@
-"""Views of stored tensors, and the copies and requests they come down to. No I/O and no JAX."""
+"""Views of stored tensors, and the copies and requests that fill memory from them. No I/O and no JAX."""

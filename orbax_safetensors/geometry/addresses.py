@@ -1,8 +1,8 @@
 """`Chunks`: an array cut into a regular grid of chunks that each lie in a stored tensor as one range of bytes.
 
-Whoever reads an array chunk by chunk, as Zarr does, can then be told where each chunk lies, and nothing has to be
-moved. A grid is possible if every chunk is a box of one piece of the view, whose elements follow one another in
-storage, in one order of the dimensions for all chunks. Geometry only: nothing is read or written here.
+A reader of chunks, as Zarr is, then needs only their addresses, and no byte has to move. A grid is possible if every
+chunk is a box of one piece of the view whose elements follow one another in storage, in one order of the dimensions
+for all chunks. Geometry only: this module reads and writes nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from orbax_safetensors.geometry.strided import Modes, extent, offsets
 from orbax_safetensors.geometry.tiling import divisors
 from orbax_safetensors.geometry.view import Piece, View
 
-# Chunks are not smaller than this, unless stored tensors are: each costs a request and an entry of an index.
+# Chunks are not smaller than this, unless stored tensors are: each chunk costs a request and an entry of an index.
 MIN_CHUNK_BYTES = 64 * 2**10
-# Chunks are not cut to less than this part of what they may have, if a dimension has no better divisor.
+# If a dimension has no good divisor, chunks are not cut to less than this part of `max_bytes`.
 _CRUMBS = 8
 
 
 class Place(NamedTuple):
-    """Where chunks lie: those of a box of the grid, which begins at `first`, in one stored tensor.
+    """Where the chunks of one box of the grid, which begins at `first`, lie in a stored tensor.
 
-    `offsets` has the shape of the box, and counts elements from the first of the tensor to the first of a chunk.
+    `offsets` has the shape of the box. It counts elements from the first of the tensor to the first of each chunk.
     """
 
     tensor: str
@@ -42,7 +42,7 @@ class Chunks:
     """A grid of chunks of a view.
 
     Attributes:
-      shape: of a chunk. Chunks of zeros, which are stored nowhere, may reach over the end of the view.
+      shape: of a chunk. Chunks of zeros, which no tensor stores, may reach over the end of the view.
       order: the dimensions, slowest in storage first: a stored chunk is C-contiguous once it is transposed like that.
     """
 
@@ -67,7 +67,7 @@ class Chunks:
         return elements // prod(self.shape)
 
     def places(self) -> Iterator[Place]:
-        """Where all chunks lie that are stored; the others are zeros."""
+        """Yield the places of all stored chunks; the other chunks are zeros."""
         for piece in _stored(self.view):
             first = tuple(start // step for start, step in zip(piece.start, self.shape, strict=True))
             assert piece.tensor is not None
@@ -75,10 +75,11 @@ class Chunks:
 
 
 def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks | str:
-    """The chunks of a view that need not be moved; a sentence that says why there are none, if so.
+    """Return a grid of chunks that stay in storage as they are, or a sentence that says why no grid is possible.
 
-    Chunks have at most `max_bytes`, if that divides a dimension well, and do not cross the edges of shards of the shape
-    `shard` if such an edge is not inside of what is stored contiguously. What is stored nowhere is one chunk of zeros.
+    Chunks have at most `max_bytes` if a dimension has a good divisor. They do not cross the edges of shards of the
+    shape `shard`, except edges within a contiguous range of storage. A view without stored elements is one chunk of
+    zeros.
     """
     for piece in view.pieces:
         if piece.tensor is None and piece.ops != (Offset(0.0),):
@@ -103,7 +104,7 @@ def chunks_in_place(view: View, shard: Sequence[int], max_bytes: int) -> Chunks 
 
 @lru_cache
 def _offsets(dims: tuple[Modes, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Where chunks of a shape begin in a piece, from its first element. Most pieces are alike, and lie elsewhere."""
+    """Return the offsets of chunks from the first element of their piece; most pieces differ only in where they lie."""
     at = np.zeros((), np.int64)
     for modes, step in zip(dims, shape, strict=True):
         at = np.add.outer(at, offsets(modes, np.arange(0, extent(modes), step)))
@@ -119,7 +120,7 @@ def _nbytes(view: View, shape: Iterable[int]) -> int:
 
 
 def _finest(view: View) -> list[int]:
-    """The longest steps along each dimension that keep chunks within pieces and within their innermost modes."""
+    """Return the longest steps along each dimension that keep chunks within pieces and within their innermost modes."""
     step = [0] * len(view.shape)
     for piece in view.pieces:
         for axis, (start, modes) in enumerate(zip(piece.start, piece.dims, strict=True)):
@@ -129,11 +130,11 @@ def _finest(view: View) -> list[int]:
                 step[axis] = gcd(step[axis], length, *(size for size, _ in modes[-1:]))
             elif start + length < view.shape[axis]:
                 step[axis] = gcd(step[axis], length)
-    return [own or size for own, size in zip(step, view.shape, strict=True)]
+    return [length or size for length, size in zip(step, view.shape, strict=True)]
 
 
 def _contiguous(view: View, step: Sequence[int]) -> list[int]:
-    """The dimensions, fastest first, along which chunks of the shape `step` are contiguous in every piece."""
+    """Return the dimensions, fastest first, along which chunks of the shape `step` are contiguous in every piece."""
     chains = [_chain(dims, step) for dims in {piece.dims for piece in _stored(view)}]
     common = 0
     while len({tuple(chain[: common + 1]) for chain in chains}) == 1 and common < len(chains[0]):
@@ -142,7 +143,7 @@ def _contiguous(view: View, step: Sequence[int]) -> list[int]:
 
 
 def _chain(dims: Sequence[Modes], step: Sequence[int]) -> list[int]:
-    """The dimensions along which a box of the shape `step` is contiguous, fastest first."""
+    """Return the dimensions along which a box of the shape `step` is contiguous, fastest first."""
     counted = [axis for axis, size in enumerate(step) if size > 1]
     chain, run = [], 1
     for axis in sorted(counted, key=lambda axis: dims[axis][-1][1]):
@@ -154,7 +155,7 @@ def _chain(dims: Sequence[Modes], step: Sequence[int]) -> list[int]:
 
 
 def _cut_along_shards(view: View, step: list[int], chain: Sequence[int], shard: Sequence[int], least: int) -> None:
-    """Cuts chunks at the edges of shards, along the fastest dimension for which chunks do not become too small."""
+    """Cut chunks at the edges of shards, along the fastest dimension for which chunks do not become too small."""
     for position, axis in enumerate(chain):
         cut = gcd(step[axis], shard[axis])
         faster = prod(step[inner] for inner in chain[:position])
@@ -166,7 +167,7 @@ def _cut_along_shards(view: View, step: list[int], chain: Sequence[int], shard: 
 
 
 def _cut_to(view: View, step: list[int], chain: Sequence[int], max_bytes: int) -> None:
-    """Cuts chunks along the slowest dimensions until they have at most `max_bytes`, or a dimension has no divisor."""
+    """Cut chunks along the slowest dimensions until they have at most `max_bytes`, or a dimension has no divisor."""
     for axis in reversed(chain):
         if (nbytes := _nbytes(view, step)) <= max_bytes:
             return

@@ -1,4 +1,4 @@
-"""`Box`: a hyper-rectangle of an index domain, which a shard, a chunk or a tile is of its array."""
+"""`Box`: a hyper-rectangle of an index domain; shards, chunks and tiles are boxes of their arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Box(tuple[tuple[int, int], ...]):
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """Return the box that is all of an array of `shape`."""
+        """Return the box of a whole array of `shape`."""
         return _whole(tuple(shape))
 
     @staticmethod
@@ -47,7 +47,7 @@ class Box(tuple[tuple[int, int], ...]):
         return tuple([slice(start, stop) for start, stop in self])
 
     def overlap(self, other: Box) -> Box:
-        """Return the elements that both boxes have, which must be some."""
+        """Return the elements that both boxes have; the boxes must overlap."""
         return Box((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self, other, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""From the copies that read one stored tensor to the byte ranges to ask its file for.
+"""From the copies that read one stored tensor to the byte ranges that the requests to its file name.
 
-Pure arithmetic on sets of bytes. Nothing is enumerated run by run: a shard of the inner dimension is one `Runs`,
-however many rows it has. What is asked here is asked again for every tensor of the same geometry, so `gather` caches.
+Pure arithmetic on sets of bytes. Nothing enumerates single runs: a shard of the inner dimension is one `Runs`,
+however many rows it has. Many tensors have the same geometry, so `gather` caches its results.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from orbax_safetensors.geometry.strided import Copy, Modes, Runs, keeps_order, p
 # The longest read that goes straight to its destination. A pool of threads shares a large tensor in such pieces; below
 # about 4 MiB the work per call begins to show, above 16 MiB threads wait for one another.
 MAX_REQUEST_BYTES = 16 * 2**20
-# The longest read into a staging buffer, which is then copied out of. Small enough to be in a core's cache still when
-# it is, so that the second copy is cheap; below this, the work for each copy in Python costs more than that saves.
+# The longest read into a staging buffer. A buffer of this size is still in a core's cache when its elements are copied
+# out, so that the second copy is cheap; with smaller buffers, Python's work for each copy costs more than that saves.
 MAX_STAGED_BYTES = 4 * 2**20
-# Rows of a window that is transposed: what each becomes a part of is then written in runs of as many elements, which
-# take long to write where they are shorter than this, and longer where they begin and end within a cache line.
+# Rows of a window that is transposed. The destination is then written in runs of as many elements: shorter runs take
+# long to write, and runs that begin and end within a cache line take longer.
 _TRANSPOSED_ROWS = 128
 _TALLEST_BYTES = 16 * 2**20
 _LINE_BYTES = 64
@@ -33,7 +33,7 @@ _DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a st
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A copy and where its elements go: `buffer` is the position of the copy among those that were asked for."""
+    """A copy and where its elements go: `buffer` is the position of the copy among the requested copies."""
 
     buffer: int
     copy: Copy
@@ -41,7 +41,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Bytes of a tensor that are exactly the bytes of a destination, from its byte `offset` on."""
+    """Bytes of a tensor that are exactly the bytes of a destination from byte `offset` on."""
 
     runs: Runs
     buffer: int
@@ -49,13 +49,13 @@ class Direct:
 
     @property
     def pitch(self) -> int:
-        """Size in bytes of the windows in which the packed bytes are read, where they are not one range."""
+        """Size in bytes of the windows in which the packed bytes are read if they are not one range."""
         return _pitch(self.runs, (), MAX_STAGED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Bytes of a tensor that several copies, or one that reorders or casts, take what they need from.
+    """Bytes of a tensor that several copies read from, or one copy that reorders or casts.
 
     The copies of `uses` read from the packed bytes of `runs`. `pitch` is the size in bytes of the windows in which
     the packed bytes are read and copied.
@@ -69,7 +69,7 @@ class Staged:
 class Scales(NamedTuple):
     """The scales for a window of codes: `ranges` are `(begin, length)` in bytes of the scales tensor.
 
-    `segments` has the window's decoded elements in order, and counts scales in the bytes of `ranges` put together.
+    `segments` has the window's decoded elements in order; its positions of scales are those in the joined `ranges`.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -78,23 +78,22 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Encoded(Staged):
-    """Codes that several copies take what they need from once they are decoded.
+    """Codes whose decoded elements one or several copies read from.
 
     `runs` and `pitch` are bytes of the codes, and whole units of `encoding`. The copies of `uses` read from the decoded
-    elements of the packed codes, as a window's from its own.
+    elements of the packed codes.
     """
 
     encoding: Encoding
     max_gap_bytes: int
 
     def scales(self, low: int, high: int) -> Scales:
-        """What decodes the window of packed codes `[low, high)`, bytes."""
+        """Return the scales for the window `[low, high)` of the packed codes, in bytes."""
         begin, end, window = self.encoding.elements(self.runs, high - low, low, high)
         first, last, _ = self.encoding.scale_ranges(begin, end, window, self.max_gap_bytes)
         segments = self.encoding.segments(begin, end)
-        distance = last - np.cumsum(
-            last - first
-        )  # for every range, from where its scales are read to to where they lie
+        # For every range, the distance between its scales' positions in the tensor and in the joined ranges.
+        distance = last - np.cumsum(last - first)
         if distance.size > 1:
             distance = distance[np.searchsorted(first, segments.scales, "right") - 1]
         size = self.encoding.scale_bytes
@@ -106,12 +105,12 @@ class Encoded(Staged):
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """All that is to be read of one tensor for one process; offsets are relative to the tensor's first byte.
+    """All reads of one tensor for one process; offsets are relative to the tensor's first byte.
 
     Attributes:
       ranges: contiguous, in order; they may be joined with those of a neighbouring tensor.
-      windowed: what is read in windows of its pitch.
-      needed_bytes: counts each byte that some copy reads once.
+      windowed: reads in windows of their pitch.
+      needed_bytes: the bytes that some copy reads, each counted once.
       read_bytes: bytes that are read, `ranges` included.
       num_requests: requests, without those for `ranges`.
       window_bytes: memory that the longest staged window takes.
@@ -127,16 +126,16 @@ class Gather:
 
 @lru_cache(maxsize=2**16)
 def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: int) -> Gather:
-    """Plans the reading of one tensor.
+    """Plan the reading of one tensor.
 
     `copies` has all copies that one process makes from the tensor, and for each whether it moves bits unchanged (False
-    where it casts). `itemsize` is the stored dtype's. The runs of one copy are read as one where the gap between them
-    is at most `max_gap_bytes`, as are those of different copies that alternate; contiguous ranges are joined only where
-    they touch, so that shards of the leading dimension cost exactly their bytes.
+    if it casts). `itemsize` is the stored dtype's. Runs of one copy, and runs of different copies that alternate, are
+    read as one if the gap between them is at most `max_gap_bytes`. Contiguous ranges are joined only if they touch, so
+    that shards of the leading dimension cost exactly their bytes.
     """
     exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], 0)
     widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
-    # What was disjoint can have bytes in common once gaps belong to it.
+    # Disjoint sets can have bytes in common once gaps belong to them.
     joined = exact if widened == exact else _disjoint(widened)
     ranges: list[Direct] = []
     windowed: list[Direct | Staged] = []
@@ -166,12 +165,12 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
 
 @lru_cache(maxsize=2**16)
 def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, max_gap_bytes: int) -> Gather:
-    """Plans the reading of one quantised tensor: `windowed`, with offsets in the codes tensor, is all `Encoded`.
+    """Plan the reading of one quantised tensor: `windowed`, with offsets in the codes tensor, is all `Encoded`.
 
     `copies` is as for `gather`, and counts decoded elements; whether they keep bits does not matter. Gaps between runs
     of codes, and between the scales for one window, are read as `gather` reads them. Bytes and requests are those of
-    both tensors. The whole units that some element is in are needed, each once, and of the scales the range from the
-    first to the last for each of their runs, each once. A staged window holds codes, scales and float32 elements.
+    both tensors. `needed_bytes` counts, each once, the whole units that hold some element, and for each of their runs
+    the scales from the first to the last. A staged window holds codes, scales and float32 elements.
     """
     per_byte = encoding.elements_per_byte
     # Copies that share no element can share a unit.
@@ -207,14 +206,14 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
 
 
 def _requests(runs: Runs, pitch: int) -> int:
-    """How many storage operations it takes to read `runs` in windows of `pitch` packed bytes."""
+    """Return how many requests read `runs` in windows of `pitch` packed bytes."""
     cuts = -(-runs.nbytes // pitch) - 1
     between_runs = (runs.nbytes - 1) // lcm(pitch, runs.length)
     return runs.count + cuts - between_runs
 
 
 def _pitch(runs: Runs, rows: Iterable[int], longest: int) -> int:
-    """Bytes of `runs` to move at a time: whole rows or runs, as many as fit in `longest`.
+    """Return how many bytes of `runs` to move at a time: whole rows or runs, as many as fit in `longest`.
 
     `rows` are the strides in bytes of the copies that read the packed bytes.
     """
@@ -223,7 +222,7 @@ def _pitch(runs: Runs, rows: Iterable[int], longest: int) -> int:
 
 
 def _tall(runs: Runs, rows: Sequence[int], itemsize: int) -> int:
-    """`_pitch` where elements are transposed: of many rows, and whole cache lines of what they become."""
+    """Return the `_pitch` of a transposing copy: many rows, which become whole cache lines of the destination."""
     pitch = _pitch(runs, rows, MAX_STAGED_BYTES)
     row = max((row for row in (*rows, runs.length) if row <= MAX_STAGED_BYTES), default=pitch)
     count = max(pitch // row, min(_TRANSPOSED_ROWS, _TALLEST_BYTES // row))
@@ -232,7 +231,7 @@ def _tall(runs: Runs, rows: Sequence[int], itemsize: int) -> int:
 
 
 def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """First index of every group of ranges that follow one another in a file without a gap.
+    """Return the first index of every group of ranges that follow one another in a file without a gap.
 
     The ranges are in the order of the files and of their offsets, and disjoint.
     """
@@ -244,14 +243,14 @@ def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarra
 def _direct(
     runs: Runs, members: tuple[int, ...], copies: Sequence[tuple[Copy, bool]], itemsize: int
 ) -> list[Direct] | None:
-    """`runs` as bytes that go straight to the destinations of their `members`, None where they do not."""
+    """Return `runs` as bytes that go straight to the destinations of their `members`; None if they cannot."""
     out = []
     for index in members:
         copy, same_bits = copies[index]
-        own = source_runs(copy, itemsize)
-        if not same_bits or not keeps_order(copy) or (own != runs and (own.modes or runs.modes)):
+        read = source_runs(copy, itemsize)
+        if not same_bits or not keeps_order(copy) or (read != runs and (read.modes or runs.modes)):
             return None
-        out.append(Direct(own, index, copy.destination * itemsize))
+        out.append(Direct(read, index, copy.destination * itemsize))
     # Members may overlap, or a joined gap may belong to none of them.
     return out if sum(part.runs.nbytes for part in out) == runs.nbytes else None
 
@@ -260,9 +259,9 @@ _Member = tuple[Runs, tuple[int, ...]]
 
 
 def _union(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
-    """The same bytes in as few sets as can be found, each with the members of those that went into it.
+    """Return the same bytes in as few sets as it can find, each with the members of all sets that it joins.
 
-    Sets of runs are joined across gaps of `max_gap_bytes`, plain ranges only where they touch.
+    Joins sets of runs across gaps of `max_gap_bytes`, plain ranges only if they touch.
     """
     items = list(items)
     while True:
@@ -280,7 +279,7 @@ def _union(items: list[_Member], max_gap_bytes: int) -> list[_Member]:
             return items
 
 
-# Orders in which sets that can be joined stand side by side: along the run, then along each of the outer modes.
+# Orders that bring sets that can be joined side by side: along the run, then along each of the outer modes.
 _ORDERS: tuple[Callable[[Runs], tuple[object, ...]], ...] = (
     lambda runs: (runs.begin, runs.end),
     lambda runs: (runs.modes, runs.begin),
@@ -293,7 +292,7 @@ def _without(modes: Modes, at: int) -> Modes:
 
 
 def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
-    """The union of two sets, where it is itself one set; their runs may have gaps of `max_gap_bytes` between them."""
+    """Return the union of two sets, None if it is not one set; `max_gap_bytes` may lie between their runs."""
     if a == b:
         return a
     if not a.modes and not b.modes:
@@ -310,12 +309,12 @@ def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
 
 
 def disjoint(sets: Sequence[Runs]) -> bool:
-    """Whether no two of the sets have bytes in common; False too where that is not easy to tell, see `_overlap`."""
+    """Return whether no two of the sets have bytes in common; False if that is not easy to tell, see `_overlap`."""
     return len(_disjoint([(runs, ()) for runs in sets])) == len(sets)
 
 
 def _disjoint(items: list[_Member]) -> list[_Member]:
-    """Joins sets that have bytes in common, so that none is read twice."""
+    """Join sets that have bytes in common, so that no byte is read twice."""
     while True:
         items.sort(key=lambda item: (item[0].begin, item[0].end))
         ranges: list[_Member] = []
@@ -335,10 +334,10 @@ def _disjoint(items: list[_Member]) -> list[_Member]:
 
 
 def _overlap(a: Runs, b: Runs) -> Runs | None:
-    """One set that holds two that have bytes in common, gaps included; None for two that have none.
+    """Return one set that holds two sets with bytes in common, gaps included; None if they have none in common.
 
-    Sets with different strides that lie in the same stretch of the tensor are taken to have some. No sharding over a
-    mesh makes such sets.
+    Sets with different strides that lie in the same stretch of the tensor count as sets with bytes in common. No
+    sharding over a mesh makes such sets.
     """
     if a == b:
         return a
@@ -353,7 +352,7 @@ def _overlap(a: Runs, b: Runs) -> Runs | None:
 
 
 def _overlap_rows(a: Runs, b: Runs) -> Runs | None:
-    """`_overlap` of sets with the same outermost stride, of which `a` begins first."""
+    """Return the `_overlap` of sets with the same outermost stride, of which `a` begins first."""
     (rows, stride), (more, _) = a.modes[0], b.modes[0]
     skipped, inside = divmod(b.begin - a.begin, stride)
     # The first row of `b` begins in a row of `a`, and may lie in the next one instead.
@@ -373,7 +372,7 @@ def _span(a: Runs, b: Runs) -> Runs:
 
 
 def _widen(runs: Runs, max_gap_bytes: int) -> Runs:
-    """`runs` with every gap of at most `max_gap_bytes` between neighbouring runs read as well."""
+    """Return `runs` with every gap of at most `max_gap_bytes` between neighbouring runs included."""
     length, modes = runs.length, list(runs.modes)
     while modes and modes[-1][1] - length <= max_gap_bytes:
         size, stride = modes.pop()

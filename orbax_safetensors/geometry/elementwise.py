@@ -1,7 +1,7 @@
-"""What happens to the value of each element between storage and memory, apart from where it goes.
+"""Operations on the value of each element between storage and memory; its place is not their concern.
 
-A piece of a view has a short tuple of these. They are computed one after the other in a wide type and rounded once, to
-the dtype of the memory; only `Cast` rounds in between. `undo` is the way back, for saves.
+A piece of a view has a short tuple of operations. `apply` computes them one after the other in a wide type; the result
+is rounded once, to the dtype of the memory, and only `Cast` rounds in between. Saves reverse them with `undo`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Ops = tuple[Op, ...]  # in the order of a restore
 
 
 def apply(ops: Ops, values: np.ndarray) -> np.ndarray:
-    """`ops` on `values`, in a new array of a wide type, or of the last cast's."""
+    """Return the result of `ops` on `values`: a new array of a wide type, or of the last cast's."""
     out = _wide(values)
     for op in ops:
         match op:
@@ -62,7 +62,7 @@ def apply(ops: Ops, values: np.ndarray) -> np.ndarray:
 
 
 def undo(ops: Ops, values: np.ndarray) -> np.ndarray:
-    """What `apply` made `values` of, in a new array of a wide type."""
+    """Return the numbers from which `apply` computed `values`: a new array of a wide type."""
     out = _wide(values)
     for op in reversed(ops):
         match op:
@@ -76,7 +76,7 @@ def undo(ops: Ops, values: np.ndarray) -> np.ndarray:
 
 
 def _wide(values: np.ndarray) -> np.ndarray:
-    """The same numbers in the type that arithmetic is done in; float32, unless that could not hold them."""
+    """Return the same numbers in the type for arithmetic: float32, unless that could not hold them."""
     if values.dtype.kind == "c" or values.dtype in (np.float32, np.float64):
         return values
     exact = values.dtype.kind in "iu" and values.dtype.itemsize >= 4

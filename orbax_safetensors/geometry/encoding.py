@@ -1,8 +1,8 @@
-"""`Encoding`: where the codes and the scales of a quantised tensor lie for any elements of what it decodes to.
+"""`Encoding`: where the codes and the scales for any decoded elements of a quantised tensor lie.
 
 A quantised tensor is stored as two: *codes*, a few bits for each element, and *scales*, one for each block of elements;
-an element is the value of its code times the scale of its block. To views it is a tensor of the decoded elements, in
-row-major order. Here is the geometry only: nothing is read and nothing is decoded.
+an element is the value of its code times the scale of its block. To views, a quantised tensor is a row-major tensor of
+the decoded elements. This module is geometry only: it reads and decodes nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Encoding:
       shape: of the decoded tensor, rank 2 or more. The last two dimensions are rows and columns.
       block: rows and columns that share a scale; the last block of a row or a column may be smaller. The scales are a
         row-major grid with an entry for each block, in every matrix of the leading dimensions.
-      codes: element type of the codes, F8_E4M3 or F4. Of those of 4 bits the first is in the low half of a byte, and
-        blocks divide the columns evenly.
-      scales: element type of the scales: floats for F8_E4M3, and for F4 U8, which are exponents of 2 plus 127.
+      codes: element type of the codes, F8_E4M3 or F4. The first of two 4-bit codes is in the low half of its byte, and
+        blocks of such codes divide the columns evenly.
+      scales: element type of the scales: floats for F8_E4M3, and for F4 U8, whose values are exponents of 2 plus 127.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Encoding:
 
     @property
     def unit(self) -> int:
-        """Elements that are decoded together: ranges of elements begin and end at multiples of it."""
+        """Elements that are decoded together: ranges of elements begin and end at multiples of this."""
         return 1 if self.codes.bits == 8 else self.block[1]
 
     @property
@@ -70,17 +70,19 @@ class Encoding:
         return self.scales.bits // 8
 
     def units(self, copy: Copy) -> Runs:
-        """The codes, in bytes, of the units that `copy` reads from, whose source is the decoded tensor."""
+        """Return the codes, in bytes, of the units that `copy` reads from; its source is the decoded tensor."""
         unit, unit_bytes = self.unit, self.unit // self.elements_per_byte
         first, last = copy.source // unit, copy.source // unit  # the units of a run
         modes: list[Mode] = []  # in units
-        reach = inside = 0  # from the first to the last element of all modes so far, and to the last unit of those kept
+        reach = inside = (
+            0  # from the first to the last element of all modes so far, and to the last unit of the modes kept
+        )
         for size, stride, _ in sorted(copy.modes, key=lambda mode: mode[1]):
             reach += (size - 1) * stride
             if stride % unit == 0 and stride // unit > last - first + inside:
                 modes.append((size, stride // unit))
                 inside += (size - 1) * (stride // unit)
-            else:  # units would be cut or read twice: all that lies within becomes one run
+            else:  # units would be cut or read twice: all within becomes one run
                 last, modes, inside = (copy.source + reach) // unit, [], 0
         runs = runs_of(
             first * unit_bytes, (last - first + 1) * unit_bytes, [(size, stride * unit_bytes) for size, stride in modes]
@@ -91,15 +93,15 @@ class Encoding:
     def elements(
         self, codes: Runs, pitch: int, low: int = 0, high: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Packed bytes `[low, high)` of `codes`, all without them, as `[begin, end)` in elements for each run in them.
+        """Return packed bytes `[low, high)` of `codes`, by default all, as `[begin, end)` in elements for each run.
 
-        Runs are cut where windows of `pitch` bytes are; the third array has the number of each one's window.
+        Runs are cut at the edges of windows of `pitch` bytes; the third array has the number of each run's window.
         """
         high = codes.nbytes if high is None else high
         windows = np.arange(low, high, pitch)
         within = np.arange(-(-low // codes.length) * codes.length, high, codes.length)
         cuts = np.sort(np.concatenate((windows[windows % codes.length != 0], within)), kind="stable")
-        index = cuts // codes.length  # and not divmod, which is many times slower
+        index = cuts // codes.length  # divmod is many times slower
         begin = codes.begin + cuts - index * codes.length
         for size, stride in reversed(codes.modes):
             outer = index // size
@@ -111,9 +113,9 @@ class Encoding:
     def scale_ranges(
         self, begin: np.ndarray, end: np.ndarray, window: np.ndarray, max_gap_bytes: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The scales to read for what `elements` returns: `[first, last)` in scales, and the window, both ascending.
+        """Return the scales to read for ranges of `elements`: `[first, last)` in scales, and their window; all ascend.
 
-        For every range of elements they go from the first scale that it needs to the last. Within a window they are
+        For every range of elements they reach from its first scale to its last. Ranges of scales in one window are
         joined across gaps of `max_gap_bytes`.
         """
         low, high = self._spans(begin, end)
@@ -128,7 +130,7 @@ class Encoding:
         return low[starts], reach[last] - window * apart, window
 
     def scales_needed(self, codes: Sequence[Runs]) -> int:
-        """Bytes of the scales of `codes`, each counted once."""
+        """Return the bytes of the scales of `codes`, each counted once."""
         if self.block == (1, self.unit):  # one for each unit
             return sum(runs.nbytes for runs in codes) * self.elements_per_byte // self.unit * self.scale_bytes
         thinned = [part for runs in codes for part in self._thinned(runs)]
@@ -137,7 +139,7 @@ class Encoding:
         return int((last - first).sum()) * self.scale_bytes
 
     def segments(self, begin: np.ndarray, end: np.ndarray) -> Segments:
-        """The elements of the ranges `[begin, end)`, one range after the other, none empty."""
+        """Return the segments of the ranges `[begin, end)` of elements, in order; no range is empty."""
         columns, (height, width), across = self.shape[-1], self.block, self.grid[1]
         # Every row is cut at its blocks: segment number n is number n % across of row n // across.
         first, last = ((at // columns * across + at % columns // width) for at in (begin, end - 1))
@@ -155,7 +157,7 @@ class Encoding:
         return Segments(lengths, self._grid_row(row) * across + (segment - row * across))
 
     def _thinned(self, codes: Runs) -> Iterator[Runs]:
-        """Runs with all the scales of `codes`: of those in the rows of a matrix, one for each row of blocks."""
+        """Yield runs that need all scales of `codes`: if these are rows of a matrix, one run for each row of blocks."""
         if len(self.shape) == 2 and len(codes.modes) == 1:
             row_bytes = self.shape[-1] // self.elements_per_byte
             ((size, stride),) = codes.modes
@@ -167,7 +169,7 @@ class Encoding:
         yield codes
 
     def _spans(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`[first, last)` in scales for each range `[begin, end)` of elements, none empty."""
+        """Return `[first, last)` in scales for each range `[begin, end)` of elements; no range is empty."""
         columns, last = self.shape[-1], end - 1
         # Of the rows that a range runs through, the first may begin, and the last may end, within the row.
         second = (begin // columns + 1) * columns
@@ -177,13 +179,13 @@ class Encoding:
         return low, high + 1
 
     def _scale_of(self, element: np.ndarray) -> np.ndarray:
-        """The position in the scales tensor of each element's scale."""
+        """Return the position in the scales tensor of each element's scale."""
         row = element // self.shape[-1]
         scale: np.ndarray = self._grid_row(row) * self.grid[1] + (element - row * self.shape[-1]) // self.block[1]
         return scale
 
     def _grid_row(self, row: np.ndarray) -> np.ndarray:
-        """The row of scales for each row of elements, both counted through all matrices."""
+        """Return the row of scales for each row of elements, both counted through all matrices."""
         if len(self.shape) == 2:
             return row // self.block[0]
         matrix = row // self.shape[-2]

@@ -1,4 +1,4 @@
-"""Views that are parts of the same stored tensors, which are best moved together: one tensor then is moved once."""
+"""Groups of views that share stored tensors: if a group moves together, each tensor is read once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from orbax_safetensors.geometry.view import View
 
 
 def by_tensors(views: Sequence[View]) -> list[list[int]]:
-    """The positions of `views` in their order, those together that share a tensor, if only through others."""
+    """Return the positions of `views` in groups that share tensors, directly or through other views."""
     group_of: dict[str, int] = {}
     groups: dict[int, list[int]] = {}
     for number, view in enumerate(views):
@@ -17,7 +17,7 @@ def by_tensors(views: Sequence[View]) -> list[list[int]]:
         if not group_of.keys().isdisjoint(tensors):
             for other in sorted({group_of[name] for name in tensors if name in group_of}):
                 groups[number] = groups.pop(other) + groups[number]
-                group_of |= {name: number for one in groups[number] for name in views[one].tensors}
+                group_of |= {name: number for member in groups[number] for name in views[member].tensors}
         for name in tensors:
             group_of[name] = number
     return [sorted(group) for group in groups.values()]

@@ -1,6 +1,6 @@
-"""Tensors that are stored in pieces: which boxes of them some views cover, and the views with a tensor for each box.
+"""Tensors that are stored in pieces: the boxes of them that some views cover, and views with a tensor for each box.
 
-A view that cuts a tensor into boxes, as shardings do, covers boxes. Those that touch become one piece; so do copies
+A view that cuts a tensor into boxes, as shardings do, covers boxes. Boxes that touch become one piece; so do copies
 that alternate in one box, as the two halves of a head do.
 """
 
@@ -16,7 +16,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import Modes, merged, row_major
 from orbax_safetensors.geometry.view import Piece, View
 
-# (axis of the tensor, size, step): `size` positions, `step` apart along the axis; for every dimension outermost first.
+# (axis of the tensor, size, step): `size` positions, `step` apart along the axis; outermost first in every dimension.
 _Digits = tuple[tuple[int, int, int], ...]
 
 
@@ -27,7 +27,7 @@ class TensorPiece(NamedTuple):
     box: Box
 
 
-class _Taken(NamedTuple):
+class _Region(NamedTuple):
     """Where a piece of a view lies in its tensor: from `start` on, along the digits of each of its dimensions."""
 
     start: tuple[int, ...]
@@ -35,7 +35,7 @@ class _Taken(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The smallest box that holds it."""
+        """The smallest box that holds the region."""
         stop = [start + 1 for start in self.start]
         for digits in self.dims:
             for axis, size, step in digits:
@@ -46,22 +46,22 @@ class _Taken(NamedTuple):
 def in_pieces(
     views: Sequence[View], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[View], dict[str, TensorPiece]]:
-    """`views` of tensors that have `shapes`, as views of the pieces that they cover together, and these by their names.
+    """Return `views` of tensors of `shapes` as views of the pieces that they cover together, and the pieces by name.
 
-    Raises `MappingError` where what they cover of a tensor is no set of boxes.
+    Raises `MappingError` if the part of a tensor that they cover is not a set of boxes.
     """
-    taken: dict[str, list[_Taken]] = {}
+    regions: dict[str, list[_Region]] = {}
     for view in views:
         for piece in view.pieces:
             if piece.tensor is not None:
-                taken.setdefault(piece.tensor, []).append(_taken(piece, shapes[piece.tensor]))
+                regions.setdefault(piece.tensor, []).append(_region(piece, shapes[piece.tensor]))
     pieces: dict[str, TensorPiece] = {}
     names: dict[str, dict[Box, str]] = {}
-    for tensor, own in taken.items():
-        boxes = _joined([one.box for one in own])
-        covered = sum(prod(size for digits in one.dims for _, size, _ in digits) for one in own)
+    for tensor, covering in regions.items():
+        boxes = _joined([region.box for region in covering])
+        covered = sum(prod(size for digits in region.dims for _, size, _ in digits) for region in covering)
         if sum(box.volume for box in boxes) != covered:
-            raise MappingError(f"{tensor!r}: what one process holds of it is no set of boxes")
+            raise MappingError(f"{tensor!r}: what one process holds of it is not a set of boxes")
         names[tensor] = {box: f"{number}/{tensor}" for number, box in enumerate(boxes)}
         pieces |= {name: TensorPiece(tensor, box) for box, name in names[tensor].items()}
     return [
@@ -70,24 +70,24 @@ def in_pieces(
     ], pieces
 
 
-def _taken(piece: Piece, shape: tuple[int, ...]) -> _Taken:
+def _region(piece: Piece, shape: tuple[int, ...]) -> _Region:
     strides = row_major(shape)
     start = tuple(piece.offset // stride % size for stride, size in zip(strides, shape, strict=True))
-    taken = _Taken(start, tuple(_digits(piece, modes, shape, strides) for modes in piece.dims))
-    if any(stop > size for (_, stop), size in zip(taken.box, shape, strict=True)):
+    region = _Region(start, tuple(_digits(piece, modes, shape, strides) for modes in piece.dims))
+    if any(stop > size for (_, stop), size in zip(region.box, shape, strict=True)):
         raise MappingError(f"{piece.tensor!r}: what one process holds of it runs across its rows")
-    return taken
+    return region
 
 
 def _digits(piece: Piece, modes: Modes, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Digits:
-    """One dimension of a piece, in steps along the axes of its tensor."""
+    """Return one dimension of a piece in steps along the axes of its tensor."""
     out: list[tuple[int, int, int]] = []
     for size, stride in modes:
         inner = []
         while size > 1:
             axis = next(axis for axis in range(len(shape)) if strides[axis] <= stride and shape[axis] > 1)
             step, rest = divmod(stride, strides[axis])
-            # Runs on into the axis outside this one.
+            # More positions than this axis has go on into the axis outside.
             fits = size if (size - 1) * step < shape[axis] else shape[axis] // step
             if rest or size % fits or (fits < size and fits * step != shape[axis]):
                 raise MappingError(
@@ -101,11 +101,11 @@ def _digits(piece: Piece, modes: Modes, shape: tuple[int, ...], strides: tuple[i
 
 def _rebased(piece: Piece, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, Mapping[Box, str]]) -> Piece:
     assert piece.tensor is not None
-    own = _taken(piece, shapes[piece.tensor])
-    box, name = next((box, name) for box, name in names[piece.tensor].items() if _within(own.box, box))
+    region = _region(piece, shapes[piece.tensor])
+    box, name = next((box, name) for box, name in names[piece.tensor].items() if _within(region.box, box))
     strides = row_major(box.shape)
-    offset = sum((at - start) * stride for at, start, stride in zip(own.start, box.start, strides, strict=True))
-    dims = tuple(tuple((size, step * strides[axis]) for axis, size, step in digits) for digits in own.dims)
+    offset = sum((at - start) * stride for at, start, stride in zip(region.start, box.start, strides, strict=True))
+    dims = tuple(tuple((size, step * strides[axis]) for axis, size, step in digits) for digits in region.dims)
     return piece._replace(tensor=name, offset=offset, dims=tuple(merged(modes) for modes in dims))
 
 
@@ -114,7 +114,7 @@ def _within(inner: Box, outer: Box) -> bool:
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
-    """The same elements, or more where boxes overlap, in disjoint boxes, as few as can be found."""
+    """Return disjoint boxes, as few as it can find, that hold all elements of `boxes`; more if boxes overlap."""
     todo, out = list(dict.fromkeys(boxes)), list[Box]()
     while todo:
         box = todo.pop()
@@ -129,8 +129,8 @@ def _joined(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _joins(box: Box, other: Box) -> bool:
-    """Whether two boxes overlap, or make up one."""
+    """Return whether two boxes overlap, or make up one."""
     pairs = list(zip(box, other, strict=True))
     apart = sum(b <= c or d <= a for (a, b), (c, d) in pairs)
     touching = sum(b == c or d == a for (a, b), (c, d) in pairs)
-    return apart == 0 or (apart == touching == 1 and sum(own != its for own, its in pairs) == 1)
+    return apart == 0 or (apart == touching == 1 and sum(side != other_side for side, other_side in pairs) == 1)

@@ -1,6 +1,6 @@
 """Stride arithmetic: modes, and the strided copies that every view comes down to.
 
-All arithmetic on strides in the package is in this file. It knows no names of dimensions, no dtypes and no files.
+All arithmetic on strides in the package is in this module. It knows no names of dimensions, no dtypes and no files.
 
 A *mode* is `(size, stride)`: `size` positions, `stride` elements apart. A dimension is a tuple of modes, outermost
 first, and runs through them like the digits of an odometer; the extent of a dimension is the product of its sizes. A
@@ -22,12 +22,12 @@ CopyMode = tuple[int, int, int]  # (size, source stride, destination stride), el
 
 
 def extent(modes: Modes) -> int:
-    """Number of positions that `modes` runs through."""
+    """Return the number of positions that `modes` runs through."""
     return prod(size for size, _ in modes)
 
 
 def merged(modes: Sequence[Mode]) -> Modes:
-    """The same positions in the fewest modes: size 1 is dropped, and a mode that continues the next is joined to it."""
+    """Return the same positions in the fewest modes: drop size 1, and join a mode to the next one that it continues."""
     out: list[Mode] = []
     for size, stride in modes:
         if size == 1:
@@ -40,7 +40,7 @@ def merged(modes: Sequence[Mode]) -> Modes:
 
 
 def split(modes: Modes, extents: Sequence[int]) -> list[Modes] | None:
-    """`modes` as one dimension for each of `extents`, outermost first; None where no modes can express that."""
+    """Return `modes` as one dimension for each of `extents`, outermost first; None if no modes can express that."""
     rest = list(modes)
     out: list[Modes] = []
     for wanted in reversed(extents):
@@ -61,7 +61,7 @@ def split(modes: Modes, extents: Sequence[int]) -> list[Modes] | None:
 
 
 def subrange(modes: Modes, start: int, stop: int) -> Iterator[tuple[int, int, Modes]]:
-    """Positions `[start, stop)` of a dimension as `(first position, offset of it, modes)`, in order.
+    """Yield positions `[start, stop)` of a dimension as `(first position, its offset, modes)`, in order.
 
     A range that cuts through the digits of the odometer needs several pieces: at most `2 * len(modes) - 1`.
     """
@@ -78,7 +78,7 @@ def subrange(modes: Modes, start: int, stop: int) -> Iterator[tuple[int, int, Mo
     if not inner:
         yield start, start * stride, merged(((stop - start, stride),))
         return
-    # Digits [first, last) of the outermost mode are covered from end to end; those beside them in part.
+    # Digits [first, last) of the outermost mode are covered from end to end; the digits beside them in part.
     first, last = -(-start // step), stop // step
     if start % step:
         outer, end = start // step, min(stop - start // step * step, step)
@@ -92,10 +92,10 @@ def subrange(modes: Modes, start: int, stop: int) -> Iterator[tuple[int, int, Mo
 
 
 def every(modes: Modes, start: int, step: int, count: int) -> Iterator[tuple[int, int, Modes]]:
-    """Positions `start, start + step, ...` (`count` of them) as `(how many before, offset, modes)`, in order.
+    """Yield `count` positions `start, start + step, ...` as `(how many before, offset, modes)`, in order.
 
-    Over a single mode that is one piece. Over several there is a piece for each turn of the innermost digit, unless
-    `step` is 1.
+    Positions of a single mode are one piece. Of several modes there is a piece for each turn of the innermost digit,
+    unless `step` is 1.
     """
     if step == 1:
         for at, offset, part in subrange(modes, start, start + count):
@@ -112,7 +112,7 @@ def every(modes: Modes, start: int, step: int, count: int) -> Iterator[tuple[int
 
 
 def offsets(modes: Modes, positions: np.ndarray) -> np.ndarray:
-    """The offset of each of some positions of a dimension."""
+    """Return the offsets of `positions` of a dimension."""
     out = np.zeros_like(positions)
     for size, stride in reversed(modes):
         positions, digits = np.divmod(positions, size)
@@ -124,11 +124,11 @@ def offsets(modes: Modes, positions: np.ndarray) -> np.ndarray:
 class Copy:
     """One strided copy from a stored tensor into a dense destination.
 
-    Offsets and strides count elements, of the stored dtype on the source side and of the destination's on the other,
+    Offsets and strides count elements: of the stored dtype at the source and of the destination's at the destination,
     because a cast changes the size of an element. `modes` is outermost first in the order of the destination.
 
-    On the source side modes nest: sorted by stride, each is at least as long as all that lies inside it. Views cannot
-    make others, since they only split, merge, drop and reorder the digits of a row-major tensor.
+    At the source modes nest: sorted by stride, each stride is at least as long as all inner modes. Views cannot make
+    other modes, since they only split, merge, drop and reorder the digits of a row-major tensor.
     """
 
     source: int
@@ -141,17 +141,17 @@ class Copy:
         return prod(size for size, _, _ in self.modes)
 
     def shifted(self, distance: int) -> Copy:
-        """The same copy from a source whose elements lie `distance` elements further on."""
+        """Return the same copy from a source whose elements lie `distance` elements further on."""
         return Copy(self.source + distance, self.destination, self.modes)
 
     def within(self, low: int, high: int) -> Iterator[Copy]:
-        """The part that reads source elements `[low, high)`, at most `2 * len(modes) - 1` copies."""
+        """Yield the part of the copy that reads source elements `[low, high)`, at most `2 * len(modes) - 1` copies."""
         modes = sorted(self.modes, key=lambda mode: -mode[1])
         yield from _within(self.source, self.destination, modes, low, high)
 
 
 def _within(source: int, destination: int, modes: list[CopyMode], low: int, high: int) -> Iterator[Copy]:
-    """`Copy.within` on modes that are sorted by descending source stride."""
+    """Yield the copies of `Copy.within`, from modes that are sorted by descending source stride."""
     last = source + sum((size - 1) * stride for size, stride, _ in modes)
     if high <= source or low > last:
         return
@@ -160,7 +160,7 @@ def _within(source: int, destination: int, modes: list[CopyMode], low: int, high
         return
     (size, stride, step), inner = modes[0], modes[1:]
     inside = last - source - (size - 1) * stride  # from the first to the last element of one position of this mode
-    # Positions [first, stop) of this mode lie wholly in the range; those beside them are cut by its ends.
+    # Positions [first, stop) of this mode lie wholly in the range; its ends cut the positions beside them.
     first = min(max(-((source - low) // stride), 0), size)
     stop = max(min((high - 1 - inside - source) // stride + 1, size), first)
     cut_low = max((low - source) // stride, 0)
@@ -180,7 +180,7 @@ def _by_destination(modes: Sequence[CopyMode]) -> tuple[CopyMode, ...]:
 
 
 def copy_modes(dims: Sequence[Modes], strides: Sequence[int]) -> tuple[CopyMode, ...]:
-    """Source dimensions paired with the destination's stride for each, in the fewest modes."""
+    """Return source dimensions paired with the destination's stride for each, in the fewest modes."""
     out: list[CopyMode] = []
     for modes, step in zip(dims, strides, strict=True):
         inner = extent(modes)
@@ -195,7 +195,7 @@ def copy_modes(dims: Sequence[Modes], strides: Sequence[int]) -> tuple[CopyMode,
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a C-contiguous array of `shape`."""
+    """Return the strides, in elements, of a C-contiguous array of `shape`."""
     out = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         out[axis] = out[axis + 1] * shape[axis + 1]
@@ -226,11 +226,11 @@ class Runs:
 
     @property
     def end(self) -> int:
-        """Where the last run ends: the set lies in `[begin, end)`."""
+        """The end of the last run: the set lies in `[begin, end)`."""
         return self.begin + self.length + sum((size - 1) * stride for size, stride in self.modes)
 
     def position(self, distance: int) -> int:
-        """How far apart two packed bytes are that lie `distance` bytes apart, as a multiple of the strides."""
+        """Return the packed distance of two bytes `distance` apart: whole strides of the modes, and a rest in a run."""
         packed, step = 0, self.nbytes
         for size, stride in self.modes:
             step //= size
@@ -239,7 +239,7 @@ class Runs:
         return packed + distance
 
     def meets(self, low: int, high: int) -> bool:
-        """Whether any of the bytes lies in `[low, high)`."""
+        """Return whether any of the bytes lies in `[low, high)`."""
         if high <= self.begin or self.end <= low:
             return False
         if not self.modes:
@@ -253,7 +253,7 @@ class Runs:
         )
 
     def pieces(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Where packed bytes `[low, high)` lie: `(begin, length)` of each run or part of one, in order."""
+        """Yield `(begin, length)` of each run, or part of a run, that holds packed bytes `[low, high)`, in order."""
         while low < high:
             index, inside = divmod(low, self.length)
             begin = self.begin + inside
@@ -266,7 +266,7 @@ class Runs:
 
 
 def runs_of(begin: int, length: int, modes: Sequence[Mode]) -> Runs | None:
-    """`Runs` in its normal form, from modes in any order; None where they do not nest."""
+    """Return `Runs` in normal form, from modes in any order; None if they do not nest."""
     out: list[Mode] = []
     inside = length
     for size, stride in sorted((mode for mode in modes if mode[0] > 1), key=lambda mode: mode[1]):
@@ -281,14 +281,14 @@ def runs_of(begin: int, length: int, modes: Sequence[Mode]) -> Runs | None:
 
 
 def source_runs(copy: Copy, itemsize: int) -> Runs:
-    """The bytes that `copy` reads, relative to the tensor's first byte."""
+    """Return the bytes that `copy` reads, relative to the tensor's first byte."""
     runs = runs_of(copy.source * itemsize, itemsize, [(size, stride * itemsize) for size, stride, _ in copy.modes])
     assert runs is not None, copy  # the modes of a copy nest
     return runs
 
 
 def packed(copy: Copy, runs: Runs, itemsize: int) -> Copy:
-    """`copy` reading from the packed bytes of `runs`, which hold all that it reads, instead of from the tensor."""
+    """Return `copy` with the packed bytes of `runs` as its source; they hold all that it reads of the tensor."""
 
     def elements(distance: int) -> int:
         return runs.position(distance * itemsize) // itemsize
@@ -299,7 +299,7 @@ def packed(copy: Copy, runs: Runs, itemsize: int) -> Copy:
 
 
 def keeps_order(copy: Copy) -> bool:
-    """Whether the destination holds the elements that `copy` reads contiguously and in their stored order."""
+    """Return whether the destination holds the elements that `copy` reads contiguously and in their stored order."""
     inside = 1
     for size, _, step in sorted(copy.modes, key=lambda mode: mode[1]):
         if step != inside:

@@ -1,7 +1,7 @@
-"""Boxes that fit a byte budget: how a whole array is cut, so that it can pass through memory piece by piece.
+"""Boxes that fit a byte budget: how to cut a whole array, so that it can pass through memory piece by piece.
 
-Cutting costs where it goes across what lies together in storage. So whatever is cut here is cut along the axis that is
-outermost in storage first. The axes of an array in that sense, innermost first, are an *order*.
+A cut through a contiguous stretch of storage costs requests. So this module cuts along the axis that is outermost in
+storage first. The axes of an array, innermost in storage first, are an *order*.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from orbax_safetensors.geometry.view import View
 
 
 def storage_order(view: View) -> tuple[int, ...]:
-    """The axes of a view, that which is innermost in its stored tensors first, and those that it stacks last."""
+    """Return the axes of a view, innermost in its stored tensors first, and the axes along which it stacks last."""
     distance = [inf] * len(view.shape)
     for piece in view.pieces:
         if piece.tensor is not None:
@@ -26,11 +26,11 @@ def storage_order(view: View) -> tuple[int, ...]:
 
 
 def row_major_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """The order of an array that is stored as it is."""
+    """Return the order of a row-major array."""
     return tuple(range(len(shape)))[::-1]
 
 
-# Chunks of less than this part of what they may have are avoided: each costs a request, whatever its size.
+# Chunks below this part of their limit are avoided: each chunk costs a request, whatever its size.
 _CRUMBS = 8
 
 
@@ -43,13 +43,13 @@ def chunk_shape(
     limit: int,
     tile_limit: int,
 ) -> tuple[int, ...]:
-    """The shape of chunks of an array that is sharded into shards of the shape `shard`.
+    """Return the shape of chunks of an array that is sharded into shards of the shape `shard`.
 
-    Even cuts of a shard, along the outermost axes of the source first, that have at most `limit` elements, and are so
-    small that a tile of `tile_limit` elements can be made of whole chunks and of whole grains of the source; unless a
-    grain alone is too large. Along an axis that is not sharded, the last chunk may be shorter.
+    Chunks are even cuts of a shard, along the outermost axes of the source first. They have at most `limit` elements,
+    and a tile of `tile_limit` elements can hold whole chunks and whole grains of the source, unless a grain alone is
+    too large. Along an axis that is not sharded, the last chunk may be shorter.
     """
-    sharded = tuple(own < size for own, size in zip(shard, shape, strict=True))
+    sharded = tuple(length < size for length, size in zip(shard, shape, strict=True))
     chunk = _cut(shard, sharded, shape, (1,) * len(shape), order, min(limit, tile_limit))
     meeting = _cut(chunk, sharded, shape, grain, order, tile_limit)
     return meeting if prod(common(meeting, grain, shape)) <= tile_limit else chunk
@@ -63,10 +63,10 @@ def _cut(
     order: tuple[int, ...],
     limit: int,
 ) -> tuple[int, ...]:
-    """`chunk`, cut until a tile of it and of whole grains has at most `limit` elements.
+    """Return `chunk`, cut until a tile of whole chunks and whole grains has at most `limit` elements.
 
-    Along an axis whose length has no divisor that leaves more than crumbs, it is cut less than that would need, and
-    along the next ones more, if that will do.
+    An axis whose fitting divisors all leave crumbs is cut less than the limit needs, and the next axes more, if that
+    suffices.
     """
     cut = chunk
 
@@ -91,19 +91,19 @@ def _cut(
 
 @lru_cache
 def divisors(size: int) -> list[int]:
-    """The divisors of a positive integer, in order."""
+    """Return the divisors of a positive integer, in order."""
     small = [factor for factor in range(1, isqrt(size) + 1) if size % factor == 0]
     return sorted({*small, *(size // factor for factor in small)})
 
 
 @lru_cache
 def _even_cuts(size: int) -> list[int]:
-    """The lengths of the longest of any number of parts that differ by as little as they can."""
+    """Return, for every possible number of parts of as equal a length as possible, the length of the longest."""
     return sorted({-(-size // parts) for parts in range(1, isqrt(size) + 1)} | set(range(1, isqrt(size) + 1)))
 
 
 def common(chunk: Sequence[int], grain: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the smallest tile that is made of whole chunks and of whole grains."""
+    """Return the shape of the smallest tile of whole chunks and of whole grains."""
     return tuple(
         min(lcm(*steps) if all(step < size for step in steps) else size, size)
         for *steps, size in zip(chunk, grain, shape, strict=True)
@@ -111,9 +111,9 @@ def common(chunk: Sequence[int], grain: Sequence[int], shape: Sequence[int]) -> 
 
 
 def tile_shape(shape: Sequence[int], grain: Sequence[int], order: Sequence[int], limit: int) -> tuple[int, ...]:
-    """The shape of tiles of at most `limit` elements, or of one `grain`, of which they are multiples.
+    """Return the shape of tiles: multiples of `grain`, of at most `limit` elements or one grain.
 
-    Tiles are made longest along the axes that come first in `order`.
+    Tiles are longest along the axes that come first in `order`.
     """
     out = [min(step, size) for step, size in zip(grain, shape, strict=True)]
     for axis in order:
@@ -124,7 +124,7 @@ def tile_shape(shape: Sequence[int], grain: Sequence[int], order: Sequence[int],
 
 
 def tiles(shape: Sequence[int], tile: Sequence[int], order: Sequence[int]) -> Iterator[Box]:
-    """Boxes of at most the shape `tile` that make up `shape`, neighbours in storage one after the other."""
+    """Yield boxes of at most the shape `tile` that make up `shape`, neighbours in storage one after the other."""
     if prod(shape) == 0:
         return
     outermost_first = list(reversed(order))

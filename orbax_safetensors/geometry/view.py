@@ -1,10 +1,10 @@
-"""`View`: stored tensors seen through NumPy's words, in one normal form.
+"""`View`: stored tensors through NumPy's operations, in one normal form.
 
-Nothing is read here. A view is composed lazily and asked for the copies that fill any box of it.
+This module reads nothing. A view is composed lazily; `copies` returns the copies that fill any box of it.
 
 The normal form is a list of pieces: boxes that tile the view's index domain, each an affine map into one stored tensor
-(an offset and, for every dimension, its modes; see `strided`). Every operation maps pieces to pieces, so a composition
-is as cheap to ask as a plain tensor.
+(an offset and, for every dimension, its modes; see `strided`). Every operation maps pieces to pieces, so the
+copies of a composition cost no more than those of a plain tensor.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from orbax_safetensors.geometry.strided import (
 
 _T = TypeVar("_T")
 
-# The dtype of a view whose tensors' dtype is not known: of a description, before it meets a checkpoint or a tree.
+# The dtype of a view of tensors whose dtype is not known: in a description, before it meets a checkpoint or a tree.
 UNKNOWN = np.dtype(np.void)
 
 
 class Piece(NamedTuple):
     """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
 
-    tensor: str | None  # None: zeros that are stored nowhere and have strides of 0
+    tensor: str | None  # None: zeros that no tensor stores, with strides of 0
     start: tuple[int, ...]  # where the box begins in the view's domain
     offset: int  # of the box's first element in the tensor
     dims: tuple[Modes, ...]
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a box of a view takes from the stored tensor `tensor`: a copy, and what happens to its elements."""
+    """A copy from the stored tensor `tensor` into a box of a view, and the operations on its elements."""
 
     tensor: str | None
     copy: Copy
@@ -63,8 +63,8 @@ class View:
     """A lazily composed array over stored tensors.
 
     `shape` and `dtype` are those of the array that the view stands for. Operations return new views and follow NumPy's
-    function of the same name; those that NumPy cannot do raise `MappingError`, as does a reshape that is not affine in
-    the stored tensors.
+    function of the same name. They raise `MappingError` if NumPy's function fails, and for a reshape that is not affine
+    in the stored tensors.
     """
 
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class View:
 
     @staticmethod
     def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
-        """The stored tensor `name` as it is."""
+        """Return the stored tensor `name` as it is."""
         shape = tuple(shape)
         if prod(shape) == 0:
             return View(shape, dtype, ())
@@ -81,7 +81,7 @@ class View:
 
     @staticmethod
     def full(shape: Sequence[int], value: float, dtype: np.dtype = UNKNOWN) -> View:
-        """A constant, which is stored nowhere; a save leaves it out. It has the dtype of what it is joined with."""
+        """Return a constant that no tensor stores; a save leaves it out. Joined with others, it has their dtype."""
         shape = tuple(shape)
         dims = tuple(merged(((size, 0),)) for size in shape)
         pieces = (Piece(None, (0,) * len(shape), 0, dims, (Offset(float(value)),)),) if prod(shape) else ()
@@ -89,7 +89,7 @@ class View:
 
     @staticmethod
     def tile(shape: Sequence[int], parts: Sequence[tuple[tuple[int, ...], View]]) -> View:
-        """Views put together at their `(start, view)`. They tile `shape`, which is not checked."""
+        """Join views at their `(start, view)`. They must tile `shape`; this is not checked."""
         pieces = [
             piece._replace(start=tuple(a + b for a, b in zip(start, piece.start, strict=True)))
             for start, view in parts
@@ -98,7 +98,7 @@ class View:
         return View(tuple(shape), parts[0][1].dtype, tuple(pieces))
 
     def transpose(self, axes: Sequence[int] | None = None) -> View:
-        """Permutes the dimensions; reverses them where `axes` is not given."""
+        """Permute the dimensions; without `axes`, reverse them."""
         order = tuple(range(len(self.shape)))[::-1] if axes is None else tuple(axes)
         if sorted(order) != list(range(len(self.shape))):
             raise MappingError(f"{self}: transpose{order} is not a permutation of its {len(self.shape)} dimensions")
@@ -114,7 +114,7 @@ class View:
         return self.transpose()
 
     def slice(self, *slices: builtins.slice) -> View:
-        """Takes `slices` of the leading dimensions. Steps are positive; ranges are clipped as NumPy clips them."""
+        """Take `slices` of the leading dimensions. Steps are positive; ranges are clipped as NumPy clips them."""
         if len(slices) > len(self.shape):
             raise MappingError(f"{self}: {len(slices)} slices for {len(self.shape)} dimensions")
         view = self
@@ -144,10 +144,10 @@ class View:
         return View(_with(self.shape, axis, count), self.dtype, tuple(pieces))
 
     def reshape(self, shape: Sequence[int]) -> View:
-        """Splits and merges dimensions in row-major order; one size may be -1.
+        """Split and merge dimensions in row-major order; one size may be -1.
 
-        Raises `MappingError` where the sizes do not match, or where a new dimension would have to run through a stored
-        tensor in steps that are not constant.
+        Raises `MappingError` if the sizes do not match, or if a new dimension would have to run through a stored tensor
+        in steps that are not constant.
         """
         shape = self._complete(tuple(shape))
         pieces = self.pieces
@@ -169,7 +169,7 @@ class View:
         return View(shape, self.dtype, pieces)
 
     def _complete(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """`shape` with its -1 filled in; checked to hold as many elements as the view."""
+        """Return `shape` with its -1 filled in; raise `MappingError` if it holds other than the view's elements."""
         elements, known = prod(self.shape), prod(size for size in shape if size != -1)
         if shape.count(-1) == 1 and known and elements % known == 0:
             shape = tuple(elements // known if size == -1 else size for size in shape)
@@ -180,9 +180,9 @@ class View:
     def _regroup(
         self, piece: Piece, axis: int, old: tuple[int, ...], new: tuple[int, ...], shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], int, tuple[Modes, ...]]]:
-        """The dimensions `old` of a piece, which begin at `axis`, as boxes over the dimensions `new`.
+        """Yield `(start, offset, dims)` of boxes over the dimensions `new`: of `old` of a piece, which begin at `axis`.
 
-        Yields `(start, offset, dims)` for each. `old` and `new` have the same number of elements.
+        `old` and `new` have the same number of elements.
         """
         dims = piece.dims[axis : axis + len(old)]
         for first, offset, modes in _rows(piece.start[axis : axis + len(old)], dims, old):
@@ -208,7 +208,7 @@ class View:
 
     @staticmethod
     def stack(views: Sequence[View], axis: int = 0) -> View:
-        """Joins views of one shape along a new dimension at `axis`."""
+        """Join views of one shape along a new dimension at `axis`."""
         _check_alike(views, "stack", [view.shape for view in views])
         axis = _check_axis(views[0], axis, len(views[0].shape) + 1)
         pieces = tuple(
@@ -227,7 +227,7 @@ class View:
 
     @staticmethod
     def concatenate(views: Sequence[View], axis: int = 0) -> View:
-        """Joins views along the existing dimension `axis`; their other dimensions agree."""
+        """Join views along the existing dimension `axis`; their other dimensions agree."""
         if views:
             axis = _check_axis(views[0], axis, len(views[0].shape))
         _check_alike(views, "concatenate", [(*view.shape[:axis], -1, *view.shape[axis + 1 :]) for view in views])
@@ -239,7 +239,7 @@ class View:
         return View(_with(views[0].shape, axis, at), _common_dtype(views), tuple(pieces))
 
     def pad(self, shape: Sequence[int]) -> View:
-        """The view with zeros at the end of its dimensions, up to `shape`. A save leaves out what lies there."""
+        """Return the view with zeros at the end of its dimensions, up to `shape`; a save leaves out the padding."""
         shape = tuple(shape)
         if len(shape) != len(self.shape) or any(new < old for new, old in zip(shape, self.shape, strict=True)):
             raise MappingError(f"{self}: cannot be padded to {shape}")
@@ -250,23 +250,23 @@ class View:
         return view
 
     def cast(self, dtype: np.dtype | type) -> View:
-        """Rounds every element to `dtype`, which the view has from then on."""
+        """Round every element to `dtype`, the dtype of the new view."""
         dtype = np.dtype(dtype)
         return replace(self._with_op(Cast(dtype)), dtype=dtype)
 
     def scale(self, factor: float) -> View:
-        """Multiplies every element by `factor`, in float32 or wider; a save divides."""
+        """Multiply every element by `factor`, in float32 or wider; a save divides."""
         return self._with_op(Scale(float(factor)))
 
     def offset(self, term: float) -> View:
-        """Adds `term` to every element, in float32 or wider; a save subtracts."""
+        """Add `term` to every element, in float32 or wider; a save subtracts."""
         return self._with_op(Offset(float(term)))
 
     def _with_op(self, op: Op) -> View:
         return replace(self, pieces=tuple(piece._replace(ops=(*piece.ops, op)) for piece in self.pieces))
 
     def copies(self, box: Box, shape: Sequence[int]) -> list[Taken]:
-        """What fills the leading corner of a dense row-major array of `shape` with `box` of the view."""
+        """Return the copies that fill the leading corner of a row-major array of `shape` with `box` of the view."""
         if len(self.pieces) == 1 and shape == self.shape and box == Box.whole(self.shape):
             (piece,) = self.pieces
             return [Taken(piece.tensor, _whole_copy(piece.offset, piece.dims, self.shape), piece.ops)]
@@ -275,7 +275,7 @@ class View:
         for piece in self.pieces:
             cuts = []
             for (low, high), begin, modes in zip(box, piece.start, piece.dims, strict=True):
-                # (where in the box, offset in the tensor, modes)
+                # (position in the box, offset in the tensor, modes)
                 cut = [
                     (begin + at - low, offset, part)
                     for at, offset, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
@@ -294,7 +294,7 @@ class View:
         return out
 
     def clipped(self, box: Box) -> Box:
-        """The part of a box, which may reach over the end of the view, that lies in the view."""
+        """Return the part of `box` that lies in the view; the box may reach over the end."""
         return Box((min(start, size), min(stop, size)) for (start, stop), size in zip(box, self.shape, strict=True))
 
     @property
@@ -317,12 +317,12 @@ def _whole_copy(offset: int, dims: tuple[Modes, ...], shape: tuple[int, ...]) ->
 
 @lru_cache
 def _contiguous(shape: tuple[int, ...]) -> tuple[Modes, ...]:
-    """The dimensions of a row-major tensor."""
+    """Return the dimensions of a row-major tensor."""
     return tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
 
 
 def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
-    """`values` with the one at `axis` replaced."""
+    """Return `values` with `value` at `axis`."""
     out = list(values)
     out[axis] = value
     return tuple(out)
@@ -338,7 +338,7 @@ def _check_alike(views: Sequence[View], operation: str, shapes: Sequence[tuple[i
 
 
 def _common_dtype(views: Sequence[View]) -> np.dtype:
-    """The dtype of the first view that has one."""
+    """Return the dtype of the first view that has one."""
     return next((view.dtype for view in views if view.dtype != UNKNOWN), UNKNOWN)
 
 
@@ -349,10 +349,10 @@ def _check_axis(view: View, axis: int, rank: int) -> int:
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """The shortest runs of old and new dimensions that hold the same number of elements, innermost first.
+    """Return the shortest runs of old and new dimensions that hold the same number of elements, innermost first.
 
-    Both shapes hold the same number of elements. Innermost first, because then the dimensions before a group still
-    have their old positions when it is replaced.
+    Both shapes hold the same number of elements. With the innermost group first, the dimensions before a group still
+    have their old positions when `reshape` replaces the group.
     """
     if prod(old) == 0:
         return [(slice(0, len(old)), slice(0, len(new)))]
@@ -371,9 +371,9 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[slice, sli
 
 
 def _rows(start: tuple[int, ...], dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Iterator[tuple[int, int, Modes]]:
-    """A box of `shape` as ranges of the flattened `shape`: `(first position, offset, modes)` for each.
+    """Yield a box of `shape` as ranges of the flattened `shape`: `(first position, offset, modes)` for each.
 
-    One range where every dimension but the outermost that counts is covered from end to end.
+    The box is one range if it covers from end to end all dimensions after the first in which it has several positions.
     """
     strides = row_major(shape)
     inner = len(shape)
@@ -391,7 +391,7 @@ def _rows(start: tuple[int, ...], dims: tuple[Modes, ...], shape: tuple[int, ...
 
 
 def _boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Positions `[first, last)` of the flattened `shape` as boxes of it, in order: `(start, shape)` for each."""
+    """Yield positions `[first, last)` of the flattened `shape` as boxes, in order: `(start, shape)` for each."""
     if not shape:
         yield (), ()
         return

@@ -1,6 +1,6 @@
 """Decodes quantised tensors with NumPy: the value of each code times the scale of its block.
 
-The arithmetic is float32, as in the programs that models are published with, so the results are the same bits.
+The arithmetic is float32, as in the programs that models are published with, so the results have the same bits.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from orbax_safetensors.format.dtypes import DType
 from orbax_safetensors.geometry.encoding import Encoding, Segments
 
-# Elements decoded at a time: 512 KiB as float32, which stay in a core's cache from one step to the next. With fewer,
-# threads wait for one another between the steps.
+# Elements decoded at a time: 512 KiB as float32, which stay in a core's cache from one step to the next. With fewer
+# elements, threads wait for one another between the steps.
 _CHUNK = 2**17
 
 
 class _Codes(NamedTuple):
-    """What codes decode to, two at a time.
+    """The values of pairs of codes.
 
-    `values` has two float32 as one item, at the position that the bytes of the two codes make as a number of type
-    `pair`. The first code is in the lower bits.
+    `values` has two float32 as one item; its index is the bytes of the two codes as a number of type `pair`. The first
+    code is in the lower bits.
     """
 
     values: np.ndarray
@@ -41,16 +41,16 @@ _CODES = {
     "F8_E4M3": _codes(_BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32), "<u2"),
     "F4": _codes(np.concatenate([_HALVES, -_HALVES]), "u1"),
 }
-# What U8 scales multiply halves by. It is a number for all of them, also for 255, which is NaN by the OCP specification
-# and 2**128 to the decoders that are used.
+# The factors of U8 scales for `_HALVES`. Each is a number, even for 255, which is NaN in the OCP specification and
+# 2**128 in the decoders that programs use.
 _POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
 
 
 def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
-    """Decodes elements into `out`, one-dimensional, as float32 or rounded from it to bfloat16.
+    """Decode elements into `out`, one-dimensional, as float32 or rounded from it to bfloat16.
 
-    `codes` are the bytes of exactly these elements, and `scales` bytes of scales, in which `segments` says where each
-    element's is; both are one-dimensional uint8. The interpreter lock is free most of the time.
+    `codes` are the bytes of exactly these elements, `scales` are bytes of scales, and `segments` has the position in
+    them of each element's scale; both are one-dimensional uint8. The interpreter lock is free most of the time.
     """
     factors, lengths = _factors(encoding.scales, scales)[segments.scales], segments.lengths
     ends = np.cumsum(lengths)
@@ -63,7 +63,7 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
             begin, end = int(ends[first] - lengths[first]), int(ends[last - 1])
             here = out[begin:end] if out.dtype == np.float32 else np.empty(end - begin, np.float32)
             _look_up(encoding.codes.name, codes[begin // per_byte : end // per_byte], here)
-            if alike:  # not repeated: that holds the lock
+            if alike:  # repeating the factors would hold the lock
                 rows = here.reshape(last - first, -1)
                 np.multiply(rows, factors[first:last, None], out=rows)
             else:
@@ -73,7 +73,7 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
 
 
 def _look_up(dtype: str, codes: np.ndarray, out: np.ndarray) -> None:
-    """The values of codes without their scales, as float32."""
+    """Return the values of codes without their scales, as float32."""
     values, pair = _CODES[dtype]
     even = out.size & ~1
     whole = codes[: codes.size // pair.itemsize * pair.itemsize]
@@ -83,7 +83,7 @@ def _look_up(dtype: str, codes: np.ndarray, out: np.ndarray) -> None:
 
 
 def _factors(stored: DType, scales: np.ndarray) -> np.ndarray:
-    """Scales as float32."""
+    """Return scales as float32."""
     assert stored.numpy is not None, stored
     factors: np.ndarray = _POWERS[scales] if stored.name == "U8" else scales.view(stored.numpy).astype(np.float32)
     return factors

@@ -1,4 +1,4 @@
-"""The one loop that moves bytes: executes a plan on open files and memory with a pool of threads."""
+"""The loop that moves bytes: it executes a plan on open files and memory with a pool of threads."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _F = TypeVar("_F", bound=File | NewFile)
 
 @dataclass
 class Counters:
-    """What was really asked of storage: requests and the bytes that they moved."""
+    """Requests that were made, and the bytes that they moved."""
 
     num_requests: int = 0
     nbytes: int = 0
 
 
 class _Window(NamedTuple):
-    """Packed bytes `[low, high)` of a part, and the blocks and memory of the plan that it is of."""
+    """Packed bytes `[low, high)` of a part, with the blocks and memory of its plan."""
 
     part: Part
     low: int
@@ -50,7 +50,7 @@ class _Window(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What one thread does in one go: requests to a file, of which the first begins at an offset."""
+    """Requests to a file that one thread makes without a pause; the first of them begins at `offset`."""
 
     file: int
     offset: int
@@ -58,7 +58,7 @@ class _Task(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Both ends of a strided copy, as arrays of one shape; the end that it belongs to; whether it moves bits."""
+    """Both sides of a strided copy as arrays of one shape, its end in the plan, and whether it moves bits."""
 
     end: End
     same_bits: bool
@@ -67,10 +67,10 @@ class _Copy(NamedTuple):
 
 
 class _Transfer(ABC, Generic[_F]):
-    """Open files and threads for the plans of one restore or save; `counters` are right once `run` has returned."""
+    """Open files and threads for the plans of one restore or save; `counters` are final once `run` has returned."""
 
     def __init__(self, open_file: Callable[[int], _F], threads: int) -> None:
-        """Files are opened when they are first needed, by their number, and closed by `close`."""
+        """Open no file yet: `open_file` opens each, by number, when it is first needed, and `close` closes all."""
         self.counters = Counters()
         self._open_file = open_file
         self._threads = threads
@@ -85,13 +85,13 @@ class _Transfer(ABC, Generic[_F]):
         self.close()
 
     def close(self) -> None:
-        """Closes all files, also after one has said that it failed."""
+        """Close all files, even if one of them fails to close."""
         with contextlib.ExitStack() as closing:
             while self._files:
                 closing.callback(self._files.popitem()[1].close)
 
     def run(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
-        """Executes `plan`; all of it has happened when this returns, and none of it goes on when it raises.
+        """Execute `plan`: all of it is done when this returns, and none of it goes on when this raises.
 
         `memory` are one-dimensional uint8 arrays, one for each of `blocks`.
         """
@@ -122,10 +122,10 @@ class _Transfer(ABC, Generic[_F]):
             if failures:
                 raise failures[0]
         finally:
-            failures.clear()  # its traceback holds the memory of the transfer, and this frame, which holds it
+            failures.clear()  # the traceback holds the memory of the transfer, and this frame, which holds the failure
 
     def _tasks(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[_Task]:
-        """The requests of a plan, in the order of the files."""
+        """Yield the requests of a plan, in the order of the files."""
         for extent in plan.extents:
             with no_collection():
                 buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
@@ -137,31 +137,31 @@ class _Transfer(ABC, Generic[_F]):
                 yield _Task(part.file, part.location.begin + begin, partial(self._window, window))
 
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
-        """The order in which requests are made."""
+        """Return what to run, in the order in which threads take it."""
         return (task.run for task in tasks)
 
     def useful_threads(self, files: int) -> int:
-        """How many threads have something to do at once."""
+        """Return how many threads can work at once on so many files."""
         return self._threads
 
     def _window(self, window: _Window) -> None:
         access = window.part.access
         if isinstance(access, Direct):
-            own = window.memory[window.part.ends[access.buffer].block]
-            self._runs(window, own[access.offset + window.low : access.offset + window.high])
+            memory = window.memory[window.part.ends[access.buffer].block]
+            self._runs(window, memory[access.offset + window.low : access.offset + window.high])
         else:
             self._staged(window, access)
 
     @abstractmethod
     def _staged(self, window: _Window, access: Staged) -> None:
-        """Moves the bytes of a window through a buffer."""
+        """Move the bytes of a window through a buffer."""
 
     @abstractmethod
     def _move(self, file: _F, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
-        """Makes a request for each range of a file, which begins at an offset and is as long as its buffers."""
+        """Make a request for each range of a file: `(offset, buffers)`, as long as its buffers together."""
 
     def _cancel(self) -> None:
-        """Lets nobody wait for requests of a plan that has failed."""
+        """Cancel the requests of a plan that has failed, so that no thread waits for them."""
         with self._lock:
             files = list(self._files.values())
         for file in files:
@@ -170,7 +170,7 @@ class _Transfer(ABC, Generic[_F]):
     def _copies(
         self, window: _Window, access: Staged, packed: np.ndarray, stored: np.dtype, low: int, high: int
     ) -> Iterator[_Copy]:
-        """The copies of a window, between `packed` and the memory of its blocks.
+        """Yield the copies of a window, between `packed` and the memory of its blocks.
 
         `packed` has the packed elements `[low, high)` of `access`, of the dtype `stored`.
         """
@@ -178,14 +178,14 @@ class _Transfer(ABC, Generic[_F]):
             end = window.part.ends[use.buffer]
             held, memory = window.blocks[end.block].dtype, window.memory[end.block]
             for copy in use.copy.within(low, high):
-                own = copy.shifted(-low)
+                shifted = copy.shifted(-low)
                 if same_bits(end.ops, stored, held):
-                    yield _Copy(end, True, *words(own, packed, memory, stored.itemsize))
+                    yield _Copy(end, True, *words(shifted, packed, memory, stored.itemsize))
                 else:
-                    yield _Copy(end, False, *elements(own, packed, stored, memory, held))
+                    yield _Copy(end, False, *elements(shifted, packed, stored, memory, held))
 
     def _runs(self, window: _Window, packed: np.ndarray) -> None:
-        """Moves the bytes of a window, which `packed` holds, with one request for each run."""
+        """Move the bytes of a window, which `packed` holds, with one request for each run."""
         begin = window.part.location.begin
         self._pieces(
             self._file(window.part.file),
@@ -194,7 +194,7 @@ class _Transfer(ABC, Generic[_F]):
         )
 
     def _pieces(self, file: _F, pieces: Iterable[tuple[int, int]], packed: np.ndarray) -> None:
-        """Moves what lies in a file at `(offset, nbytes)`, and in `packed` one after the other."""
+        """Move the `pieces` `(offset, nbytes)` of a file, which lie in `packed` one after the other."""
         memory = packed.data
         done = requests = 0
 
@@ -217,7 +217,7 @@ class _Transfer(ABC, Generic[_F]):
             self.counters.nbytes += nbytes
 
     def _staging(self, nbytes: int) -> np.ndarray:
-        """Memory of this thread, used again for every window so that it stays in the core's cache."""
+        """Return memory of this thread, reused for every window so that it stays in the core's cache."""
         buffer: np.ndarray | None = getattr(self._local, "buffer", None)
         if buffer is None or buffer.nbytes < nbytes:
             (buffer,) = allocate([nbytes])
@@ -246,21 +246,21 @@ class Reader(_Transfer[File]):
     def read(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray], lossless: Sequence[bool]
     ) -> None:
-        """`run`, in which a cast that changes a value raises `TensorMismatchError` where `lossless` is set."""
+        """Execute `plan`; if `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`."""
         self._lossless = lossless
         for constant in plan.constants:
             _fill(constant, blocks[constant.end.block], memory[constant.end.block])
         self.run(plan, blocks, memory)
 
     def map(self, number: int) -> memoryview:
-        """A whole file as memory, the same for every caller."""
+        """Return a whole file as memory, the same memory for every caller."""
         mapping = self._mappings.get(number)
         if mapping is None:
             mapping = self._mappings[number] = self._file(number).map()
         return mapping
 
     def check(self, stamps: Mapping[int, Stamp]) -> None:
-        """Raises `StorageError` where a file that was opened is no longer in the state that its stamp was taken in."""
+        """Raise `StorageError` if a file that was opened has changed since its stamp was taken."""
         for number, file in self._files.items():
             file.check(stamps[number])
 
@@ -289,7 +289,7 @@ class Reader(_Transfer[File]):
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
 
     def _decoded(self, window: _Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
-        """The elements of a window, as bytes, and their dtype: bfloat16 where all of its blocks want that."""
+        """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""
         ends = [window.part.ends[use.buffer] for use in access.uses]
         wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
         dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
@@ -308,7 +308,7 @@ class Reader(_Transfer[File]):
 
 
 def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
-    """Writes elements that are stored nowhere. Memory is zeros before."""
+    """Write elements that no tensor stores into memory that is all zeros."""
     zero = np.zeros(1, np.float64)
     if np.any(value := apply(constant.end.ops, zero)):
         _, dense = elements(constant.copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
@@ -316,7 +316,7 @@ def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
 
 
 class Writer(_Transfer[NewFile]):
-    """Writes memory into files. Its plans have no gaps: every byte that is written is one of a block."""
+    """Writes memory into files. Its plans have no gaps: every written byte is a byte of a block."""
 
     def __init__(self, open_file: Callable[[int], NewFile], threads: int) -> None:
         """See `_Transfer`."""
@@ -324,7 +324,7 @@ class Writer(_Transfer[NewFile]):
         self._unsynced: set[int] = set()
 
     def sync(self) -> None:
-        """Waits until what was written is on the disk, of every file that was written to since the last time."""
+        """Wait until all bytes that were written since the last call are on the disk."""
         numbers = sorted(self._unsynced)
         with ThreadPoolExecutor(self.useful_threads(len(numbers)), "safetensors") as pool:
             list(pool.map(lambda number: self._files[number].sync(), numbers))
@@ -334,7 +334,7 @@ class Writer(_Transfer[NewFile]):
         self._unsynced.add(number)
         return super()._file(number)
 
-    # File systems let one thread at a time write into a file, and the others wait at a price. So each has its own.
+    # A file system lets one thread at a time write into a file, and others wait at a price: each thread has its file.
 
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
         in_turn = zip_longest(*_by_file(tasks).values())
@@ -364,19 +364,19 @@ class WholeFileWriter(Writer):
     """Writes every file from its first byte to its last, a few at a time: for stores that are `whole`."""
 
     def __init__(self, open_file: Callable[[int], NewFile], requests: int) -> None:
-        """See `_Transfer`; `files_at_once` says how many of all `requests` each file is opened with."""
+        """See `_Transfer`; `files_at_once` divides all `requests` among the open files."""
         super().__init__(open_file, requests)
         self._at_once, _ = files_at_once(requests)
 
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
-        return (partial(_in_turn, own) for _, own in sorted(_by_file(tasks).items()))
+        return (partial(_in_turn, of_file) for _, of_file in sorted(_by_file(tasks).items()))
 
     def useful_threads(self, files: int) -> int:
         """See `_Transfer`."""
         return max(1, min(self._at_once, files))
 
     def finish(self, files: Iterable[int]) -> None:
-        """Waits until all of `files` are there, those among them to which nothing was written."""
+        """Wait until all of `files` are complete; those without a write so far are created."""
         for number in files:
             self._file(number)
         self.sync()
@@ -395,7 +395,7 @@ def _in_turn(tasks: list[_Task]) -> None:
 
 
 def batches(sized: Iterable[tuple[_T, int]], limit: int) -> Iterator[list[_T]]:
-    """The first of each pair, in order, in lists whose second sum up to at most `limit`, or that are one item."""
+    """Yield the items of `(item, size)` in order, in lists of at most `limit` altogether, or of one larger item."""
     batch: list[_T] = []
     total = 0
     for item, size in sized:

@@ -1,6 +1,6 @@
 """What one process moves between files and memory: plain data, computed before the first byte moves.
 
-A plan has no direction. To restore, its requests are reads that fill memory; to save, they are writes that empty it.
+A plan has no direction. Its requests are reads that fill memory for a restore, and writes from memory for a save.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Location(NamedTuple):
     """Where the elements of a stored tensor are.
 
     Attributes:
-      file: the number of its file.
-      begin: the file offset of its first byte.
-      dtype: of an element; float32 where it is encoded.
-      encoding: how the elements are stored where not as they are; `file` and `begin` are then those of the codes.
+      file: the number of the file.
+      begin: the file offset of the tensor's first byte.
+      dtype: of an element; float32 if the tensor is encoded.
+      encoding: how the elements are encoded, if they are; `file` and `begin` are then those of the codes.
       scales: file and offset of the encoding's scales.
     """
 
@@ -51,7 +51,7 @@ class Location(NamedTuple):
 
 
 def locations(layout: Layout) -> dict[str, Location]:
-    """Where each tensor of a layout lies."""
+    """Return the location of each tensor of a layout."""
     return {
         name: Location(number, header.data_start + entry.begin, held(entry.dtype, entry.shape)[1])
         for number, (_, header) in enumerate(layout.files)
@@ -62,8 +62,8 @@ def locations(layout: Layout) -> dict[str, Location]:
 class Block(NamedTuple):
     """Memory at one end of a transfer: a dense row-major array whose leading corner is `box` of `view`.
 
-    Its `shape` is the box's own, or larger; what lies outside the box does not take part. Where its `dtype` is not the
-    stored one, elements are cast on the way.
+    `shape` is that of the box, or larger; elements outside the box do not take part. If `dtype` is not the stored
+    dtype, elements are cast.
     """
 
     view: View
@@ -79,7 +79,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One request for file bytes `[begin, end)`, which are those at `(block, offset, nbytes)` one after the other."""
+    """One request for file bytes `[begin, end)`, which lie at each `(block, offset, nbytes)`, one after the other."""
 
     file: int
     begin: int
@@ -88,7 +88,7 @@ class Extent:
 
 
 class End(NamedTuple):
-    """The number of the block at one end of a copy, and what happens to the elements on the way there."""
+    """The number of the block at one end of a copy, and the operations on the elements on their way there."""
 
     block: int
     ops: Ops
@@ -96,7 +96,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a tensor that are moved in windows. `ends` has the end for each buffer of `access`."""
+    """Bytes of a tensor that move in windows. `ends` has the end for each buffer of `access`."""
 
     tensor: str
     location: Location
@@ -109,24 +109,24 @@ class Part:
         return self.location.file
 
     def windows(self) -> Iterator[tuple[int, int]]:
-        """Ranges of the packed bytes of `access.runs` that are moved at a time."""
+        """Yield the windows `[low, high)` of the packed bytes of `access.runs`."""
         nbytes, pitch = self.access.runs.nbytes, self.access.pitch
         for low in range(0, nbytes, pitch):
             yield low, min(low + pitch, nbytes)
 
 
 class Constant(NamedTuple):
-    """Elements of a block that are stored nowhere: where `copy` ends, what `end.ops` make of zero."""
+    """Elements of a block that no tensor stores: at the destination of `copy`, the result of `end.ops` on zero."""
 
     end: End
     copy: Copy
 
 
 class FileTraffic(NamedTuple):
-    """What is moved of one file, by number.
+    """What moves from or to one file, by number.
 
-    `needed_bytes` are those that some block holds, each counted once; `moved_bytes` are those that storage is asked
-    for, in `num_requests` requests. What decodes a tensor counts for the file that the tensor is in.
+    `needed_bytes` are the bytes that some block holds, each counted once; `moved_bytes` are the bytes of all requests,
+    `num_requests` in number. Scales count for the file of the tensor that they decode.
     """
 
     file: int
@@ -137,10 +137,10 @@ class FileTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Everything that one process moves between files and its blocks, which hold `constants` besides.
+    """Everything that one process moves between files and its blocks, which also hold `constants`.
 
-    `files` has what that is of each file that takes part, in their order; `window_bytes` is the longest range that is
-    staged at a time.
+    `files` has the traffic of each file that takes part, in order; `window_bytes` is the most memory that a staged
+    window takes.
     """
 
     extents: tuple[Extent, ...]
@@ -171,12 +171,13 @@ def transfer_plan(
     max_gap_bytes: int,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> TransferPlan:
-    """Plans the transfer of `blocks`.
+    """Plan the transfer of `blocks`.
 
-    `locate` knows the stored tensors of their views. With `max_gap_bytes` above 0, some bytes that no block holds are
-    moved too, which only reads may do. Bytes that are not staged are moved in requests of at most `max_request_bytes`.
+    `locate` returns where the stored tensors of their views are. With `max_gap_bytes` above 0, requests include some
+    bytes that no block holds; only reads may do that. Bytes that are not staged move in requests of at most
+    `max_request_bytes`.
     """
-    uses: dict[str, list[tuple[int, Ops, Copy]]] = {}  # of every tensor: the block, and what happens on the way there
+    uses: dict[str, list[tuple[int, Ops, Copy]]] = {}  # of every tensor: block, operations, copy
     constants = []
     for number, block in enumerate(blocks):
         for name, copy, ops in block.view.copies(block.box, block.shape):
@@ -189,19 +190,19 @@ def transfer_plan(
                 else:
                     uses[name] = [use]
     located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
-    ranges: list[tuple[int, int, Direct, int]] = []  # file, begin in it, what, block
+    ranges: list[tuple[int, int, Direct, int]] = []  # file, offset in it, range, block
     parts: list[Part] = []
     gathers: list[Gather] = []
     for location, name in located:
-        own = uses[name]
-        # Lists first: a generator costs as much as all else that is done for a small tensor.
-        copies = tuple([(copy, same_bits(ops, location.dtype, blocks[number].dtype)) for number, ops, copy in own])
+        users = uses[name]
+        # Lists first: a generator costs as much as all other work for a small tensor.
+        copies = tuple([(copy, same_bits(ops, location.dtype, blocks[number].dtype)) for number, ops, copy in users])
         gathered = gather_at(location, copies, max_gap_bytes)
         gathers.append(gathered)
         for reads in gathered.ranges:
-            ranges.append((location.file, location.begin + reads.runs.begin, reads, own[reads.buffer][0]))
+            ranges.append((location.file, location.begin + reads.runs.begin, reads, users[reads.buffer][0]))
         if gathered.windowed:
-            ends = tuple([End(number, ops) for number, ops, _ in own])
+            ends = tuple([End(number, ops) for number, ops, _ in users])
             parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
     extents = tuple(_extents(ranges, max_request_bytes))
     joined = Counter(extent.file for extent in extents)
@@ -226,25 +227,25 @@ def transfer_plan(
 
 
 def gather_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> Gather:
-    """`coalesce.gather` of a tensor that may be encoded."""
+    """Plan the reading of one tensor, encoded or not; see `coalesce.gather`."""
     if location.encoding is None:
         return gather(copies, location.dtype.itemsize, max_gap_bytes)
     return gather_encoded(copies, location.encoding, max_gap_bytes)
 
 
 def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:
-    """Whether elements are moved as they are stored."""
+    """Return whether elements move unchanged between the dtypes `stored` and `held`."""
     return not ops and stored == held
 
 
 def _extents(ranges: Sequence[tuple[int, int, Direct, int]], max_request_bytes: int) -> Iterator[Extent]:
-    """Ranges in file order as requests: those that touch are joined, and cut at `max_request_bytes`."""
+    """Yield ranges, which are in file order, as requests: join those that touch, and cut at `max_request_bytes`."""
     begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
     end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
     files = np.array([file for file, _, _, _ in ranges], np.int64)
     for start, stop in pairwise([*touching(files, begin, end), len(ranges)]):
         at, group_end = int(begin[start]), int(end[stop - 1])
-        number, done = int(start), 0  # the range that is being handed out, and how much of it has been
+        number, done = int(start), 0  # the current range, and how much of it earlier parts have taken
         while at < group_end:
             cut = min(at + max_request_bytes, group_end)
             parts, here = [], at

@@ -1,10 +1,10 @@
-"""Executes `plan.strided.Copy` on memory with NumPy. Everything that is not moved as a plain range passes through here.
+"""Executes a `geometry.strided.Copy` on memory with NumPy, for all bytes that do not move as plain ranges.
 
-Memory is one-dimensional and uint8: *packed* is as a file has it, *dense* is a block.
+Memory is one-dimensional and uint8: *packed* memory is as a file has it, *dense* memory is a block.
 
-NumPy copies element after element in the order of the destination. Where the source has another innermost axis, each
-element is then in a cache line of its own, and those lines displace one another: their distance is often a power of
-two, so they compete for the same few places. `_pieces` says how such copies are cut instead.
+NumPy copies element after element in the order of the destination. If the source has another innermost axis, each
+element then lies in a separate cache line, and these lines displace one another: their distance is often a power of
+two, so they compete for the same few places. `_pieces` explains how such copies are cut instead.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from orbax_safetensors.geometry.strided import Copy
 
 _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
-# Elements. Of less, the second and third call would take longer than the one that they spare.
+# Elements. With fewer, the second and third call would take longer than the slow call that they replace.
 _SMALL = 2**13
-# Shorter axes are no innermost loop: NumPy takes about as long to begin a loop as to copy ten elements.
+# Shorter axes do not become the innermost loop: NumPy begins a loop in about the time that ten elements take.
 _SHORT = 16
-# The constants from here on are in order: a line of 16-byte elements fits in a slab, and a slab in a piece.
-# Elements of a slab that are neighbours in the source: whole cache lines, and enough that few loops are begun.
+# The next three constants depend on one another: a line of 16-byte elements fits in a slab, and a slab in a piece.
+# Elements of a slab that are neighbours in the source: whole cache lines, and enough that NumPy begins few loops.
 _LINE = 128
-# A slab is read with a stride, line after line and then again for the next element of each line: it has to stay in the
-# first-level cache, which has 32 KiB or more. Twice that is a third slower.
+# NumPy reads a slab with a stride, line after line, then again for the next element of each line: the slab has to stay
+# in the first-level cache, which has 32 KiB or more. A slab of twice the size is a third slower.
 _SLAB_BYTES = 32 * 2**10
-# What one NumPy call moves. The buffers of a piece should stay in the cache that a core has for itself, or nearly so;
-# with smaller pieces threads wait for one another's Python.
+# What one NumPy call moves. The buffers of a piece should fit, or nearly fit, in the private cache of a core; with
+# smaller pieces, threads wait for the interpreter lock.
 _PIECE_BYTES = 2**20
-# Elements that are computed at a time: the results in between are wide, and memory for large ones comes from the system
-# again and again.
+# Elements that are computed at a time: intermediate results are wide, and large ones would take new memory from the
+# system for every operation.
 _COMPUTED = 2**16
 
 
 def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends of a copy that moves bits, as arrays of one shape; assigning one to the other makes the copy."""
+    """Return both sides of a copy that moves bits, as arrays of one shape; an assignment between them is the copy."""
     modes = [(size, src * itemsize, dst * itemsize) for size, src, dst in copy.modes]
-    # The widest words that the innermost contiguous elements and all strides are made of: NumPy moves one a step.
+    # The widest words that divide the innermost contiguous elements and all strides: NumPy moves one word a step.
     run = itemsize
     if modes and modes[-1][1:] == (itemsize, itemsize):
         run *= modes.pop()[0]
@@ -61,7 +61,7 @@ def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> t
 def elements(
     copy: Copy, packed: np.ndarray, stored: np.dtype, dense: np.ndarray, held: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends of a copy that casts between the dtypes `stored` and `held`, as arrays of one shape."""
+    """Return both sides of a copy that casts between the dtypes `stored` and `held`, as arrays of one shape."""
     shape = tuple(size for size, _, _ in copy.modes)
     source = [src * stored.itemsize for _, src, _ in copy.modes]
     into = [dst * held.itemsize for _, _, dst in copy.modes]
@@ -72,23 +72,23 @@ def elements(
 
 
 def assign(destination: np.ndarray, source: np.ndarray) -> None:
-    """`destination[...] = source` for arrays of one shape and dtype that have no memory in common."""
+    """Assign `source` to `destination[...]`: arrays of one shape and dtype that share no memory."""
     for piece, into in _pieces(source, destination, _buffers(source)):
         into[...] = piece
 
 
 def copy_applying(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
-    """Assign what `ops` make of `source`, cast to the destination's dtype as NumPy does.
+    """Assign the result of `ops` on `source`, cast to the destination's dtype as NumPy does.
 
     With `lossless`, numbers that do not fit an integer and finite numbers that become infinite, or NaN where a dtype
     has no infinity, raise `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded,
-    without a word.
+    silently.
     """
     _copy_through(source, destination, partial(apply, ops) if ops else None, lossless=lossless)
 
 
 def copy_undoing(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
-    """Assign what `ops` made `source` of, cast to the destination's dtype."""
+    """Assign the numbers from which `ops` computed `source`, cast to the destination's dtype."""
     _copy_through(source, destination, partial(undo, ops) if ops else None, lossless=False)
 
 
@@ -111,14 +111,14 @@ def _copy_through(
 
 
 def _check(values: np.ndarray, cast: np.ndarray) -> None:
-    """Raises `TensorMismatchError` as `convert` says for numbers and what a cast made of them."""
+    """Raise `TensorMismatchError` if the `cast` of `values` lost a number; see `copy_applying`."""
     if np.can_cast(values.dtype, cast.dtype):
         return
     if np.issubdtype(cast.dtype, np.integer):
         whole = values if np.issubdtype(values.dtype, np.integer) else np.trunc(values.astype(np.float64))
         lost = cast != whole
     else:
-        # A type that NumPy knows itself is looked through several times faster.
+        # NumPy checks its built-in types several times faster.
         wide = np.promote_types(cast.dtype, np.float32)
         finite = np.isfinite(cast, signature=f"{wide.char}->?")
         if finite.all():
@@ -129,9 +129,9 @@ def _check(values: np.ndarray, cast: np.ndarray) -> None:
 
 
 def _buffers(source: np.ndarray) -> np.ndarray:
-    """Memory for `_pieces` of an array: two of them, as words of its size.
+    """Return memory for `_pieces` of an array: two buffers of words as wide as its elements.
 
-    Also where nothing is reordered: the C library then keeps as much for the results of ops as was freed here.
+    Copies that reorder nothing allocate them as well: the C library then keeps the freed memory for the results of ops.
     """
     size = min(source.size, _PIECE_BYTES // source.itemsize)
     return np.empty((2, size), _WORDS.get(source.itemsize, source.dtype))
@@ -140,14 +140,14 @@ def _buffers(source: np.ndarray) -> np.ndarray:
 def _pieces(
     source: np.ndarray, destination: np.ndarray, buffers: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cuts two arrays of one shape into pairs of arrays of one shape, between which NumPy copies fast.
+    """Cut two arrays of one shape into pairs of arrays of one shape, between which NumPy copies fast.
 
-    The first of a pair is a view. Where the arrays have different innermost axes, it is in the second of the buffers
-    instead, in the order of the destination, and the next pair uses it again.
+    The first of a pair is a view of `source`. If the arrays have different innermost axes, it is in the second buffer
+    instead, in the order of the destination, and the next pair overwrites it.
 
-    To reorder a piece, lines of it are laid side by side in slabs, which is a copy of whole lines; each slab is
-    transposed within the first-level cache; and the destination gets runs that are long enough to be written as fast
-    as any. Writing elements there directly would wait for the memory, line by line.
+    To reorder a piece, its lines are laid side by side in slabs, which copies whole lines; each slab is transposed
+    within the first-level cache; and the destination is written in runs that are long enough for full speed. Writing
+    elements there directly would wait for the memory, line by line.
     """
     if not source.size:
         return
@@ -165,8 +165,8 @@ def _pieces(
             for box in _boxes(source.shape, limit):
                 yield source[box], destination[box]
         return
-    # Axis 0 is the one along which lines lie; the others are rows. Pieces are long rather than high: the lines that one
-    # reads are neighbours then, and it writes its runs from one stretch of the buffer.
+    # Lines lie along axis 0; the other axes are rows. Pieces are long rather than high: a piece then reads neighbouring
+    # lines, and writes its runs from one stretch of the buffer.
     source, destination = np.moveaxis(source, along, 0), np.moveaxis(destination, along, 0)
     line = _even(source.shape[0], _LINE)
     fit = _SLAB_BYTES // (line * source.itemsize)
@@ -180,9 +180,9 @@ def _pieces(
 def _reordered(
     source: np.ndarray, destination: np.ndarray, line: int, fit: int, buffers: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """One piece of `_pieces`, or several where lines, or slabs of `fit` rows, do not divide it."""
+    """Yield one piece of `_pieces`, or several if lines, or slabs of `fit` rows, do not divide it."""
     bits = source.view(buffers.dtype)
-    # A slab has all rows of the axes after axis `at`, and of that one as many as fit.
+    # A slab has all rows of the axes after axis `at`, and as many rows of axis `at` as fit.
     at = source.ndim - 1
     while at > 1 and source.shape[at] <= fit:
         fit //= source.shape[at]
@@ -205,12 +205,12 @@ def _reordered(
 
 
 def _even(size: int, limit: int) -> int:
-    """The length of as few equal parts of `size` as are no longer than `limit`, the last of which may be shorter."""
+    """Return the length of the fewest equal parts of `size` of at most `limit`; the last part may be shorter."""
     return -(-size // -(-size // limit))
 
 
 def _cuts(size: int, step: int) -> Iterator[tuple[slice, int]]:
-    """The part of `size` that `step` divides, and the rest if there is one; each with the length of its steps."""
+    """Yield the part of `size` that `step` divides, and the rest, if any; each with the length of its steps."""
     whole = size - size % step
     yield slice(whole), step
     if whole < size:
@@ -218,7 +218,7 @@ def _cuts(size: int, step: int) -> Iterator[tuple[slice, int]]:
 
 
 def _boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[slice | EllipsisType, ...]]:
-    """Cuts `shape` into boxes of at most `limit` positions, whole along as many of the last axes as fit."""
+    """Cut `shape` into boxes of at most `limit` positions, whole along as many of the last axes as fit."""
     cuts = []
     for size in reversed(shape):
         step = max(min(size, limit), 1)

@@ -67,7 +67,7 @@ def test_copies_that_alternate_are_one_piece():
 
 def test_what_is_no_box():
     a = View.tensor("a", (8, 6), F4)
-    with pytest.raises(MappingError, match="'a': what one process holds of it is no set of boxes"):
+    with pytest.raises(MappingError, match="'a': what one process holds of it is not a set of boxes"):
         in_pieces([a.slice(slice(0, 8, 2))], {"a": (8, 6)})
     with pytest.raises(MappingError, match=r"'a'"):
         in_pieces([a.reshape((48,)).slice(slice(3, 12))], {"a": (8, 6)})
