@@ -1,17 +1,17 @@
 """The package's exceptions, and nothing else.
 
-Every message names the file, the tensor, what was expected and what was found, as far as each applies. No exception of
+Every message names the file, the tensor, the expected and the found value, as far as each applies. No exception of
 `json`, `struct`, `numpy` or a storage library leaves the package bare: it is the `__cause__` of one of these.
 """
 
-# Characters of a message. Names, shapes and JSON of a file can be a hundred megabytes long.
+# Characters of a message. A file's names, shapes and JSON can be a hundred megabytes long.
 _MAX_MESSAGE = 4000
 
 
 class SafetensorsError(ValueError):
-    """Base of every error this package raises about a checkpoint or a request for one.
+    """Base of every error that this package raises about a checkpoint or a request.
 
-    A message that is too long loses its middle: it begins with the file and ends with what was found.
+    A message that is too long loses its middle: the file is at its beginning, the found value at its end.
     """
 
     def __init__(self, message: str) -> None:
@@ -19,7 +19,7 @@ class SafetensorsError(ValueError):
 
 
 def bounded(message: str, most: int = _MAX_MESSAGE) -> str:
-    """Return `message`, or its beginning and its end where it is longer than `most` characters."""
+    """Return `message`, or its beginning and its end if it is longer than `most` characters."""
     left_out = len(message) - most
     if left_out <= 0:
         return message
@@ -35,11 +35,11 @@ class IndexFileError(SafetensorsError):
 
 
 class TensorMismatchError(SafetensorsError):
-    """A name, shape or dtype that was asked for is not what is stored."""
+    """A requested name, shape or dtype differs from the stored one."""
 
 
 class MappingError(SafetensorsError):
-    """A view of stored tensors cannot be expressed, or does not cover what it should."""
+    """A view of stored tensors cannot be expressed, or does not cover all that it has to."""
 
 
 class StorageError(SafetensorsError, OSError):
@@ -47,4 +47,4 @@ class StorageError(SafetensorsError, OSError):
 
 
 class MissingError(StorageError, FileNotFoundError):
-    """A file, directory, object or repository is not there; Orbax raises a `FileNotFoundError` if so."""
+    """A file, directory, object or repository does not exist. Also a `FileNotFoundError`, as Orbax raises."""

@@ -1,1 +1,1 @@
-"""The `.safetensors` format: bytes to facts and back. No I/O and no jax in here."""
+"""The `.safetensors` format: bytes to facts and back, without I/O and without JAX."""

@@ -1,6 +1,6 @@
-"""The element types a `.safetensors` file can name, in one table, and the sizes that follow from them.
+"""The element types that a `.safetensors` file can name, in one table, and the sizes that follow from them.
 
-Not for conversions between element types, and not for what JAX can hold: a type is fine here if it can be stored.
+A type is valid here if it can be stored, whether JAX can hold it or not.
 """
 
 import math
@@ -17,12 +17,12 @@ from orbax_safetensors.errors import TensorMismatchError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type; the instances in `DTYPES` are all there are.
+    """An element type. `DTYPES` holds all instances.
 
-    name: as spelled in a header, upper case.
+    name: as a header spells it, upper case.
     bits: of one element. Elements of fewer than 8 bits are packed, so only some shapes fill whole bytes.
-    rank: position in the format's own order, by which a writer sorts.
-    numpy: the little-endian type that holds one element, or None where elements are packed.
+    rank: position in the format's order, by which a writer sorts.
+    numpy: the little-endian type that holds one element, or None if elements are packed.
     """
 
     name: str
@@ -31,7 +31,7 @@ class DType:
     numpy: np.dtype[Any] | None
 
 
-# In the format's own order. The byte order is spelled out because files are little-endian whatever the machine is.
+# In the format's order. The byte order is explicit because files are little-endian whatever the machine is.
 _TABLE: tuple[tuple[str, int, Any], ...] = (
     ("BOOL", 8, np.bool_),
     ("F4", 4, None),
@@ -68,9 +68,9 @@ _FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.numpy is
 
 
 def from_numpy(dtype: np.dtype[Any]) -> DType:
-    """The stored type of an array of `dtype`.
+    """Return the stored type of an array of `dtype`.
 
-    Raises TensorMismatchError if the format has no such type: big-endian ones, `float4_e2m1fn` and its like (NumPy
+    Raises TensorMismatchError if the format has no such type: big-endian types, types like `float4_e2m1fn` (NumPy
     gives each element a byte, a file packs them), strings, objects, structs.
     """
     try:
@@ -83,9 +83,9 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 def nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
-    """Bytes of a stored tensor of `shape`, in elements.
+    """Return the bytes of a stored tensor of `shape`, in elements.
 
-    Raises TensorMismatchError if packed elements do not fill whole bytes, as one F4 does not.
+    Raises TensorMismatchError if packed elements do not fill whole bytes, such as a single F4.
     """
     whole, rest = divmod(math.prod(shape) * dtype.bits, 8)
     if rest:
@@ -96,10 +96,10 @@ def nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
 
 
 def held(dtype: DType, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and element type of the array that holds a stored tensor in memory, byte for byte as it is stored.
+    """Return shape and element type of the array that holds a stored tensor in memory, with the same bytes.
 
-    Packed types stay packed, as uint8: the last dimension counts bytes where each row fills whole bytes, else the
-    shape is `(nbytes,)`. Raises TensorMismatchError as `nbytes` does, so a packed scalar is refused.
+    Packed types stay packed, as uint8: the last dimension counts bytes if each row fills whole bytes, else the shape is
+    `(nbytes,)`. Raises TensorMismatchError as `nbytes` does, so for a packed scalar.
     """
     if dtype.numpy is not None:
         return shape, dtype.numpy

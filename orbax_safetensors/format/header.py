@@ -1,9 +1,9 @@
-"""The header of a `.safetensors` file: bytes to facts, facts to bytes, and every check of either.
+"""The header of a `.safetensors` file: bytes to facts, facts to bytes, and the checks of both.
 
-Not for reading or writing files: callers bring the bytes and the file's size. Not for the tensors' data.
+Callers bring the bytes and the file's size: nothing here reads or writes files, or handles the tensors' data.
 
-A file is a little-endian u64 `N`, `N` bytes of JSON, then the data. What is accepted is what the reference
-implementation accepts, with one exception: a duplicate key is an error here.
+A file is a little-endian u64 `N`, `N` bytes of JSON, then the data. This module accepts the same headers as the
+reference implementation, with one exception: a duplicate key is an error here.
 """
 
 import json
@@ -24,14 +24,14 @@ PREFIX_BYTES = 8
 """Size of `N`, in bytes."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Largest `N`, in bytes: the reference's own limit, so that a header can be read before it is trusted."""
+"""Largest `N`, in bytes: the reference's limit, which makes it safe to read a header before it is checked."""
 
 _U64_MAX = 2**64 - 1
 _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_DEPTH = 3  # level of nesting of the values in a tensor's entry
 _INTEGER = "(?:0|[1-9][0-9]{0,18})"
-# A tensor as all writers spell it, with or without a space after commas and colons. Other spellings take longer.
+# A tensor as writers usually spell it, with or without a space after commas and colons. Other spellings take longer.
 _USUAL = re.compile(
     rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}}+)?)\], ?'
     rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}'
@@ -50,15 +50,15 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensor."""
+        """Return the bytes of the stored tensor."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Header:
-    """All that a header says. Building one checks it, so that an invalid Header does not exist.
+    """The facts of a header. The constructor checks them, so that an invalid Header does not exist.
 
-    tensors: name -> entry, in file order, in whatever order they are given.
+    tensors: name -> entry, in file order; the constructor takes any order.
     metadata: the free text of the file; empty if it has none.
     data_start: bytes before the data section, 8 + N.
     data_bytes: size of the data section.
@@ -73,26 +73,25 @@ class Header:
 
     def __post_init__(self) -> None:
         in_file_order = _validate(self.tensors, self.metadata, self.data_start)
-        # Read-only copies: what has been checked stays as it was.
+        # Read-only copies: checked values stay as they were.
         object.__setattr__(self, "tensors", MappingProxyType({entry.name: entry for entry in in_file_order}))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
         object.__setattr__(self, "data_bytes", in_file_order[-1].end if in_file_order else 0)
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole file."""
+        """Return the size of the whole file."""
         return self.data_start + self.data_bytes
 
     @classmethod
     def parse(cls, text: bytes, file_nbytes: int, *, file: str) -> "Header":
-        """The header whose JSON is `text`, all `N` bytes of it, in a file of `file_nbytes` bytes.
+        """Return the header whose JSON is `text`, all `N` bytes of it, in a file of `file_nbytes` bytes.
 
-        `file` is for messages only. Raises HeaderError for everything that is wrong with the header or with its fit
-        to the size of the file.
+        `file` is for messages only. Raises HeaderError if the header is invalid or does not fit the size of the file.
         """
         try:
             header = cls(*_read(text), data_start=PREFIX_BYTES + len(text))
-        except ValueError as error:  # a HeaderError is one, too
+        except ValueError as error:  # HeaderError is a subclass
             raise HeaderError(f"{file}: {error}") from error
         if header.file_bytes != file_nbytes:
             raise HeaderError(
@@ -109,9 +108,9 @@ class Header:
         *,
         alignment: int = 64,
     ) -> "Header":
-        """The header of a new file of `(name, dtype, shape)` tensors, in the order in which the reference writes them.
+        """Return the header of a new file of `(name, dtype, shape)` tensors, in the reference writer's order.
 
-        Wider element types come first, then names ascend; nothing is left between tensors. The data section starts at
+        Wider element types come first, then names ascend; there are no gaps between tensors. The data section starts at
         a multiple of `alignment` bytes, itself a multiple of 8. An empty `metadata` is left out of the file; None
         means `{"format": "pt"}`, without which `transformers` refuses a file. Raises HeaderError.
         """
@@ -124,20 +123,20 @@ class Header:
         for name, dtype, shape in sorted(tensors, key=lambda tensor: (-tensor[1].rank, tensor[0])):
             if name in entries:
                 raise HeaderError(f"tensor {shown(name)}: expected each name once, found it twice")
-            # Rounded down where packed elements leave a part of a byte: building the header rejects those.
+            # Rounded down if packed elements leave a part of a byte: the constructor rejects those.
             end = begin + math.prod(shape) * dtype.bits // 8
             entries[name] = TensorEntry(name, dtype, shape, begin, end)
             begin = end
-        # Checked before it is measured: JSON cannot be made of everything.
+        # Checked before it is measured: JSON cannot hold every value.
         unmeasured = cls(entries, metadata, data_start=PREFIX_BYTES)
         unpadded = PREFIX_BYTES + len(_json(unmeasured))
         return replace(unmeasured, data_start=-(-unpadded // alignment) * alignment)
 
     def encode(self) -> bytes:
-        """The file's first `data_start` bytes: `N`, JSON, spaces.
+        """Return the file's first `data_start` bytes: `N`, JSON, spaces.
 
-        The bytes depend on nothing but the header: metadata is sorted by key. Raises HeaderError if the JSON is longer
-        than `data_start` allows, which a header from `layout` never is.
+        Metadata is sorted by key, so that equal headers make equal bytes. Raises HeaderError if the JSON is longer than
+        `data_start` allows, which never happens to a header from `layout`.
         """
         text = _json(self)
         length = self.data_start - PREFIX_BYTES
@@ -147,18 +146,18 @@ class Header:
 
 
 def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
-    """`N`, from the first 8 bytes of a file of `file_nbytes` bytes (all of them, if it has fewer).
+    """Return `N`, from the first 8 bytes of a file of `file_nbytes` bytes (all of them, if it has fewer).
 
-    Raises HeaderError if there are not 8, or if `N` is over the limit or reaches beyond the file: what it returns is
+    Raises HeaderError if there are not 8, or if `N` is over the limit or reaches beyond the file: so many bytes are
     safe to allocate.
     """
-    no_file_of_ours = f"{file}: is no safetensors file"  # what begins with text, as most others do, has a huge `N`
+    not_safetensors = f"{file}: is not a safetensors file"  # most other files begin with text, which makes a huge `N`
     if len(prefix) < PREFIX_BYTES or file_nbytes < PREFIX_BYTES:
         found = min(len(prefix), file_nbytes)
-        raise HeaderError(f"{no_file_of_ours}: expected at least {PREFIX_BYTES} bytes, found {found}")
+        raise HeaderError(f"{not_safetensors}: expected at least {PREFIX_BYTES} bytes, found {found}")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise HeaderError(f"{no_file_of_ours}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
+        raise HeaderError(f"{not_safetensors}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
     if PREFIX_BYTES + length > file_nbytes:
         raise HeaderError(
             f"{file}: expected {PREFIX_BYTES + length} bytes up to the data, found a file of {file_nbytes}"
@@ -167,7 +166,7 @@ def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
 
 
 def shown(value: object) -> str:
-    """`value` for a message, cut if it is long."""
+    """Return `value` for a message, cut if it is long."""
     try:
         text = repr(value)
     except RecursionError:
@@ -176,7 +175,7 @@ def shown(value: object) -> str:
 
 
 def _read(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensors and the metadata that JSON spells; the numbers and texts are left to `_validate`."""
+    """Return the tensors and the metadata of the JSON; `_validate` checks their numbers and texts."""
     reader = JsonReader(text)
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
@@ -195,13 +194,13 @@ def _read(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
 
 @lru_cache(maxsize=2**10)
 def _sizes(text: str) -> tuple[int, ...]:
-    """Return the shape that is written as `text`; most tensors have one of few."""
+    """Return the shape that is written as `text`; most tensors share a few shapes."""
     return tuple(map(int, text.split(","))) if text else ()
 
 
 def _read_metadata(reader: JsonReader) -> dict[str, str]:
     if reader.next == "n":
-        reader.scalar()  # null is as good as none
+        reader.scalar()  # null stands for no metadata
         return {}
     if reader.next != "{":
         raise HeaderError(f"{_METADATA}: expected an object, found {reader.excerpt}")
@@ -214,7 +213,7 @@ def _read_metadata(reader: JsonReader) -> dict[str, str]:
 
 
 def _read_entry(name: str, reader: JsonReader) -> TensorEntry:
-    """Return one tensor, in whatever spelling the reference takes."""
+    """Return a tensor, in any spelling that the reference accepts."""
     try:
         return _read_fields(name, reader)
     except ValueError as error:
@@ -232,7 +231,7 @@ def _read_fields(name: str, reader: JsonReader) -> TensorEntry:
             found[key] = reader.integers()
         elif key in _FIELDS or in_order:
             break
-        else:  # an unknown field, which may hold whatever the reference's parser can read
+        else:  # an unknown field, which may hold any JSON that the reference's parser can read
             reader.skip(_FIELD_DEPTH)
     else:
         if len(found) == len(_FIELDS) and len(found["data_offsets"]) == 2:
@@ -255,7 +254,7 @@ def _read_dtype(reader: JsonReader) -> DType:
 
 
 def _validate(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], data_start: int) -> list[TensorEntry]:
-    """The entries in file order, if there is a valid file with this header; HeaderError if not."""
+    """Return the entries in file order. Raises HeaderError if no valid file has this header."""
     if not PREFIX_BYTES <= data_start <= PREFIX_BYTES + MAX_HEADER_BYTES:
         raise HeaderError(f"expected a header of 0 to {MAX_HEADER_BYTES} bytes, found {data_start - PREFIX_BYTES}")
     _validate_metadata(metadata)
@@ -287,7 +286,7 @@ def _validate(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], d
         bits = count * entry.dtype.bits
         if bits > _U64_MAX or bits & 7 or bits >> 3 != end - begin:
             raise HeaderError(_size_fault(entry, bits))
-    # By begin, then end. Two stable sorts by integers need no tuples, which the garbage collector would walk.
+    # By begin, then end. Two stable sorts by integers make no tuples, which the garbage collector would walk.
     in_file_order = sorted(sorted(tensors.values(), key=attrgetter("end")), key=attrgetter("begin"))
     position = 0
     for entry in in_file_order:

@@ -1,6 +1,6 @@
 """`model.safetensors.index.json`: which file of a directory holds which tensor.
 
-Not for looking at the directory: whether the files exist and hold what the index says is their reader's to find out.
+Nothing here looks at the directory: the reader of the files finds out if they exist and hold their tensors.
 """
 
 import json
@@ -13,7 +13,7 @@ from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.json_reader import JsonReader
 
 INDEX_SUFFIX = ".safetensors.index.json"
-"""Every index is called so; the usual whole name is `model` and this."""
+"""How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
 _FILE_SUFFIX = ".safetensors"
 _TOTAL_SIZE = "total_size"
@@ -22,12 +22,12 @@ _DEPTH = 2  # level of nesting of the values in an index
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says. Building one checks it, so that no file name in it leads out of the directory.
+    """The facts of an index. The constructor checks them, so that no file name leads out of the directory.
 
     weight_map: tensor name -> plain name of a file beside the index.
-    metadata: free, but for `total_size`.
+    metadata: free, except for `total_size`.
 
-    Raises IndexFileError, without the index's own name, which only `parse` knows.
+    Raises IndexFileError, without the index's name, which only `parse` knows.
     """
 
     weight_map: Mapping[str, str]
@@ -38,7 +38,7 @@ class Index:
             raise IndexFileError(f"weight_map: expected an object, found {shown(self.weight_map)}")
         if not isinstance(self.metadata, Mapping):
             raise IndexFileError(f"metadata: expected an object, found {shown(self.metadata)}")
-        checked: set[str] = set()  # a few hundred files, where tensors are tens of thousands
+        checked: set[str] = set()  # a few hundred files hold tens of thousands of tensors
         for tensor, name in self.weight_map.items():
             if type(name) is not str or name not in checked:
                 check_file_name(name, file=f"weight_map: tensor {shown(tensor)}")
@@ -46,26 +46,26 @@ class Index:
         size = self.metadata.get(_TOTAL_SIZE, 0)
         if not (type(size) is int or (type(size) is float and size.is_integer())) or size < 0:
             raise IndexFileError(f"metadata: expected a whole number of bytes as {_TOTAL_SIZE}, found {shown(size)}")
-        # Read-only copies: what has been checked stays as it was.
+        # Read-only copies: checked values stay as they were.
         object.__setattr__(self, "weight_map", MappingProxyType(dict(self.weight_map)))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
 
     @property
     def total_size(self) -> int | None:
-        """Bytes of all tensors' data, as the writer counted them, or None. Some writers put the files' sizes here."""
+        """Return the bytes of all tensors' data as the writer counted them, or None. Some writers sum up file sizes."""
         size = self.metadata.get(_TOTAL_SIZE)
         return int(size) if isinstance(size, int | float) else None
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files, each once, sorted."""
+        """Return the names of the files, each once, sorted."""
         return tuple(sorted(set(self.weight_map.values())))
 
     @classmethod
     def parse(cls, text: bytes, *, file: str) -> "Index":
-        """The index whose whole text is `text`; `file` is for messages. Raises IndexFileError.
+        """Return the index whose whole text is `text`; `file` is for messages. Raises IndexFileError.
 
-        Of the metadata, `total_size` is kept.
+        Keeps only `total_size` of the metadata.
         """
         try:
             reader = JsonReader(text)
@@ -82,11 +82,11 @@ class Index:
             if weight_map is None:
                 raise IndexFileError("expected a weight_map, found none")
             return cls(weight_map, metadata)
-        except ValueError as error:  # an IndexFileError is one, too
+        except ValueError as error:  # IndexFileError is a subclass
             raise IndexFileError(f"{file}: {error}") from error
 
     def encode(self) -> bytes:
-        """The index as `save_pretrained` writes it: sorted, indented by two, ASCII, a newline at the end.
+        """Return the index as `save_pretrained` writes it: sorted, indented by two, ASCII, a newline at the end.
 
         Raises IndexFileError if the metadata is not JSON.
         """
@@ -117,14 +117,14 @@ def _read_metadata(reader: JsonReader) -> dict[str, object]:
 
 
 def check_file_name(name: str, *, file: str) -> None:
-    """That `name`, found in the index `file`, is the plain name of a `.safetensors` file beside it.
+    """Check that `name`, from the index `file`, is the plain name of a `.safetensors` file beside the index.
 
-    The string is judged, not what it leads to: Hugging Face's caches are made of symlinks out of the directory.
-    Raises IndexFileError for anything that is a path, a URL, hidden, or not a name at all.
+    Judges the string and does not follow links: Hugging Face's caches consist of symlinks out of the directory.
+    Raises IndexFileError for a path, a URL, a hidden name, or a value that is not a name at all.
     """
     if type(name) is not str:
         raise IndexFileError(f"{file}: expected the name of a file, found {shown(name)}")
-    # A colon ends a scheme or a Windows drive. A surrogate has no bytes to be a name on a disk.
+    # A colon ends a scheme or a Windows drive. A surrogate has no bytes for a name on a disk.
     is_plain = not any(part in name for part in ("/", "\\", "..", ":", "\0")) and not any(
         "\ud800" <= character <= "\udfff" for character in name
     )

@@ -1,7 +1,7 @@
-"""JSON read value by value: what nobody asks for is checked and skipped, never built.
+"""JSON read value by value: values that a caller does not want are checked and skipped, never built.
 
-The files of strangers are read with this: a value that is built takes up to 30 times the memory of its text. Read as
-strictly as the reference reads a header, except that a duplicate key is an error, at any depth.
+This reads files of strangers: a value that is built takes up to 30 times the memory of its text. The reader is as
+strict as the reference's for headers, except that a duplicate key is an error, at any depth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_DEPTH = 127
 _SPACE = r"[ \t\n\r]*+"
 _NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?[0-9]++)?+"
 _INTEGER = "(?:0|[1-9][0-9]{0,18}+)"
-# Values that take no second look, and lists and objects of one member of them: skipped in one match, however many.
+# Simple values, and lists and objects with at most one member of them: skipped in one match, however many.
 _LEVELS = 3
 _TEXT = r'"[^"\\\x00-\x1f]*+"'
 _PLAIN = rf"(?:-?(?:0|[1-9][0-9]{{0,18}}+)(?:\.[0-9]++)?+(?![0-9eE])|true|false|null|{_TEXT})"
@@ -39,10 +39,10 @@ _SHOWN = 60  # characters of the text in a message
 
 
 class JsonReader:
-    """A position in a JSON text. Each method reads what begins there and moves behind it; ValueError for bad JSON."""
+    """A position in a JSON text. Each method reads the value there and moves behind it; ValueError for bad JSON."""
 
     def __init__(self, text: bytes) -> None:
-        """`text` is a whole document in UTF-8."""
+        """Begin at the first value of `text`, a whole document in UTF-8."""
         try:
             self.text = text.decode()
         except UnicodeDecodeError as error:
@@ -52,20 +52,20 @@ class JsonReader:
 
     @property
     def next(self) -> str:
-        """The first character of the value here: `{`, `[`, `"`, or that of a number or constant; empty at the end."""
+        """Return the first character of the value here: `{`, `[`, `"`, or of a number or constant; empty at the end."""
         return self.text[self.at : self.at + 1]
 
     @property
     def excerpt(self) -> str:
-        """How the value here begins, for messages."""
+        """Return the beginning of the value here, for messages."""
         return repr(self.text[self.at : self.at + _SHOWN])
 
     def members(self) -> Iterator[str]:
-        """Yield each key of the object here; its value has to be read or skipped before the next is asked for."""
+        """Yield each key of the object here; the caller reads or skips its value before it goes on to the next key."""
         self._open("{")
         seen: set[str] = set()
         while True:
-            if seen and (match := _next_key.match(self.text, self.at)):  # as almost all are
+            if seen and (match := _next_key.match(self.text, self.at)):  # almost all keys
                 key = match[1]
                 self.at = match.end()
             elif not self._more("}", first=not seen):
@@ -79,7 +79,7 @@ class JsonReader:
             yield key
 
     def items(self) -> Iterator[int]:
-        """Yield the position of each item of the list here; as `members`."""
+        """Yield the number of each item of the list here; the caller reads or skips the item, as for `members`."""
         self._open("[")
         number = 0
         while self._more("]", first=number == 0):
@@ -92,7 +92,7 @@ class JsonReader:
             self._fail(f"more text {self.excerpt}")
 
     def string(self) -> str:
-        """The text here, in which there may be lone surrogates."""
+        """Return the text here, which may contain lone surrogates."""
         if match := _string.match(self.text, self.at):
             self.move(match.end())
             return match[1]
@@ -107,10 +107,10 @@ class JsonReader:
         return value
 
     def scalar(self) -> str | float | bool | None:
-        """The text, number or constant here.
+        """Return the text, number or constant here.
 
-        Integers of up to 20 digits are int, which hold every u64; longer ones and `-0` are float, as they are to the
-        reference, and as are numbers with a point or an exponent. All are finite.
+        Integers of up to 20 digits, which include every u64, are int. Longer ones and `-0` are float, as in the
+        reference; so are numbers with a point or an exponent. All are finite.
         """
         if self.next == '"':
             return self.string()
@@ -127,7 +127,7 @@ class JsonReader:
         self._fail(f"{self.excerpt} instead of a value")
 
     def integers(self) -> tuple[int, ...]:
-        """The list of integers here, of up to 20 digits each."""
+        """Return the list of integers here, of up to 20 digits each."""
         numbers: list[int] = []
         for _ in self.items():
             while match := _integers.match(self.text, self.at):
@@ -140,11 +140,11 @@ class JsonReader:
         return tuple(numbers)
 
     def skip(self, depth: int) -> None:
-        """Check the value here, whose own level of nesting is `depth` if it is an object or a list.
+        """Check the value here and move behind it; `depth` is its level of nesting if it is an object or a list.
 
-        Text in it has to be text that UTF-8 can hold.
+        UTF-8 has to be able to hold its text.
         """
-        inside: list[set[str] | None] = []  # of the objects and lists that are open: the keys of the objects
+        inside: list[set[str] | None] = []  # for each open object its keys, for each open list None
         while True:
             if self.next and self.next in "{[":
                 if depth + len(inside) > MAX_DEPTH:
@@ -179,7 +179,7 @@ class JsonReader:
         self.move(self.at + 1)
 
     def _more(self, bracket: str, *, first: bool) -> bool:
-        """Whether another member or item follows, of which the comma before it is then read, or else the `bracket`."""
+        """Read the comma before another member or item, or the `bracket` at the end; return whether another follows."""
         character = self.next
         if character == bracket:
             self.move(self.at + 1)
@@ -196,7 +196,7 @@ class JsonReader:
         self.move(self.at + 1)
 
     def move(self, at: int) -> None:
-        """Go on behind what ends at `at`, and behind the space that follows."""
+        """Go on at `at`, behind the space that begins there."""
         self.at = at
         if self.text[at : at + 1] in " \t\n\r":  # also at the end
             self._skip_space()

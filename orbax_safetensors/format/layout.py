@@ -1,6 +1,6 @@
-"""Which files a checkpoint is written as, under which names, and where each tensor lies in them.
+"""The files that a checkpoint is written as, their names, and where each tensor lies in them.
 
-Facts only: it follows from names, dtypes and shapes, so that all processes of a program come to the same.
+A layout follows from names, dtypes and shapes alone, so that all processes of a program compute the same layout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from orbax_safetensors.format.index import Index
 
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-# The most that a file has on the Hub, in bytes of tensors.
+# The largest file of a model on the Hub, in bytes of tensors.
 MAX_FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a checkpoint: their names and headers in order, and the index where there are several."""
+    """The files of a checkpoint: their names and headers in order, and the index if there are several."""
 
     files: tuple[tuple[str, Header], ...]
     index: Index | None
@@ -31,11 +31,10 @@ def lay_out(
     max_file_bytes: int,
     alignment: int,
 ) -> Layout:
-    """Lays `tensors` out as Hugging Face does: filled up one file after the other, in the order that is given.
+    """Lay `tensors` out as Hugging Face does: fill one file after the other, in the order of `tensors`.
 
-    A file holds at most `max_file_bytes` of tensors, or one tensor that is longer. The data of a file begins at a
-    multiple of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` where a header would not be
-    valid.
+    A file holds at most `max_file_bytes` of tensors, or a single longer tensor. The data of a file begins at a multiple
+    of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` if a header would be invalid.
     """
     parts: list[list[tuple[str, DType, tuple[int, ...]]]] = [[]]
     filled = 0
@@ -56,5 +55,5 @@ def lay_out(
 
 
 def file_names(count: int) -> list[str]:
-    """The names of several files."""
+    """Return the names of the files of a checkpoint that has several."""
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

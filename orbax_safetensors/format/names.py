@@ -1,4 +1,4 @@
-"""Names of tensors: a few of many, in messages, and the one that was meant."""
+"""Names of tensors: the first few for a message, the same name with another spelling, and the most similar name."""
 
 import bisect
 import difflib
@@ -9,22 +9,22 @@ _T = TypeVar("_T")
 
 _VALUE = ".value"
 
-# What an error lists before it says how much more there is.
+# Items that an error lists before it counts the rest.
 _LISTED = 8
-# How far from where a name would stand in the order of all names those are that may be meant.
+# Similar names are searched among this many sorted names before and after a name.
 _NEAR = 20
 
 
-def some(found: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ") -> str:
-    """The first of `found`, each as its `text`, and how many more there are."""
-    more = len(found) - _LISTED
-    return separator.join(text(one) for one in found[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ") -> str:
+    """Return the first few of `items`, each as its `text`, and how many more there are."""
+    more = len(items) - _LISTED
+    return separator.join(text(item) for item in items[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def same(name: str, names: Container[str]) -> str:
-    """The one of `names` that means `name`, or `name` itself if none does.
+    """Return `name` with or without `.value` at its end, as it is in `names`; `name` itself if neither is.
 
-    Paths in an `nnx.State` end in `.value`, those of the same leaves in other trees do not.
+    Paths in an `nnx.State` end in `.value`, paths of the same leaves in other trees do not.
     """
     if name in names:
         return name
@@ -33,25 +33,25 @@ def same(name: str, names: Container[str]) -> str:
 
 
 def by_same(leaves: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:
-    """Leaves under those of `names` that mean theirs; under their own names if two of them would have one."""
+    """Return the leaves under the `same` names in `names`; unchanged if two leaves would have the same name."""
     renamed = {same(name, names): leaf for name, leaf in leaves.items()}
     return renamed if len(renamed) == len(leaves) else dict(leaves)
 
 
 def without_value(name: str) -> str:
-    """A path without the `.value` at the end of those in an `nnx.State`."""
+    """Return a path without the `.value` at the end of paths in an `nnx.State`."""
     return name.removesuffix(_VALUE)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that is most like `name`, if any is.
+    """Return the most similar of `names`; None if none is similar.
 
-    Names that are alike begin alike, and so stand close to one another in order, or lack a prefix. To look at all of
-    45,000 would take seconds.
+    Similar names begin alike, and so are close to each other when sorted, or lack a prefix. Comparing all of 45,000
+    names would take seconds.
     """
     ordered = sorted(names)
     at = bisect.bisect(ordered, name)
     close = ordered[max(at - _NEAR, 0) : at + _NEAR]
     close += [other for other in ordered if other.endswith(f".{name}")][:_NEAR]
-    found = difflib.get_close_matches(name, close, n=1) if len(name) < 1000 else []
-    return found[0] if found else None
+    similar = difflib.get_close_matches(name, close, n=1) if len(name) < 1000 else []
+    return similar[0] if similar else None

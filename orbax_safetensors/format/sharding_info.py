@@ -1,7 +1,7 @@
-"""PyTorch's sharded safetensors: where the pieces of a tensor belong that several files hold under one name.
+"""PyTorch's sharded safetensors: several files hold pieces of a tensor under one name.
 
 PyTorch's distributed checkpoints (`torch.distributed.checkpoint.HuggingFaceStorageWriter` with `save_distributed`)
-write a file for each rank, and say in its metadata at which offsets of the whole tensors its own begin.
+have a file for each rank. Its metadata has the offsets in the whole tensors at which the file's pieces begin.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ _DEPTH = 2  # level of nesting of the values in the information
 
 
 def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | None:
-    """For each tensor of a file, in elements, where it begins in the whole tensor; None where the file has no pieces.
+    """Return where each tensor of a file begins in the whole tensor, in elements; None if the file has no pieces.
 
-    Raises HeaderError where the metadata is of another version or does not fit the tensors.
+    Raises HeaderError if the metadata is of another version or does not fit the tensors.
     """
     text = header.metadata.get(_KEY)
     if text is None:
@@ -32,12 +32,12 @@ def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
     if version != _VERSION:
         raise HeaderError(f"{file}: expected {_VERSION_KEY} {_VERSION!r} beside {_KEY}, found {shown(version)}")
     try:
-        found = _read(text, header)
+        offsets = _read(text, header)
     except ValueError as error:
         raise HeaderError(f"{file}: {_KEY}: {error}") from error
-    if missing := [name for name in header.tensors if name not in found]:
+    if missing := [name for name in header.tensors if name not in offsets]:
         raise HeaderError(f"{file}: {_KEY}: expected every tensor of the file, did not find {some(missing, shown)}")
-    return found
+    return offsets
 
 
 def _read(text: str, header: Header) -> dict[str, tuple[int, ...]]:
@@ -63,16 +63,16 @@ def _read(text: str, header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def sharding_info(offsets: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The metadata of a file of pieces, which begin at `offsets` of the whole tensors: what `saved_offsets` reads."""
+    """Return the metadata of a file whose pieces begin at `offsets` of the whole tensors, for `saved_offsets`."""
     information = {name: {_OFFSETS: list(start)} for name, start in offsets.items()}
     return {_VERSION_KEY: _VERSION, _KEY: json.dumps(information)}
 
 
 def without_sharding_info(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of files of pieces, for files of whole tensors."""
+    """Return the metadata of files of pieces as files of whole tensors have it."""
     return {key: text for key, text in metadata.items() if key not in (_KEY, _VERSION_KEY)}
 
 
 def file_name(rank: int) -> str:
-    """The name that PyTorch gives the file of a rank, counted from 0."""
+    """Return the name that PyTorch gives the file of a rank, counted from 0."""
     return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"

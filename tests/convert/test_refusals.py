@@ -140,7 +140,7 @@ def test_a_source_that_is_not_there(call, tmp_path):
 @pytest.mark.parametrize("call", list(CALLS))
 def test_a_source_that_is_another_file(call, content, tmp_path):
     (tmp_path / "from").write_bytes(content)
-    with pytest.raises(ost.HeaderError, match="from: is no safetensors file: expected a"):
+    with pytest.raises(ost.HeaderError, match="from: is not a safetensors file: expected a"):
         CALLS[call](tmp_path / "from", tmp_path / "to")
 
 
