@@ -1,4 +1,4 @@
-"""A thread with an event loop, on which the requests of all remote stores run, and what waits for them."""
+"""A thread with an event loop that runs the requests of all remote stores, and ways to wait for them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from orbax_safetensors.errors import StorageError
 
 _T = TypeVar("_T")
 
-# How long a program that ends waits for threads that have answers: they take microseconds, if the system lets them run.
+# Seconds that an ending program waits for threads that deliver answers. They take microseconds if the system runs them.
 _LEAVE_SECONDS = 5.0
 
 _lock = threading.Lock()
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process, or of the one that it was forked from
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # of this process, or of the process that it was forked from
 _stopping: set[asyncio.AbstractEventLoop] = set()
 
 
 class Requests:
-    """Requests that belong together; each is waited for by a thread, and `cancel` ends all of them."""
+    """Requests that belong together: a thread waits for each, and `cancel` ends all of them."""
 
     def __init__(self) -> None:
         self._waiting: set[Future[Any]] = set()
@@ -35,7 +35,7 @@ class Requests:
         self._lock = threading.Lock()
 
     def start(self, request: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Starts a request. Its result comes with `wait`; whoever stops waiting cancels it."""
+        """Start a request and return its future; a caller that stops waiting cancels it."""
         try:
             future = _begin(request)
         except BaseException:
@@ -50,7 +50,10 @@ class Requests:
         return future
 
     def run(self, request: Coroutine[Any, Any, _T]) -> _T:
-        """Waits for a request; an interrupt ends it. Raises `CancelledError` of `concurrent.futures` after `cancel`."""
+        """Return the result of a request; an interrupt ends it.
+
+        Raises `CancelledError` of `concurrent.futures` after `cancel`.
+        """
         future = self.start(request)
         try:
             return future.result()
@@ -58,7 +61,7 @@ class Requests:
             future.cancel()
 
     def cancel(self) -> None:
-        """Ends all requests, and those that are still to be started."""
+        """End all requests; later requests end at once."""
         with self._lock:
             self._cancelled = True
             waiting = list(self._waiting)
@@ -71,7 +74,7 @@ class Requests:
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
-    """The result of a function that blocks. Who stops waiting, or a program that ends, leaves it alone."""
+    """Return the result of a function that blocks. It goes on if nobody waits any more, until the program ends."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[_T] = loop.create_future()
 
@@ -89,7 +92,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
             result = function()
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it who waited
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
             loop.call_soon_threadsafe(end, result, failure)
 
     threading.Thread(target=work, name="remote_stores_blocking", daemon=True).start()
@@ -97,31 +100,31 @@ async def in_thread(function: Callable[[], _T]) -> _T:
 
 
 def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:
-    """Starts a request on the loop of this process.
+    """Start a request on the loop of this process.
 
-    Raises `StorageError` where the process is ending, or was forked from one that has a loop: neither our thread nor
-    those of obstore survive a fork, and what waits for them would wait forever.
+    Raises `StorageError` if the process is ending, or was forked from a process with a loop: no thread of the loop or
+    of obstore survives a fork, and the request would wait for them forever.
     """
     with _lock:
         loop = _loops.get(os.getpid())
         if loop is None:
             if _loops:
                 raise StorageError(
-                    "this process was forked from one that has used object stores or HTTP servers, and cannot: have "
-                    "multiprocessing start it with 'spawn' or 'forkserver'"
+                    "this process was forked from a process that has used object stores or HTTP servers, and cannot "
+                    "use them: have multiprocessing start it with 'spawn' or 'forkserver'"
                 )
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="remote_stores", daemon=True)
             thread.start()
             atexit.register(_stop, loop, thread)
         if loop in _stopping:
-            raise StorageError("the program is ending: object stores and HTTP servers are not asked any more")
+            raise StorageError("the program is ending: it makes no more requests to object stores and HTTP servers")
         return asyncio.run_coroutine_threadsafe(request, loop)
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Ends the loop and all requests, while there still is an interpreter that their last answers can come to."""
-    if _loops.get(os.getpid()) is not loop:  # it is that of the process that this one was forked from
+    """End the loop and all requests while the interpreter still exists, because their last answers go to it."""
+    if _loops.get(os.getpid()) is not loop:  # the loop of the process that this process was forked from
         return
     with _lock:
         _stopping.add(loop)
@@ -135,15 +138,15 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
     asyncio.run_coroutine_threadsafe(end(), loop)
     thread.join()
-    # A thread of obstore may still be on its way back from the call that told the loop its answer. If the interpreter
-    # is gone before it has come back, that ends the program with SIGABRT.
+    # A thread of obstore may not have returned yet from the call that gives the loop its answer. If the interpreter
+    # ends before it returns, the program ends with SIGABRT.
     until = time.monotonic() + _LEAVE_SECONDS
-    while _is_told() and time.monotonic() < until:
+    while _is_delivering() and time.monotonic() < until:
         time.sleep(0.001)
     loop.close()
 
 
-def _is_told() -> bool:
-    """Whether a thread is in the call with which it tells a loop of something."""
+def _is_delivering() -> bool:
+    """Return whether a thread is in the call that gives a loop an answer."""
     call = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
     return any(frame.f_code is call for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))

@@ -1,4 +1,4 @@
-"""Files on a local or mounted file system, read with `preadv`: no shared position, no copy, no mapping unless asked."""
+"""Files on a local or mounted file system, read with `preadv`: without a shared position, a copy or a mapping."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.store import Cost, Stamp
 
-# Two threads saturate memory with a warm page cache; a cold disk wants more requests in flight than that. What it reads
-# in the time that a request takes is 16 KiB. A pool of threads shares a large tensor in pieces of 16 MiB: below about
-# 4 MiB the work per call begins to show, above these threads wait for one another.
+# Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
+# the time that a request takes. A pool of threads shares a large tensor in pieces of 16 MiB: below about 4 MiB the work
+# per call begins to show, above 16 MiB threads wait for one another.
 COST = Cost(
     request_seconds=2**-16,
     bytes_per_second=2**30,
@@ -24,7 +24,7 @@ COST = Cost(
 )
 # Linux refuses more buffers in one call.
 _MAX_BUFFERS = 1024
-# What file systems say that do not flush directories, as some network and FUSE ones.
+# Errors of file systems that do not flush directories, such as some network and FUSE file systems.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -32,12 +32,12 @@ class LocalFile:
     """A local file that is open for reading; see `store.File`."""
 
     def __init__(self, path: str) -> None:
-        """Opens `path`; raises `StorageError` where it cannot be read or is not a regular file."""
+        """Open `path`; raise `StorageError` if it cannot be read or is not a regular file."""
         self.path = path
         try:
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:  # a ValueError where there is a NUL in the path
+        except (OSError, ValueError) as error:  # a ValueError if there is a NUL in the path
             raise _error(error)(f"{path}: cannot be opened: {_reason(error)}") from error
         try:
             self.stamp = self._stamp()
@@ -52,19 +52,19 @@ class LocalFile:
         return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
-        """Fills the buffers of one range after the other. A short read is continued; the file's end is an error."""
+        """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
         for offset, buffers in ranges:
             _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
 
     def map(self) -> memoryview:
-        """The file as read-only memory."""
+        """Return the file as read-only memory."""
         try:
             return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.path}: cannot be mapped into memory: {error}") from error
 
     def check(self, stamp: Stamp) -> None:
-        """Raises `StorageError` where size, modification time or inode differ from those in `stamp`."""
+        """Raise `StorageError` if size, modification time or inode differ from those in `stamp`."""
         found = self._stamp()
         if found != stamp:
             raise StorageError(
@@ -73,10 +73,10 @@ class LocalFile:
             )
 
     def cancel(self) -> None:
-        """Nothing to do: a file system answers, or nothing can be done about it."""
+        """Do nothing: a call to a file system cannot be interrupted."""
 
     def close(self) -> None:
-        """Closes the descriptor. Mappings stay, and each holds a descriptor of its own."""
+        """Close the descriptor. Mappings stay valid: each has its separate descriptor."""
         os.close(self._descriptor)
 
 
@@ -88,7 +88,7 @@ def _move_all(
     offset: int,
     buffers: Sequence[memoryview],
 ) -> None:
-    """`preadv` or `pwritev` for as often as it takes: either may move less than was asked for."""
+    """Call `preadv` or `pwritev` until all bytes are moved: each call may move fewer."""
     for first in range(0, len(buffers), _MAX_BUFFERS):
         here = buffers[first : first + _MAX_BUFFERS]
         missing = sum(buffer.nbytes for buffer in here)
@@ -115,7 +115,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
-    """What is left of `buffers` once their first `count` bytes are filled."""
+    """Yield the rest of `buffers` behind their first `count` bytes."""
     for buffer in buffers:
         if count < buffer.nbytes:
             yield buffer[count:] if count else buffer
@@ -126,7 +126,7 @@ class NewLocalFile:
     """A local file that is being written; see `store.NewFile`."""
 
     def __init__(self, path: str) -> None:
-        """Opens `path` and makes the file, with the mode that the umask leaves, where it is not there."""
+        """Open `path`; create the file, with the mode that the umask leaves, if it does not exist."""
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -134,18 +134,18 @@ class NewLocalFile:
             raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Writes `buffers` from `offset` on. A short write is continued."""
+        """Write `buffers` from `offset` on. Continues a short write."""
         _move_all(os.pwritev, "writing", self._descriptor, self.path, offset, buffers)
 
     def sync(self) -> None:
-        """Flushes the file to the disk."""
+        """Flush the file to the disk."""
         _sync(self._descriptor, self.path)
 
     def cancel(self) -> None:
-        """Nothing to do, see `LocalFile.cancel`."""
+        """Do nothing, see `LocalFile.cancel`."""
 
     def close(self) -> None:
-        """Closes the descriptor. Some file systems only now tell that a write failed."""
+        """Close the descriptor. Some file systems report a failed write only now."""
         try:
             os.close(self._descriptor)
         except OSError as error:
@@ -153,7 +153,7 @@ class NewLocalFile:
 
 
 def rename(path: str, new: str) -> None:
-    """Gives a file another name, in the place of a file that has it."""
+    """Rename a file, and replace a file of the new name."""
     try:
         os.replace(path, new)
     except OSError as error:
@@ -177,7 +177,7 @@ class LocalStore:
     writes = True
 
     def list(self, path: str) -> list[str] | None:
-        """Names in the directory `path`, sorted; None where it is a file."""
+        """Return the names in the directory `path`, sorted; None if it is a file."""
         try:
             with os.scandir(path) as entries:
                 return sorted(entry.name for entry in entries)
@@ -187,7 +187,7 @@ class LocalStore:
             raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
-        """Opens the file `path` for reading, in the state of `stamp` where that is given."""
+        """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
         file = LocalFile(path)
         if stamp is not None:
             try:
@@ -198,25 +198,25 @@ class LocalStore:
         return file
 
     def find(self, path: str) -> LocalFile | None:
-        """`open`, or None where there is nothing of that name."""
+        """Return `open`, or None if nothing has that name."""
         return self.open(path) if os.path.lexists(path) else None
 
     def cancel(self) -> None:
-        """Nothing to do, see `LocalFile.cancel`."""
+        """Do nothing, see `LocalFile.cancel`."""
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewLocalFile:
-        """Opens the file `path` for writing, and makes it where it is not there."""
+        """Open the file `path` for writing; create it if it does not exist."""
         return NewLocalFile(path)
 
     def make(self, path: str) -> None:
-        """Makes the directory `path`, and those that it is in."""
+        """Make the directory `path` and its parents."""
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
             raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
 
     def delete(self, path: str) -> None:
-        """Deletes all that is in the directory `path`, and leaves it there."""
+        """Delete everything in the directory `path`; the directory stays."""
         try:
             with os.scandir(path) as entries:
                 for entry in list(entries):
@@ -228,7 +228,7 @@ class LocalStore:
             raise StorageError(f"{error.filename or path}: cannot be deleted: {error.strerror}") from error
 
     def sync(self, path: str) -> None:
-        """Flushes the directory `path` to the disk, where it may be read and its file system flushes directories."""
+        """Flush the directory `path` to the disk, if it is readable and its file system flushes directories."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except PermissionError:
@@ -245,7 +245,7 @@ class LocalStore:
 
 
 def check_makeable(path: str) -> None:
-    """Raises `StorageError` where nothing can be made at an absolute path, as where it is below a file."""
+    """Raise `StorageError` if nothing can be made at an absolute path, such as a path below a file."""
     above = os.path.dirname(path)
     while not os.path.lexists(above):
         above = os.path.dirname(above)

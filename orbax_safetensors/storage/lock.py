@@ -1,4 +1,4 @@
-"""A lock that one program at a time has, on this machine and on all that mount a file system which passes locks on."""
+"""A lock that one program at a time holds, on this machine and on all machines that share a file system with locks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from orbax_safetensors.errors import StorageError
 
 logger = logging.getLogger(__name__)
 
-# What file systems say that have no locks, as some network and FUSE ones.
+# Errors of file systems without locks, such as some network and FUSE file systems.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 class Lock:
-    """A file that is there as long as the lock is held, or after a kill, which gives the lock back."""
+    """A locked file. It exists as long as the lock is held; after a kill the file stays, but the lock is free."""
 
     def __init__(self, path: str, what: str) -> None:
-        """Takes it without waiting; `what` it is of is what an error names. The directory of `path` must be there.
+        """Take the lock without waiting. The directory of `path` must exist; error messages begin with `what`.
 
-        Raises `StorageError` where another has it, and `OSError` where the file cannot be made. Where there are no
-        locks it is taken always.
+        Raises `StorageError` if another program holds the lock, and `OSError` if the file cannot be made. On a file
+        system without locks, always succeeds.
         """
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -36,12 +36,12 @@ class Lock:
                 raise
             if is_there:
                 break
-            os.close(descriptor)  # whoever had it has deleted it in the meantime
+            os.close(descriptor)  # the last holder of the lock has deleted the file in the meantime
         self._release = weakref.finalize(self, _release, descriptor, path, os.getpid())
         self._release.atexit = False
 
     def release(self) -> None:
-        """Lets others have it; the first time only."""
+        """Release the lock and delete the file; further calls do nothing."""
         self._release()
 
 
@@ -65,9 +65,9 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 def _release(descriptor: int, path: str, process: int) -> None:
     try:
-        # While it is held, so that nobody takes a file that is about to go. A child has the descriptor, not the lock.
+        # Under the lock, so that nobody locks a file that is about to go. A child has the descriptor, not the lock.
         if os.getpid() == process and _is_at(descriptor, path):
-            with contextlib.suppress(OSError):  # a file that stays is in nobody's way
+            with contextlib.suppress(OSError):  # a file that stays does no harm
                 os.unlink(path)
     finally:
         os.close(descriptor)

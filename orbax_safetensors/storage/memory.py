@@ -1,4 +1,4 @@
-"""Fresh memory to read into, in few large pieces, freed memory given back, and the garbage collector held."""
+"""Memory: fresh buffers from few large mappings, freed memory back to the system, and a pause of the collector."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from orbax_safetensors.errors import StorageError
 
-# XLA's CPU client takes a NumPy buffer as it is, without a copy, where its address is a multiple of this.
+# XLA's CPU client takes a NumPy buffer without a copy if its address is a multiple of this.
 ALIGNMENT = 64
-# Small enough that an array that is kept alone does not pin much besides itself, large enough that 45,000 tensors make
+# Small enough that a single array that is kept does not pin much other memory, large enough that 45,000 tensors make
 # few mappings: Linux allows 65,530 by default.
 ARENA_BYTES = 128 * 2**20
 
 
 def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Zeroed, aligned uint8 buffers of `sizes` bytes, cut in order from few anonymous mappings.
+    """Return zeroed, aligned uint8 buffers of `sizes` bytes, cut in order from few anonymous mappings.
 
-    A mapping is given back when the last buffer cut from it is gone. Pages are huge where the system has them and
-    exist only once they are written to.
+    A mapping goes when the last buffer that was cut from it goes. Pages are huge if the system supports it, and exist
+    only once they are written to.
     """
     out: list[np.ndarray] = []
     offsets: list[int] = []
@@ -42,7 +42,7 @@ def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
 
 def _map(nbytes: int) -> np.ndarray:
     try:
-        # There are no empty mappings. Private, because shared memory, which is Python's default, has no huge pages.
+        # A mapping cannot be empty. Private, because shared memory, which is Python's default, has no huge pages.
         memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StorageError(f"{nbytes} bytes of memory cannot be had: {error.strerror}") from error
@@ -52,26 +52,26 @@ def _map(nbytes: int) -> np.ndarray:
 
 
 def resident() -> int:
-    """Bytes of memory that the process has by now, with what libraries keep of what was freed."""
+    """Return the bytes of memory that the process holds now, with freed memory that libraries keep."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
-# glibc's; other C libraries have none, and give back by themselves what is freed, or never.
+# A function of glibc. Other C libraries have none, and return freed memory by themselves or never.
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def trim() -> None:
-    """Gives memory that libraries have freed back to the system, which costs them its pages when they need it again.
+    """Return memory that libraries have freed to the system. They have to fault its pages in when they need it again.
 
-    glibc keeps it, for each of their threads: where TensorStore encodes and decodes, as much again as was in use.
+    glibc keeps freed memory for each thread: after TensorStore encodes or decodes, as much again as was in use.
     """
     if _TRIM is not None:
         _TRIM(0)
 
 
 def peak_bytes() -> int:
-    """The most memory that this program had: what `getrusage` says begins with what the one had that started it."""
+    """Return the most memory, in bytes, that this program held. `getrusage` would also count its parent's memory."""
     try:
         with open("/proc/self/status", "rb") as status:
             kilobytes = next(int(line.split()[1]) for line in status if line.startswith(b"VmHWM:"))
@@ -82,9 +82,9 @@ def peak_bytes() -> int:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Holds the cyclic garbage collector, which would look through all names and shapes again and again, in vain.
+    """Pause the cyclic garbage collector, which would search all names and shapes again and again, in vain.
 
-    For work that makes many objects and waits for nothing: other threads' garbage is not collected either.
+    For work that makes many objects and does not wait: the pause also stops the collection of other threads' garbage.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Paths and URLs as text; every path that a user gives comes by here."""
+"""Paths and URLs as text; every path from a user passes through this module."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
 
 
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    """A path or URL; `StorageError` where it is what `pathlib` has made of a URL, a path with one slash less."""
+    """Return a path or URL; `StorageError` if `pathlib` has made a path with one slash less of a URL."""
     text = os.fsdecode(path)
-    if found := _COLLAPSED.fullmatch(text):
-        scheme, rest = found.groups()
+    if collapsed := _COLLAPSED.fullmatch(text):
+        scheme, rest = collapsed.groups()
         raise StorageError(
             f"{shown(text)}: is what pathlib makes of {shown(f'{scheme}://{rest}')}; pass a URL as a str, and a path "
-            f"that begins so as ./{shown(text)}"
+            f"with this beginning as ./{shown(text)}"
         )
     return text
 
 
 def shown(path: str) -> str:
-    """Return a path as messages have it: a URL without its query, user and password."""
-    found = _COLLAPSED.fullmatch(path)
-    if not is_url(path) and not found:
+    """Return a path for messages: a URL without its query, user and password."""
+    if not is_url(path) and not _COLLAPSED.fullmatch(path):
         return path
     return re.sub(r"^(\w+:/+)[^/?]*@", r"\1", path).partition("?")[0]
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, of whatever scheme."""
+    """Return whether a path is a URL, of any scheme."""
     return "://" in path
 
 
 def place(path: PathLike) -> str:
-    """An absolute path, or a URL as it is but for a slash at its end; `StorageError` where there is none."""
+    """Return an absolute path, or a URL without a slash at its end.
+
+    Raises `StorageError` if a URL has only a scheme, or if the working directory of a relative path is gone.
+    """
     path = as_text(path)
     if is_url(path):
         scheme, _, rest = path.partition("://")

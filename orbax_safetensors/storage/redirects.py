@@ -1,8 +1,8 @@
 """Redirects of an HTTP server, followed within that server only.
 
-obstore follows all redirects, and takes along its headers, and as `Referer` the URL, query and all. So whatever is
-secret goes to the server that it is for by a `Client`, and obstore starts where that leads. These are few and short
-requests, of which the headers are needed; the bytes of tensors are for obstore.
+obstore follows all redirects with its headers, and with the URL and its query as `Referer`. So a `Client` sends secrets
+to their server and follows its redirects, and obstore starts at the last URL. The requests of a `Client` are few and
+short; obstore reads the bytes of tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from orbax_safetensors.storage.retries import RefusedError, WrongAnswerError
 # Redirects from one place of a server to another.
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
-# Bytes that are read of an answer that says no.
+# Bytes that are read of a refusal's body.
 _MAX_REFUSAL_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said in the end.
+    """A server's last answer.
 
     Attributes:
-      url: what was requested last; a secret, as it may be signed.
-      link: where it leads to, on another server; a secret too. None if it leads nowhere.
-      refusal: the beginning of the body of an answer that says no.
+      url: of the last request; a secret, as it may be signed.
+      link: the URL on another server that the answer redirects to, also a secret; None if it is not a redirect.
+      refusal: the beginning of the body, if the server refused the request.
     """
 
     url: str
@@ -44,11 +44,13 @@ class Answer:
 
 
 class Client:
-    """Asks one server, and follows it as long as it leads to itself: to the same scheme, host and port."""
+    """A client of one server, which follows redirects within the server: to the same scheme, host and port."""
 
     def __init__(self, server: str, client: Mapping[str, Any]) -> None:
-        """`server` is what messages call it. Of `client`, options of obstore's HTTP client, headers, timeouts, the
-        proxy, certificates and the name of this program count.
+        """Make a client of the server that messages call `server`.
+
+        Of `client`, the options of obstore's HTTP client, it uses headers, timeouts, the proxy, certificates and the
+        name of this program.
         """
         self._server = server
         self._headers = {
@@ -58,20 +60,20 @@ class Client:
         self._timeout = timeout_seconds(client)
         proxy = client.get("proxy_url")
         proxies = None if proxy is None else {"http": proxy, "https": proxy}
-        self._opener = OpenerDirector()  # with nothing that would follow redirects or raise for a status
+        self._opener = OpenerDirector()  # without handlers that follow redirects or raise for a status
         for handler in (ProxyHandler(proxies), HTTPHandler(), HTTPSHandler(context=_trust(client))):
             self._opener.add_handler(handler)
 
     def get(self, url: str) -> Answer:
-        """Return the answer to a request, or to where that leads; its body is left unread. Blocks.
+        """Return the answer to a request, or to the redirected request, without its body. Blocks.
 
-        Raises `RefusedError` if there is none, and `WrongAnswerError` if it leads on and on.
+        Raises `RefusedError` if the server does not answer, and `WrongAnswerError` if it redirects too often.
         """
         try:
             return self._followed(url)
         except (OSError, HTTPException, ValueError) as error:
             fault = self._no_answer(error)
-        # Out of the handler: the error may hold the URL or a header.
+        # Raised outside the handler: the error may hold the URL or a header.
         raise RefusedError(fault)
 
     def _followed(self, url: str) -> Answer:
@@ -86,15 +88,15 @@ class Client:
                         continue
                 refusal = answer.read(_MAX_REFUSAL_BYTES) if answer.status >= 400 else b""
                 return Answer(url, link, answer.status, refusal)
-        raise WrongAnswerError(f"{self._server} sent us from one place to another, and on and on")
+        raise WrongAnswerError(f"{self._server} redirected us {_MAX_REDIRECTS} times")
 
     def _no_answer(self, error: Exception) -> str:
-        """Say why there is no answer, without what a proxy's URL or an address has of secrets."""
+        """Return why there is no answer, without the secrets in a proxy's URL or an address."""
         cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, TimeoutError):
             return f"no answer of {self._server} in time"
         if isinstance(cause, ValueError):
-            return f"{self._server} gave a link that cannot be used, or the proxy has none"
+            return f"{self._server} gave a link that cannot be used, or the proxy's URL cannot be used"
         return f"no connection to {self._server}, or it broke ({type(cause).__name__})"
 
 

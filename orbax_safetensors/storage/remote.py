@@ -1,7 +1,7 @@
-"""Objects of a store behind a network, read by range requests of which many are in flight.
+"""Objects of a store behind a network, read by many range requests at once.
 
-An object is pinned when it is opened: every answer has to be of the version that was found then, and to have exactly
-the bytes that were asked for. Answers are collected in memory and then copied to where they belong.
+Opening an object pins its version: every answer has to be of this version, and to have exactly the requested bytes.
+Answers are collected in memory and then copied to their destinations.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # obstore has these for type checkers only
     from obstore import GetOptions, GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
-# Bytes that are read when an object is opened, in the hope that nothing else is needed: an index, a config and most
-# headers are shorter. They take no longer than the request itself.
+# Bytes that opening an object reads, in the hope that nothing else is needed: an index, a config and most headers are
+# shorter. They take no longer than the request itself.
 HEAD_BYTES = 512 * 2**10
-# Requests of one `read` that are in flight at once, where they are short: together no more than one long one.
+# Short requests of one `read` in flight at once. Together they hold no more than one long request.
 _SHORT_REQUESTS = 16
-# Such requests of all reads of this process, besides one of each read. Each has a connection, of which a process may
+# Short requests of all reads of this process, besides one of each read. Each has a connection, of which a process may
 # open about a thousand; and as each takes half a millisecond of processor time, more would not be faster.
 _more = asyncio.Semaphore(64)
 
@@ -49,15 +49,16 @@ COST = Cost(
     held_in_flight=True,
 )
 
-# Deletions that are in flight at once.
+# Deletions in flight at once.
 _DELETIONS = 16
-# What is wrong with writing to a server that has no such thing.
+# Error if somebody writes to a read-only server.
 READ_ONLY = "is on a server that files can only be read from"
 
-_NO_DATE = datetime.fromtimestamp(0, UTC)  # what obstore has for an object without one
+_NO_DATE = datetime.fromtimestamp(0, UTC)  # obstore's date for an object without a date
 
 
-# Requests bytes of an object by offset and length, perhaps several times: exactly those, or `StorageError`.
+# Requests bytes of an object by offset and length, perhaps several times. Returns exactly these bytes or raises
+# `StorageError`.
 Fetch = Callable[[int, int], Coroutine[Any, Any, Bytes]]
 
 
@@ -65,7 +66,7 @@ class RemoteFile:
     """An object that is open for reading; see `store.File`."""
 
     def __init__(self, path: str, stamp: Stamp, head: Bytes | None, fetch: Fetch, cost: Cost) -> None:
-        """`head` are its first bytes, where they have been read."""
+        """Open an object; `head` is its first bytes, or None if they have not been read."""
         self.path = path
         self.stamp = stamp
         self._head = head
@@ -74,7 +75,7 @@ class RemoteFile:
         self._requests = Requests()
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
-        """Fills buffers, with as many requests at once as together hold no more bytes than one long request."""
+        """Fill buffers, with short requests at once: together they hold no more bytes than one long request."""
         waiting: deque[tuple[Future[Bytes], Sequence[memoryview], int]] = deque()
         held = 0
         try:
@@ -114,20 +115,20 @@ class RemoteFile:
         return nbytes
 
     def map(self) -> memoryview:
-        """Refused: see `RemoteStore.maps`."""
+        """Raise `StorageError`, see `RemoteStore.maps`."""
         raise StorageError(f"{self.path}: is not on a local file system, and cannot be mapped into memory")
 
     def check(self, stamp: Stamp) -> None:
-        """Raises `StorageError` where this is another state than that of `stamp`. Each answer has been checked."""
+        """Raise `StorageError` if this is another state than `stamp`. Each answer has been checked already."""
         if stamp != self.stamp:
             raise changed(self.path, stamp, f"{self.stamp.nbytes} bytes of version {self.stamp.version}")
 
     def cancel(self) -> None:
-        """Ends the requests that are under way."""
+        """End the requests in flight."""
         self._requests.cancel()
 
     def close(self) -> None:
-        """Ends the requests that are under way; connections belong to the store."""
+        """End the requests in flight; connections belong to the store."""
         self._requests.cancel()
         self._head = None
 
@@ -137,7 +138,7 @@ def _bytes(content: Bytes) -> np.ndarray:
 
 
 def _scatter(source: np.ndarray, buffers: Sequence[memoryview]) -> None:
-    """Copies bytes into buffers, one after the other. NumPy lets other threads run meanwhile, a memoryview does not."""
+    """Copy bytes into one buffer after the other. NumPy lets other threads run meanwhile, a memoryview does not."""
     done = 0
     for buffer in buffers:
         np.copyto(np.frombuffer(buffer, np.uint8), source[done : done + buffer.nbytes])
@@ -145,7 +146,7 @@ def _scatter(source: np.ndarray, buffers: Sequence[memoryview]) -> None:
 
 
 def _stamp(meta: ObjectMeta) -> Stamp:
-    """The state of an object. A server that names no version tells when the object was last modified, if anything."""
+    """Return the state of an object: its version, or else the date of its last change, if the server sends either."""
     tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
     if tag:
         return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
@@ -153,14 +154,14 @@ def _stamp(meta: ObjectMeta) -> Stamp:
 
 
 def changed(path: str, stamp: Stamp, found: str) -> StorageError:
-    """The error for a file that is not what it was in the state of `stamp`."""
+    """Return the error for a file that is no longer in the state of `stamp`."""
     return StorageError(
         f"{path}: changed while it was in use: expected {stamp.nbytes} bytes of version {stamp.version}, found {found}"
     )
 
 
 async def body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
-    """The body of an answer; `WrongAnswerError` where it is not what was asked for."""
+    """Return the body of an answer; `WrongAnswerError` if it is not the requested range."""
     if tuple(answer.range) != (offset, offset + nbytes):
         raise WrongAnswerError(f"the server sent bytes {answer.range[0]} to {answer.range[1]} instead")
     content = await answer.bytes_async()
@@ -172,7 +173,7 @@ async def body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
 class RemoteStore:
     """The objects below one URL; see `store.Store`.
 
-    A path is the URL of a file, as it is shown to users: without a query, user or password, which belong to `objects`.
+    A path is the URL of a file without a query, user or password, as users see it; `objects` knows these secrets.
     """
 
     maps = False
@@ -187,10 +188,10 @@ class RemoteStore:
         retries: Retries,
         writing: Callable[[], ObjectStore] | None = None,
     ) -> None:
-        """`root` is the URL of the place that the keys of `objects` count from, without a slash at its end.
+        """Describe the objects below `root`, a URL without a slash at its end, which is where keys of `objects` begin.
 
-        `lists` says whether the server tells what is there. `objects` makes each request once. What `writing` returns,
-        where objects can be written, makes requests again that fail in passing.
+        `lists` says if the server can list objects. `objects` makes each request once. `writing` returns a store that
+        retries requests after temporary failures; it is None if the server is read-only.
         """
         self.root = root
         self.objects = objects
@@ -208,7 +209,7 @@ class RemoteStore:
         return path[len(self.root) + 1 :].strip("/")
 
     def list(self, path: str) -> list[str] | None:
-        """Names of the objects below `path` up to the next slash, sorted; None where there are none."""
+        """Return the names of the objects below `path` up to the next slash, sorted; None if there are none."""
         prefix = self._key(path)
 
         async def listed() -> list[str]:
@@ -227,14 +228,14 @@ class RemoteStore:
             raise StorageError(f"{path}: listing was cancelled") from None
 
     def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
-        """Opens an object with a request for its first bytes; with none where its state is known."""
+        """Open an object with a request for its first bytes, or without a request if its state is known."""
         found = self._open(path, stamp)
         if found is None:
             raise MissingError(f"{path}: cannot be opened: there is no such object")
         return found
 
     def find(self, path: str) -> RemoteFile | None:
-        """`open`, or None where there is no such object."""
+        """Return `open`, or None if there is no such object."""
         return self._open(path, None)
 
     def _open(self, path: str, stamp: Stamp | None) -> RemoteFile | None:
@@ -258,7 +259,7 @@ class RemoteStore:
         async def attempt() -> Bytes:
             options: GetOptions = {"range": (offset, offset + nbytes)}
             tag, end, _ = stamp.version.rpartition('"')
-            if tag.startswith('"'):  # a strong one: servers never match others
+            if tag.startswith('"'):  # a strong tag: servers never match weak tags
                 options["if_match"] = tag + end
             try:
                 answer = await self._get(key, options)
@@ -277,13 +278,13 @@ class RemoteStore:
             raise changed(path, stamp, "that it is gone") from None
 
     async def _head(self, key: str) -> tuple[Stamp, Bytes]:
-        """An object's state and first bytes."""
+        """Return an object's state and first bytes."""
         try:
             answer = await self._get(key, {"range": (0, HEAD_BYTES)})
         except Exception as error:
             if status_of(error) != 416:
                 raise
-            # No range of an empty object can be satisfied.
+            # A server cannot satisfy any range of an empty object.
             return _stamp((await self._get(key, {})).meta), Bytes()
         found = _stamp(answer.meta)
         return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
@@ -292,11 +293,11 @@ class RemoteStore:
         return await obstore.get_async(self.objects, key, options=options)
 
     def cancel(self) -> None:
-        """Ends requests that list and open."""
+        """End requests that list and open objects."""
         self._requests.cancel()
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewRemoteFile:
-        """Begins an object of `nbytes` bytes, of which nothing is seen before it is whole."""
+        """Begin an object of `nbytes` bytes; nobody sees it before it is whole."""
         if self._writing is None:
             raise StorageError(f"{path}: {READ_ONLY}")
         if nbytes is None:
@@ -306,10 +307,10 @@ class RemoteStore:
         return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
 
     def make(self, path: str) -> None:
-        """Nothing to do: objects have no directories."""
+        """Do nothing: objects have no directories."""
 
     def delete(self, path: str) -> None:
-        """Deletes the objects below `path`, each with a request of its own, of which many are in flight."""
+        """Delete the objects below `path`, with one request for each and many requests at once."""
         if not self.writes:
             raise StorageError(f"{path}: {READ_ONLY}")
         prefix = self._key(path)
@@ -339,4 +340,4 @@ class RemoteStore:
             raise StorageError(f"{path}: deleting was cancelled") from None
 
     def sync(self, path: str) -> None:
-        """Nothing to wait for: a store that has answered keeps what it was given."""
+        """Do nothing: an object is durable when the store has answered."""

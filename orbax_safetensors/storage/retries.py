@@ -1,4 +1,4 @@
-"""Which requests are made again, for how long, and how their failures are worded. Nothing that is secret is said."""
+"""Which requests are retried, for how long, and how messages describe their failures, without secrets."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# The waits between attempts, in seconds: they double from the first to the longest, and a random part of up to a half
-# is taken off each, so that a thousand hosts that failed together do not come back together.
+# The waits between attempts, in seconds. They double from the first to the longest, and each is shortened by a random
+# part of up to a half, so that a thousand hosts that failed together do not come back together.
 FIRST_WAIT = 0.2
 LONGEST_WAIT = 10.0
-# A server that sends something else than what was asked for does so again; a proxy on the way may not.
+# A server that sends a wrong answer sends it again; a proxy in between may not.
 _WRONG_ANSWERS = 3
-# The metadata service of a machine with a role answers in milliseconds: after these seconds there is none.
+# The metadata service of a machine with a role answers in milliseconds: after these seconds, the machine has no role.
 _METADATA_SECONDS = 3.0
 
-_PASSING = frozenset({408, 425, 429})  # and all of 500 and more, except those that will be the same next time
+_PASSING = frozenset({408, 425, 429})  # and all statuses from 500 on, except the lasting ones
 _LASTING = frozenset({501, 505, 506, 508, 510, 511})
 _FINAL = (
     FileNotFoundError,
@@ -47,14 +47,14 @@ _FINAL = (
 
 
 class WrongAnswerError(Exception):
-    """An answer that is not what was asked for; the message says how."""
+    """An answer that does not fit the request; the message says how."""
 
 
 class RefusedError(Exception):
-    """An answer that says no, or that there is none; the message says which and why.
+    """A request that the server refused or did not answer; the message says why.
 
-    `status` is that of HTTP, and None where no answer came. `wait` are the seconds after which the server wants to be
-    asked again, where it says so.
+    `status` is the HTTP status, or None if no answer came. `wait` is the number of seconds that the server asks to wait
+    before a retry.
     """
 
     def __init__(self, message: str, status: int | None = None, wait: float = 0.0) -> None:
@@ -64,11 +64,11 @@ class RefusedError(Exception):
 
 
 class ChangedError(Exception):
-    """An answer from another state of the object than the one that was opened; the message says which."""
+    """An answer from another state of the object than when it was opened; the message says which."""
 
 
 class _Failure:
-    """What is to be known of a failed attempt, without the error itself, which may hold the query of a URL."""
+    """The facts of a failed attempt, without the error itself, which may hold the query of a URL."""
 
     def __init__(self, path: str, error: Exception) -> None:
         self.fault = explain(path, error)
@@ -81,13 +81,13 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a request is made again, and for how many seconds after the first attempt an attempt may begin."""
+    """How many attempts a request has, and for how many seconds after the first attempt an attempt may begin."""
 
     attempts: int
     seconds: float
 
     def of_obstore(self) -> RetryConfig:
-        """The same for requests that obstore makes again: parts of what is being written, which only it has."""
+        """Return the same limits for obstore, which retries the parts of an upload: only obstore holds their bytes."""
         return {
             "max_retries": self.attempts - 1,
             "retry_timeout": timedelta(seconds=self.seconds),
@@ -99,17 +99,17 @@ class Retries:
         }
 
     async def run(self, path: str, verb: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of the first attempt that succeeds.
+        """Return the result of the first attempt that succeeds.
 
-        Raises `StorageError`, `FileNotFoundError` or `ChangedError`, and none of them with an error of obstore as its
-        context. `path` and `verb` are for messages.
+        Raises `StorageError`, `FileNotFoundError` or `ChangedError`, never with an error of obstore as its context.
+        `path` and `verb` are for messages.
         """
         began, wait, number, wrong = time.monotonic(), FIRST_WAIT, 1, 0
         while True:
             ended: Exception | None = None
             try:
                 return await attempt()
-            except StorageError:  # a `MissingError` is a `FileNotFoundError`, too
+            except StorageError:  # before FileNotFoundError, because a `MissingError` is both
                 raise
             except ChangedError as error:
                 ended = ChangedError(str(error))
@@ -132,11 +132,11 @@ class Retries:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the answer that an error is about, where it tells."""
+    """Return the HTTP status in an error, or None."""
     if isinstance(error, RefusedError):
         return error.status
-    found = re.search(r"status code: (\d{3})", str(error))
-    return int(found[1]) if found else None
+    status = re.search(r"status code: (\d{3})", str(error))
+    return int(status[1]) if status else None
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -153,7 +153,7 @@ def _is_wrong(error: BaseException) -> bool:
 
 
 def explain(path: str, error: BaseException) -> str:
-    """Say why a request for `path` failed, and what one can do about it."""
+    """Return why a request for `path` failed, and what the user can do."""
     scheme, said, status = path.partition("://")[0], reason(error), status_of(error)
     if credentials.asks_metadata(str(error)) and (status is None or not _may_pass(error)):
         return f"{credentials.not_found(scheme)} ({said})"
@@ -162,15 +162,15 @@ def explain(path: str, error: BaseException) -> str:
 
 
 def code_of(body: str) -> str:
-    """What the body of an answer that says no calls it, in parentheses; nothing if it does not."""
+    """Return the error code in the body of an answer, in parentheses; empty text if there is none."""
     code = re.search(r"<Code>(\w{1,60})</Code>", body)
     return f" ({code[1]})" if code else ""
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line, without the bodies of answers, queries of URLs, or paths.
+    """Return an error's reason in one line, without the bodies of answers, queries of URLs, or paths.
 
-    A server that refuses a signature answers with what was signed and by whom; the signature of an URL is its query.
+    A server that refuses a signature repeats the signed text and the user; a signed URL has its signature in its query.
     """
     if isinstance(error, WrongAnswerError | RefusedError):
         return str(error)
@@ -179,7 +179,7 @@ def reason(error: BaseException) -> str:
     if status:
         return f"the server answered {status[1]}{code_of(text + debug)}"
     if "NotPartial" in debug or "RangeNotSupported" in debug:
-        return "the server ignores which range was asked for"
+        return "the server ignores the requested range"
     if "HttpError" in debug:
         kind = re.search(r"HttpError \{\s*kind: (\w+)", debug)
         words = {"Timeout": "no answer in time", "Connect": "no connection", "Interrupted": "the connection broke"}

@@ -1,4 +1,4 @@
-"""What the package asks of storage: `local` implements it for file systems, `remote` for object stores and HTTP."""
+"""The interface of storage: `local` implements it for file systems, `remote` for object stores and HTTP servers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol
 
 from orbax_safetensors.errors import StorageError
 
-# The version of every state of a file whose server tells none.
+# The version of all states of a file if its server sends none.
 UNKNOWN = "unknown"
 
 
 class Stamp(NamedTuple):
-    """Identifies one state of a file, to notice that it changed while it was read.
+    """A state of a file, to notice that the file changed while it was read.
 
-    `version` is text that differs between states: what a file system says of a file's last change, or a server's name
-    for the content; or `UNKNOWN`, with which only another size tells of a change.
+    `version` is text that differs between states: a file system's record of the last change, or a server's name for the
+    content. If it is `UNKNOWN`, only another size shows a change.
     """
 
     nbytes: int
@@ -25,12 +25,12 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What requests to a store cost, and how many of them it takes.
+    """What requests to a store cost, and how many of them it accepts.
 
     Attributes:
-      request_seconds: that a request takes besides those for its bytes.
+      request_seconds: time of a request without its bytes.
       bytes_per_second: of one request.
-      requests: reads or writes that are in flight at once.
+      requests: reads or writes in flight at once.
       max_request_bytes: the longest read that goes straight to its destination.
       held_in_flight: whether the bytes of a request are held in memory before they reach their destination.
     """
@@ -43,19 +43,19 @@ class Cost:
 
     @property
     def max_gap_bytes(self) -> int:
-        """The longest gap between two ranges that is read along rather than left out by a further request."""
+        """Return the longest gap between two ranges that is faster to read than to leave out by a further request."""
         return round(self.request_seconds * self.bytes_per_second)
 
     def affordable(self, requests: int, in_flight_bytes: int) -> int:
-        """As many of `requests` as hold at most a quarter of `in_flight_bytes`, and one at least."""
+        """Return how many of `requests` hold at most a quarter of `in_flight_bytes`; at least one."""
         if not self.held_in_flight:
             return requests
         return max(1, min(requests, in_flight_bytes // 4 // self.max_request_bytes))
 
     def pace(self, requests: int | None, max_gap_bytes: int | None, in_flight_bytes: int) -> Pace:
-        """How to ask, where somebody has asked for some of it.
+        """Return the pace of a transfer, with defaults for None.
 
-        Bytes that requests hold take at most a quarter of `in_flight_bytes`, where nobody says how many there are.
+        By default, the bytes that requests hold take at most a quarter of `in_flight_bytes`.
         """
         return Pace(
             self.affordable(self.requests, in_flight_bytes) if requests is None else requests,
@@ -65,7 +65,7 @@ class Cost:
 
 
 class Pace(NamedTuple):
-    """How a transfer asks a store: requests at once, the longest gap and the longest request, both in bytes."""
+    """How a transfer uses a store: requests at once, the longest gap and the longest request, both in bytes."""
 
     requests: int
     max_gap_bytes: int
@@ -73,46 +73,46 @@ class Pace(NamedTuple):
 
 
 class File(Protocol):
-    """A file that is open for reading. Safe to use from several threads; close it once none uses it."""
+    """A file that is open for reading, and safe to use from several threads. Close it once none of them uses it."""
 
     path: str
     stamp: Stamp  # when it was opened
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
-        """Fills the buffers of each range one after the other with the bytes from its offset on.
+        """Fill the buffers of each range with the bytes from its offset on, one buffer after the other.
 
-        Each range is one request. All of them are filled, or `StorageError`.
+        Each range is one request. Raises `StorageError` unless all buffers are filled.
         """
 
     def map(self) -> memoryview:
-        """The whole file as read-only memory that is filled when it is touched, and lives as long as it is used."""
+        """Return the whole file as read-only memory. It is read when it is touched, and lives as long as it is used."""
 
     def check(self, stamp: Stamp) -> None:
-        """Raises `StorageError` where what was read may be of another state than that which `stamp` was taken in."""
+        """Raise `StorageError` if bytes that were read may be of another state than `stamp`."""
 
     def cancel(self) -> None:
-        """Makes reads that other threads wait for fail soon, and all later ones."""
+        """Make pending reads of other threads fail soon, and all later reads."""
 
     def close(self) -> None:
-        """Gives back what the file holds."""
+        """Release the file's resources."""
 
 
 class NewFile(Protocol):
-    """A file that is being written: perhaps by several processes, each its own ranges, unless its store is `whole`."""
+    """A file that is being written. Several processes may write different ranges, unless its store is `whole`."""
 
     path: str
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Writes `buffers` one after the other from `offset` on; all of them or `StorageError`."""
+        """Write `buffers` one after the other from `offset` on; `StorageError` unless all bytes are written."""
 
     def sync(self) -> None:
-        """Waits until what was written is on the disk."""
+        """Wait until all written bytes are on the disk."""
 
     def cancel(self) -> None:
-        """Makes writes that other threads wait for fail soon, and all later ones."""
+        """Make pending writes of other threads fail soon, and all later writes."""
 
     def close(self) -> None:
-        """Gives back what the file holds."""
+        """Release the file's resources."""
 
 
 class Store(Protocol):
@@ -120,48 +120,48 @@ class Store(Protocol):
 
     cost: Cost
     maps: bool  # whether files can be mapped into memory
-    lists: bool  # whether the names in a directory can be had
-    # Whether a new file appears at once, when all of its bytes have come, from one process; best in their order.
+    lists: bool  # whether the store can list the names in a directory
+    # Whether one process writes a new file, which appears as a whole after its last byte. Best written in order.
     whole: bool
     writes: bool  # whether files can be made and deleted
 
     def list(self, path: str) -> list[str] | None:
-        """Names of the files in the directory `path`, sorted; None where `path` is one file."""
+        """Return the names of the files in the directory `path`, sorted; None if `path` is a file."""
 
     def open(self, path: str, stamp: Stamp | None = None) -> File:
-        """Opens a file for reading; `StorageError` where that is not possible.
+        """Open a file for reading; `StorageError` if it cannot be opened.
 
-        So it is where the file is not in the state that `stamp` was taken in, unless its reads will say so.
+        Raises `StorageError` also if the file is not in the state of `stamp`, unless its reads check the state.
         """
 
     def find(self, path: str) -> File | None:
-        """`open`, or None where there is no such file."""
+        """Return `open`, or None if there is no such file."""
 
     def cancel(self) -> None:
-        """Makes files that other threads wait for fail to open soon, and all that are opened later."""
+        """Make pending calls of `open` in other threads fail soon, and all later calls."""
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewFile:
-        """Opens a file for writing, and makes it where it is not there; `StorageError` where that is not possible.
+        """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
-        `nbytes` is the size that it will have, which a store that is `whole` has to know. There, `requests` are those
-        that may hold bytes of it in memory.
+        `nbytes` is the final size, which a `whole` store has to know. There, at most `requests` requests may hold bytes
+        of the file in memory.
         """
 
     def make(self, path: str) -> None:
-        """Makes the directory `path`, if this store has directories that are not there by the files in them."""
+        """Make the directory `path`, if this store has directories without files."""
 
     def delete(self, path: str) -> None:
-        """Deletes everything in the directory `path`, and in the directories in it; `StorageError` where that fails.
+        """Delete everything in the directory `path` and in its subdirectories; `StorageError` on failure.
 
-        So it does with what is no directory but a whole bucket.
+        Raises `StorageError` also if `path` is a whole bucket.
         """
 
     def sync(self, path: str) -> None:
-        """Waits until the names of new files in the directory `path` are on the disk."""
+        """Wait until the names of new files in the directory `path` are on the disk."""
 
 
 def write_small(store: Store, path: str, content: bytes, *, sync: bool = True) -> None:
-    """Writes the beginning of a file, or all of it; with `sync`, returns when the file is on the disk."""
+    """Write the beginning of a file, or all of it; with `sync`, return when the file is on the disk."""
     file = store.create(path, len(content))
     try:
         file.write(0, [memoryview(content)])
@@ -172,7 +172,7 @@ def write_small(store: Store, path: str, content: bytes, *, sync: bool = True) -
 
 
 def read_small(file: File, most: int) -> bytes:
-    """All that a file holds, which is closed; `StorageError` where it has more than `most` bytes."""
+    """Return the content of a file, and close the file; `StorageError` if it has more than `most` bytes."""
     try:
         if file.stamp.nbytes > most:
             raise StorageError(f"{file.path}: expected at most {most} bytes, found {file.stamp.nbytes}")

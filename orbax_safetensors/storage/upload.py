@@ -1,7 +1,7 @@
 """Objects that are being written: parts go out in order while the next ones are made, and the object appears whole.
 
-Nobody sees an object that is not finished. One that is given up is given back to the store, which may charge for the
-parts that a killed process has left behind until a rule of the bucket removes them.
+Nobody sees an unfinished object. An upload that is given up is aborted, so that the store deletes its parts. Parts that
+a killed process leaves behind may cost money until a rule of the bucket removes them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from orbax_safetensors.storage.retries import explain
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-# A part takes most of its time for bytes rather than for the request.
+# Long enough that a part spends most of its time on bytes rather than on the request.
 PART_BYTES = 8 * 2**20
-# Parts of one object that are in memory besides those that are in flight: one is next, and one is being filled.
+# Parts of one object in memory besides the parts in flight: one is next, and one is being filled.
 _PARTS_WAITING = 2
-# As many as are of use: with eight in flight, one object fills a link of several Gbit/s.
+# More would not be faster: with eight parts in flight, one object fills a link of several Gbit/s.
 PARTS = 8 + _PARTS_WAITING
-# The most that stores take of one object.
+# The most parts that stores accept for one object.
 _MAX_PARTS = 10_000
 _MIB = 2**20
-# How long giving up may take. Parts that stay behind are no reason to wait.
+# How long giving up may take, in seconds. Parts that stay behind are not worth a longer wait.
 _ABORT_SECONDS = 30.0
 
 
@@ -41,18 +41,21 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def num_parts(nbytes: int) -> int:
-    """Of an object of `nbytes` bytes; each is one request. Those that begin and end an upload of several are few."""
+    """Return how many parts an object of `nbytes` bytes has; each is one request.
+
+    Does not count the two requests that begin and end an upload of several parts.
+    """
     return max(1, -(-nbytes // _part_bytes(nbytes)))
 
 
 def files_at_once(requests: int) -> tuple[int, int]:
-    """How many objects are best written at once, and how many of all `requests` may hold bytes of each."""
+    """Return how many objects to write at once, and how many of all `requests` each may use."""
     files = max(1, requests // PARTS)
     return files, requests // files
 
 
 def held_bytes(nbytes: int, requests: int) -> int:
-    """Of an object of `nbytes` bytes, those that are in memory at once, at most, while it is written."""
+    """Return the most bytes that are in memory at once while an object of `nbytes` bytes is written."""
     return min(nbytes, (_in_flight(nbytes, requests) + _PARTS_WAITING) * _part_bytes(nbytes))
 
 
@@ -65,20 +68,20 @@ def _part_bytes(nbytes: int) -> int:
     return max(PART_BYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
 
 
-class _GivenUpError(Exception):
+class _AbortedError(Exception):
     pass
 
 
 class NewRemoteFile:
-    """An object that is being written by one process; see `store.NewFile`.
+    """An object that one process writes; see `store.NewFile`.
 
-    What does not follow on the bytes before is kept until they come. The object appears with its last byte.
+    Bytes that come too early are kept until the bytes before them come. The object appears with its last byte.
     """
 
     def __init__(self, path: str, key: str, objects: ObjectStore, nbytes: int, requests: int) -> None:
-        """`nbytes` is the size of the whole object. `objects` makes requests again that fail in passing.
+        """Begin an object of `nbytes` bytes. `objects` retries requests after temporary failures.
 
-        At most `requests` parts of `PART_BYTES` are in memory, or three parts where these are more.
+        At most `requests` parts of `PART_BYTES` are in memory, or three parts if these are more.
         """
         self.path = path
         self._key = key
@@ -88,7 +91,7 @@ class NewRemoteFile:
         self._in_flight = _in_flight(nbytes, requests)
         self._part = _NOTHING
         self._filled = 0  # of the part
-        self._given = 0  # of the object
+        self._received = 0  # of the object
         self._ahead: dict[int, np.ndarray] = {}
         self._parts: asyncio.Queue[np.ndarray | None] = asyncio.Queue(1)
         self._upload: asyncio.Task[None] | None = None
@@ -98,54 +101,54 @@ class NewRemoteFile:
             self._send(self._part, last=True)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Takes `buffers`, which may be used for something else afterwards, and waits while many parts are on the way.
+        """Copy `buffers`, which the caller may then reuse, and wait while many parts are in flight.
 
-        Raises `StorageError` where an earlier part could not be written.
+        Raises `StorageError` if an earlier part could not be written.
         """
         with self._lock:
             for buffer in buffers:
                 data = np.frombuffer(buffer, np.uint8)
-                if offset == self._given:
+                if offset == self._received:
                     self._append(data)
-                    while self._given in self._ahead:
-                        self._append(self._ahead.pop(self._given))
+                    while self._received in self._ahead:
+                        self._append(self._ahead.pop(self._received))
                 elif data.size:
                     self._ahead[offset] = data.copy()
                 offset += data.size
 
     def _append(self, data: np.ndarray) -> None:
-        if self._given + data.size > self._nbytes:
-            raise StorageError(f"{self.path}: expected {self._nbytes} bytes, was given {self._given + data.size}")
+        if self._received + data.size > self._nbytes:
+            raise StorageError(f"{self.path}: expected {self._nbytes} bytes, got {self._received + data.size}")
         while data.size:
             if not self._part.size:
-                (self._part,) = allocate([min(self._part_bytes, self._nbytes - self._given)])
+                (self._part,) = allocate([min(self._part_bytes, self._nbytes - self._received)])
             count = min(data.size, self._part.size - self._filled)
             np.copyto(self._part[self._filled : self._filled + count], data[:count])
-            self._filled, self._given, data = self._filled + count, self._given + count, data[count:]
+            self._filled, self._received, data = self._filled + count, self._received + count, data[count:]
             if self._filled == self._part.size:
                 part, self._part, self._filled = self._part, _NOTHING, 0
-                self._send(part, last=self._given == self._nbytes)
+                self._send(part, last=self._received == self._nbytes)
 
     def _send(self, part: np.ndarray, *, last: bool) -> None:
         try:
-            self._requests.run(self._give(part, last=last))
+            self._requests.run(self._enqueue(part, last=last))
             return
         except CancelledError:
             fault = "was cancelled"
         except (BaseError, OSError) as error:
             fault = f"failed: {explain(self.path, error)}"
-        # Out of the handler: the error may hold the query of a URL.
+        # Raised outside the handler: the error may hold the query of a URL.
         raise StorageError(f"{self.path}: writing {fault}")
 
-    async def _give(self, part: np.ndarray, *, last: bool) -> None:
-        """Waits until the upload has taken a part, unless it has failed; with the last one, waits for its end."""
+    async def _enqueue(self, part: np.ndarray, *, last: bool) -> None:
+        """Wait until the upload takes a part or fails; after the last part, wait until the upload ends."""
         if self._upload is None:
             self._upload = asyncio.create_task(self._put(part if last else None))
             if last:
                 await self._upload
                 return
-        for one in (part, None) if last else (part,):
-            taken = asyncio.ensure_future(self._hand_over(one))
+        for item in (part, None) if last else (part,):
+            taken = asyncio.ensure_future(self._hand_over(item))
             try:
                 await asyncio.wait((taken, self._upload), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -166,30 +169,30 @@ class NewRemoteFile:
         await obstore.put_async(
             self._objects,
             self._key,
-            self._taken(),
+            self._queued_parts(),
             use_multipart=True,
             chunk_size=self._part_bytes,
             max_concurrency=self._in_flight,
         )
 
-    async def _taken(self) -> AsyncIterator[memoryview]:
+    async def _queued_parts(self) -> AsyncIterator[memoryview]:
         while (part := await self._parts.get()) is not None:
             self._parts.task_done()
             if not part.size:
-                raise _GivenUpError  # which makes obstore abort the upload
+                raise _AbortedError  # obstore then aborts the upload
             yield part.data
 
     def sync(self) -> None:
-        """Raises `StorageError` where bytes are missing. The write of the last one has waited for all of them."""
-        if self._given < self._nbytes:
-            raise StorageError(f"{self.path}: expected {self._nbytes} bytes, was given {self._given}")
+        """Raise `StorageError` if bytes are missing. The write of the last byte has waited for the whole upload."""
+        if self._received < self._nbytes:
+            raise StorageError(f"{self.path}: expected {self._nbytes} bytes, got {self._received}")
 
     def cancel(self) -> None:
-        """Makes writes that other threads wait for fail soon, and all later ones."""
+        """Make pending writes of other threads fail soon, and all later writes."""
         self._requests.cancel()
 
     def close(self) -> None:
-        """Gives the upload up where not all bytes have come; there is no object then."""
+        """Abort the upload if bytes are missing; there is no object then."""
         self._requests.cancel()
         with self._lock:
             upload, self._upload = self._upload, None
@@ -206,4 +209,4 @@ class NewRemoteFile:
         upload.cancel()
         await asyncio.wait((upload,))
         if not upload.cancelled():
-            upload.exception()  # which has been told, or is our own
+            upload.exception()  # already raised by a write, or an `_AbortedError`

@@ -1,4 +1,4 @@
-"""The files of an HTTP server that is told secrets: headers, or the query of a URL. They go to this server only."""
+"""The files of an HTTP server to which requests carry secrets: headers, or a URL's query. No other server gets them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:  # obstore has these for type checkers only
     from obstore.store import HTTPStore
 
 _SERVER = "the server"
-# What a path has besides letters and digits that need not be escaped.
+# Characters of a path, besides letters and digits, that need not be escaped.
 _PLAIN = "/!$&'()*+,;=:@~"
 
 
 class WebStore(RemoteStore):
-    """See `store.Store`. Before a file is read, the server is asked where it is, which may be elsewhere."""
+    """See `store.Store`. Before a file is read, a request finds out where it is: perhaps on another server."""
 
     def __init__(self, root: str, objects: HTTPStore, query: str, client: Mapping[str, Any], retries: Retries) -> None:
-        """`query` goes with every request, and so do the headers of `client`, options of obstore's HTTP client.
+        """Send `query` and the headers of `client`, the options of obstore's HTTP client, with every request.
 
-        `objects` are those of the server for who is told nothing.
+        `objects` makes requests to the server without secrets.
         """
         super().__init__(root, objects, lists=False, retries=retries)
         self._query = f"?{query}" if query else ""
@@ -47,8 +47,8 @@ class WebStore(RemoteStore):
     async def _find(self, key: str) -> Link:
         """Ask where a file is.
 
-        By GET, for which the URL may be signed, and for no range, as the server may sign a link for the one that it is
-        asked for. The body is not read.
+        The request is a GET, for which the URL may be signed. It has no range, as the server may sign a link for the
+        requested range only. The body is not read.
         """
         url = f"{self.root}/{quote(key, safe=_PLAIN)}{self._query}"
         answer = await in_thread(lambda: self._client.get(url))
@@ -56,7 +56,7 @@ class WebStore(RemoteStore):
             return link_to(_SERVER, answer.link, {}, self._options, expires=True)
         if answer.status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError
-        if answer.status != HTTPStatus.OK:  # which may be another time, and lead elsewhere then
-            said = code_of(answer.refusal.decode(errors="replace"))
-            raise RefusedError(f"{_SERVER} answered {answer.status}{said}", answer.status)
+        if answer.status != HTTPStatus.OK:
+            code = code_of(answer.refusal.decode(errors="replace"))
+            raise RefusedError(f"{_SERVER} answered {answer.status}{code}", answer.status)
         return link_to(_SERVER, answer.url, self._headers, self._options, expires=False)

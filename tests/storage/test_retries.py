@@ -183,7 +183,7 @@ def test_each_attempt_that_failed_is_a_warning(clock, caplog):
             exceptions.GenericError("x\n\nDebug source:\nHttpError { kind: Connect, kind: ConnectionRefused }"),
             "no connection (ConnectionRefused)",
         ),
-        (exceptions.GenericError("x\n\nDebug source:\nNotPartial secret"), "the server ignores which range"),
+        (exceptions.GenericError("x\n\nDebug source:\nNotPartial secret"), "the server ignores the requested range"),
         (exceptions.GenericError(""), "GenericError"),
         (exceptions.GenericError("long " * 1000), "long long"),
     ],

@@ -143,7 +143,7 @@ elif sys.argv[2] == "fork":
     try:
         store.open(path)
     except StorageError as error:
-        os._exit(7 if "was forked from one" in str(error) else 8)
+        os._exit(7 if "was forked from a process" in str(error) else 8)
     os._exit(9)
 elif sys.argv[2] == "child":  # which has nothing to do with stores
     child = os.fork()

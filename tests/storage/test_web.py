@@ -128,7 +128,7 @@ def test_what_is_not_there(origin, elsewhere):
             Answer(403, {}, b"<Error><Code>AccessDenied</Code>"),
             r"the server answered 403 \(AccessDenied\): it takes",
         ),
-        (Answer(302, {"Location": "/d"}), "the server sent us from one place to another, and on and on"),
+        (Answer(302, {"Location": "/d"}), "the server redirected us 5 times"),
         (Answer(302, {"Location": "http://[x?SECRET"}), "the server gave a link that cannot be used"),
         (Answer(302, {"Location": "http://x:y/?SECRET"}), "the server gave a link that cannot be used"),
         (Answer(302, {"Location": "ftp://127.0.0.1:1/?SECRET"}), "the server gave a link that cannot be used"),
