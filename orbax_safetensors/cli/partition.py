@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from orbax_safetensors.devices.rules import Misfit, check_fit, check_used, first_found
+from orbax_safetensors.devices.rules import Misfit, check_fit, check_used, first_match
 
 Axes = tuple[tuple[str, ...], ...]
 """For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
@@ -80,7 +80,7 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
     misfits: list[list[Misfit]] = [[] for _ in rules]
     fitting = [0] * len(rules)
     for name, shape in shapes.items():
-        number = first_found(patterns, name)
+        number = first_match(patterns, name)
         if number is None or not shape:
             continue
         if len(rules[number].axes) > len(shape):

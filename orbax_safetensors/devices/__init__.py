@@ -1,1 +1,1 @@
-"""All that knows `jax.Array` and `jax.distributed`: shards, partitions, trees, and agreement between processes."""
+"""`jax.Array` and `jax.distributed`: shards, partitions, trees, and agreement between processes."""

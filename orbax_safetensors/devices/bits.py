@@ -1,4 +1,4 @@
-"""Elements as integers, which no device changes on their way: floats have NaNs with payloads, and subnormals."""
+"""Elements as integers, which devices pass on unchanged: they may change NaNs with payloads and subnormals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def to_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return the elements of `dtype` whose `to_bits` are these."""
+    """Return the elements of `dtype` whose `to_bits` are `bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.dtype(f"f{dtype.itemsize // 2}")
         return jax.lax.complex(from_bits(bits[..., 0], part), from_bits(bits[..., 1], part))

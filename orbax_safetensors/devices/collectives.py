@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 
 # XLA's CPU client lets 32 programs be in flight on a device (`CpuClientOptions::max_inflight_computations_per_device`).
-# It starts programs on a pool of as many threads as there are cores, or devices where these are more. One too many
-# waits in such a thread; once all threads do, none is left to run the programs that these wait for, and all processes
-# hang. Half of the 32 leaves room for what the caller has in flight. Accelerators run them one after the other anyway.
+# It starts programs on a pool with a thread for each core, or for each device if there are more devices. A further
+# program waits in such a thread; once all threads wait, none is left to run the programs before, and all processes
+# hang. Half of the 32 leaves room for the caller's programs. Accelerators run programs one after the other anyway.
 MAX_IN_FLIGHT = 16
 
 # Longer than `struct sigaction` of any system, in bytes.
@@ -25,7 +25,7 @@ _caught = ctypes.create_string_buffer(_SIGACTION_BYTES)
 
 
 def start(programs: Iterable[Callable[[], jax.Array]]) -> list[jax.Array]:
-    """Starts programs in order, which must be the same in all processes; all but the last few have run on return."""
+    """Start programs in order, which must be the same in all processes; on return, only the last few may still run."""
     results: list[jax.Array] = []
     for program in programs:
         results.append(program())
@@ -36,10 +36,10 @@ def start(programs: Iterable[Callable[[], jax.Array]]) -> list[jax.Array]:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end the process, as it does by default, while it waits for other processes.
+    """Let SIGTERM end the process, as it does by default, while it waits for other processes.
 
     `jax.distributed` catches the signal in C++, so that the program can save and end at its next step. A process that
-    waits for others may never come to one. What catches it is put back afterwards. A handler of Python's is left alone.
+    waits for others may never come to a next step. The C++ handler is put back afterwards. A Python handler stays.
     """
     global _waiting
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Python knows nothing of handlers in C

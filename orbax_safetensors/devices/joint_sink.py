@@ -20,14 +20,14 @@ _LOOK_SECONDS = 1.0
 
 
 class JointSink:
-    """A checkpoint under way. Every process has one, begins it, writes its part and calls `commit`.
+    """A checkpoint that is being written. Every process has a sink, begins it, writes its part and calls `commit`.
 
-    Each step is done in all processes or fails in all of them. As a context manager, a sink gives up if the block is
-    left without `commit` or by an exception: all processes fail then, and what they have written stays, for a run that
-    resumes. Until the last step, nothing is there that opens.
+    Each step succeeds in all processes or fails in all of them. As a context manager, a sink gives up if the block ends
+    without `commit` or by an exception: all processes fail then, and the written parts stay, for a run that resumes.
+    Until the last step, nobody can open the checkpoint.
 
     Attributes:
-      path: what becomes the checkpoint.
+      path: where the checkpoint will be.
     """
 
     path: str
@@ -35,12 +35,12 @@ class JointSink:
     _ended = False
 
     def _start(self, purpose: str, plan: Callable[[], str], *, resume: bool) -> None:
-        """Begins in all processes, for which `plan` has to return the same; it touches nothing."""
+        """Begin in all processes. `plan` must return the same text in each, and must not change any files."""
         self._key = new_key(purpose, self.path)
         self._looked = time.monotonic()
         self._process = jax.process_index()
         self._is_first = self._process == 0
-        # Tells this run from all others, in all processes alike.
+        # Distinguishes this run from all others; the same in all processes.
         self._run = all_gather(f"{self._key}/run", secrets.token_hex(8))[0]
         self._steps = ["run"]
         self._step("plan", plan, str)
@@ -53,32 +53,32 @@ class JointSink:
             raise
 
     def _begin(self, *, resume: bool) -> None:
-        """Makes the place where it is written, anew unless `resume` finds one. Called in the first process."""
+        """Make the place for the checkpoint, or with `resume` reuse an existing place. The first process calls this."""
         raise NotImplementedError
 
     def _open(self) -> None:
-        """Opens what the first process has made."""
+        """Open the place that the first process has made."""
 
     def _see(self) -> str:
-        """Looks at what has been written before; returns what all processes have to see alike."""
+        """Look at files of an earlier run; return a text that must be the same in all processes."""
         return ""
 
     def _flush(self) -> None:
-        """Returns when all that this process has written is stored; raises what has failed."""
+        """Return when all bytes of this process are stored; raise the error of a failed write."""
         raise NotImplementedError
 
     def _complete(self) -> None:
-        """Adds what belongs to it, once all processes have written their parts."""
+        """Add the other files of this process, once all processes have written their parts."""
 
     def _finish(self) -> None:
-        """Makes it a checkpoint, if all is there. Called in the first process."""
+        """Make the written parts a checkpoint if they are complete. The first process calls this."""
         raise NotImplementedError
 
     def _stop(self) -> None:
-        """Ends what is under way, before this process gives up."""
+        """End pending writes, before this process gives up."""
 
     def _release(self) -> None:
-        """Closes what is open, and lets others begin."""
+        """Close open files, and let other runs begin."""
 
     def _step(
         self,
@@ -92,10 +92,10 @@ class JointSink:
         self._steps.append(name)
 
     def commit(self, last: Callable[[], None] = lambda: None) -> None:
-        """Makes it a checkpoint, once every process has called this; returns when it is there.
+        """Finish the checkpoint, once every process has called this; return when it exists.
 
-        `last` is what the first process has still to write when all others have written. Raises `TensorMismatchError`
-        if something is missing, and `StorageError` if any process failed: in all processes, and nothing is there then.
+        `last` writes files of the first process after all others have written. Raises `TensorMismatchError` if parts
+        are missing, and `StorageError` if any process failed: in all processes, and there is no checkpoint then.
         """
         self._check_open()
         self._ended = True
@@ -114,16 +114,16 @@ class JointSink:
             forget(f"{self._key}/{step}")
 
     def abort(self, failure: BaseException | None = None) -> None:
-        """Gives up: ends what is under way, tells the other processes why and leaves all as it is.
+        """Give up: end pending writes, tell the other processes why, and leave all files as they are.
 
-        Returns once the other processes have noticed, which they do as they write or at `commit`.
+        Returns once the other processes have noticed, when they write or call `commit`.
         """
         if self._ended:
             return
         self._ended = True
         failure = failure or self._failure or StorageError(f"{self.path}: was given up before all was written")
         try:
-            with contextlib.suppress(Exception):  # what has failed first is told
+            with contextlib.suppress(Exception):  # the other processes see the first failure
                 self._stop()
             if jax.process_count() > 1:
                 text = f"process {self._process} failed: {type(failure).__name__}: {failure}"
@@ -134,7 +134,7 @@ class JointSink:
             self._release()
 
     def check_others(self) -> None:
-        """Raises `StorageError` if another process has given up."""
+        """Raise `StorageError` if another process has given up."""
         if jax.process_count() > 1 and time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
             if (failure := announced(f"{self._key}/given_up")) is not None:

@@ -1,4 +1,4 @@
-"""How the arrays of a checkpoint are to be sharded over a mesh whose devices are not here."""
+"""How to shard the arrays of a checkpoint over a mesh without access to its devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orbax_safetensors.devices.rules import (
     check_fit,
     check_pattern,
     check_used,
-    first_found,
+    first_match,
     none_of,
 )
 from orbax_safetensors.devices.sharding import device_boxes
@@ -31,7 +31,7 @@ from orbax_safetensors.geometry.box import Box
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
 AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None
 
-# The mesh of an array that nobody shards. MaxText's own converter calls its only axis so.
+# The mesh of unsharded arrays, with the only axis of MaxText's converter.
 _UNSHARDED = {"checkpoint_sharding_axis": 1}
 
 
@@ -39,8 +39,8 @@ _UNSHARDED = {"checkpoint_sharding_axis": 1}
 class Partition:
     """A mesh, and for patterns of names, or whole names, the axes that shard an array's dimensions.
 
-    The first pattern that is found in a name (`re.search`) decides; an array that none is found in is not sharded, and
-    neither is one whose shape does not fit. `names` are those of a target, which has no patterns.
+    The first pattern that matches anywhere in a name (`re.search`) decides. An array is not sharded if no pattern
+    matches its name, or if its shape does not fit. `names` are leaves of a target, which has no patterns.
     """
 
     mesh: Mapping[str, int]
@@ -52,9 +52,9 @@ class Partition:
         return [re.compile(pattern) for pattern in self.patterns]
 
     def check(self, arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Checks patterns and names against the names and shapes of all arrays; warns of arrays that do not fit.
+        """Check patterns and names against the names and shapes of all arrays; warn of arrays that do not fit.
 
-        Raises `RuleError` if a pattern or a name counts for none of them, or for none that it fits.
+        Raises `RuleError` if a pattern or a name applies to no array, or fits none of its arrays.
         """
         shapes = list(arrays)
         stored = [name for name, _ in shapes]
@@ -71,31 +71,31 @@ class Partition:
                 misfits.setdefault(rule, []).append((name, shape, why))
             else:
                 fitting[rule] += 1
-        for rule, found in misfits.items():
+        for rule, of_rule in misfits.items():
             argument, key = rule
-            check_fit(argument if argument == "like" else f"spec: {key!r}", self._spec(rule), fitting[rule], found)
+            check_fit(argument if argument == "like" else f"spec: {key!r}", self._spec(rule), fitting[rule], of_rule)
 
     def _rule(self, name: str) -> tuple[str, str] | None:
-        """Which argument says how an array is sharded, and under which key."""
+        """Return the argument and the key in it that decide how an array is sharded."""
         if (key := same(name, self.names)) in self.names:
             return "like", key
-        number = first_found(self._compiled, name)
+        number = first_match(self._compiled, name)
         return None if number is None else ("spec", self._compiled[number].pattern)
 
     def _spec(self, rule: tuple[str, str]) -> tuple[str | tuple[str, ...] | None, ...]:
         argument, key = rule
-        asked = self.names[key] if argument == "like" else self.patterns[key]
-        return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in asked)
+        spec = self.names[key] if argument == "like" else self.patterns[key]
+        return tuple(part if part is None or isinstance(part, str) else tuple(part) for part in spec)
 
     def _misfit(self, spec: Sequence[str | tuple[str, ...] | None], shape: tuple[int, ...]) -> str | None:
-        """Why arrays of a shape cannot be sharded so, None if they can."""
+        """Return why arrays of a shape cannot be sharded as `spec`, None if they can."""
         if len(spec) > len(shape):
             return f"expected at most {len(shape)} entries"
         parts = zip(shape, map(self._parts, spec), strict=False)
         return next((f"{size} does not divide by {count}" for size, count in parts if size % count), None)
 
     def spec(self, name: str, shape: tuple[int, ...]) -> tuple[str | tuple[str, ...] | None, ...]:
-        """The mesh axes of each leading dimension of an array; none if they do not fit the shape."""
+        """Return the mesh axes of each leading dimension of an array; empty if they do not fit the shape."""
         rule = self._rule(name)
         spec = () if rule is None else self._spec(rule)
         return () if self._misfit(spec, shape) else spec
@@ -104,26 +104,26 @@ class Partition:
         return prod(self.mesh[axis] for axis in (() if part is None else (part,) if isinstance(part, str) else part))
 
     def shard(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array's shards."""
+        """Return the shape of an array's shards."""
         spec = self.spec(name, shape)
         parts = [self._parts(part) for part in spec] + [1] * (len(shape) - len(spec))
         return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:
-        """The box of every device, in the order of the mesh."""
+        """Return the box of every device, in the order of the mesh."""
         mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh))
         return device_boxes(NamedSharding(mesh, PartitionSpec(*self.spec(name, shape))), shape)
 
 
 def partition(mesh: AskedMesh, patterns: Mapping[str, Spec] | None, like: Any = None) -> Partition:
-    """Checks what a caller says; without a mesh, nothing is sharded. `like` is a tree that says both."""
+    """Return the checked partition; without a mesh, it shards nothing. `like` is a tree whose shardings say both."""
     if like is not None:
         if mesh is not None or patterns:
             raise TensorMismatchError("like says the mesh and all specs: pass like alone, or mesh and spec")
         return _of_target(like)
     if mesh is None:
         if patterns:
-            raise TensorMismatchError("spec names the axes of a mesh: pass mesh, too")
+            raise TensorMismatchError("spec names the axes of a mesh: also pass mesh")
         return Partition(_UNSHARDED)
     sizes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     if (
@@ -155,8 +155,9 @@ def _check_axes(pattern: str, spec: Spec, mesh: Mapping[str, int]) -> None:
 
 
 def _of_target(tree: Any) -> Partition:
-    """The shardings of a restore's target, by the names of its leaves: of those that are sharded, as others may be none
-    of the arrays, as scalars are not.
+    """Return the shardings of a restore's target, by the names of its leaves.
+
+    Only for sharded leaves: others, such as scalars, may not be arrays of the checkpoint.
     """
     mesh: Mapping[str, int] | None = None
     specs = {}
@@ -167,10 +168,10 @@ def _of_target(tree: Any) -> Partition:
             continue
         if not isinstance(sharding, NamedSharding):
             raise TensorMismatchError(f"like: {name!r}: expected a sharding over a mesh, found {sharding}")
-        own = dict(sharding.mesh.shape)
-        mesh = own if mesh is None else mesh
-        if list(own.items()) != list(mesh.items()):
-            raise TensorMismatchError(f"like: {name!r}: is over the mesh {own}, others are over {dict(mesh)}")
+        axes = dict(sharding.mesh.shape)
+        mesh = axes if mesh is None else mesh
+        if list(axes.items()) != list(mesh.items()):
+            raise TensorMismatchError(f"like: {name!r}: is over the mesh {axes}, others are over {dict(mesh)}")
         if any(sharding.spec):
             specs[name] = tuple(sharding.spec)
     if mesh is None:
@@ -179,7 +180,7 @@ def _of_target(tree: Any) -> Partition:
 
 
 def _sharding(leaf: Any) -> Any:
-    """That of a target's leaf, which `ArrayRestoreArgs` may have as a mesh and its axes."""
+    """Return the sharding of a target's leaf; `ArrayRestoreArgs` may have a mesh and axes instead."""
     if getattr(leaf, "mesh", None) is not None and getattr(leaf, "mesh_axes", None) is not None:
         return NamedSharding(leaf.mesh, leaf.mesh_axes)
     return getattr(leaf, "sharding", None)

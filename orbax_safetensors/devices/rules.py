@@ -1,7 +1,7 @@
-"""Rules by patterns of names: the first pattern that is found (`re.search`) in a name counts for it.
+"""Rules by patterns of names: the first pattern that matches anywhere in a name (`re.search`) decides.
 
-A name is the dotted path of a leaf in its tree, or that of a stored tensor. The `.value` at the end of paths in an
-`nnx.State` may be in a pattern or not.
+A name is the dotted path of a leaf in its tree, or the name of a stored tensor. A pattern may have or omit the `.value`
+at the end of paths in an `nnx.State`.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ Misfit = tuple[str, tuple[int, ...], str]
 
 
 class RuleError(TensorMismatchError):
-    """A rule does not fit the arrays. The message begins with the argument that has the rule, and a colon."""
+    """A rule does not fit the arrays. The message begins with the argument that holds the rule, and a colon."""
 
 
 def check_pattern(argument: str, pattern: str) -> None:
-    """Raises `RuleError` where `pattern` is no regular expression."""
+    """Raise `RuleError` if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise RuleError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
+        raise RuleError(f"{argument}: {pattern!r} is not a regular expression: {error}") from error
 
 
-def first_found(patterns: Sequence[re.Pattern[str]], name: str) -> int | None:
-    """The number of the pattern that counts for a name, None where there is none."""
-    return next((number for number, pattern in enumerate(patterns) if _is_found(pattern, name)), None)
+def first_match(patterns: Sequence[re.Pattern[str]], name: str) -> int | None:
+    """Return the index of the first pattern that matches a name; None if none does."""
+    return next((number for number, pattern in enumerate(patterns) if _matches(pattern, name)), None)
 
 
-def _is_found(pattern: re.Pattern[str], name: str) -> bool:
+def _matches(pattern: re.Pattern[str], name: str) -> bool:
     return bool(pattern.search(name) or pattern.search(without_value(name)))
 
 
 def check_used(argument: str, patterns: Sequence[re.Pattern[str]], names: Iterable[str], what: str = "arrays") -> None:
-    """Raises `RuleError` where a pattern counts for none of `names`: it may be misspelt, or come too late."""
+    """Raise `RuleError` if a pattern decides for none of `names`: it may be misspelt, or come too late."""
     names = list(names)
-    used = {first_found(patterns, name) for name in names}
+    used = {first_match(patterns, name) for name in names}
     for number, pattern in enumerate(patterns):
         if number in used:
             continue
-        if taken := sum(_is_found(pattern, name) for name in names):
-            why = f"is not used: an earlier one is for all {taken} {what} that it is found in"
+        if taken := sum(_matches(pattern, name) for name in names):
+            why = f"is not used: earlier patterns apply to all {taken} {what} that it is found in"
         else:
             why = f"is found in {none_of(names, what)}"
         raise RuleError(f"{argument}: {pattern.pattern!r} {why}")
 
 
 def check_fit(rule: str, spec: object, fitting: int, misfits: Sequence[Misfit]) -> None:
-    """Checks a rule that fits the shapes of `fitting` arrays, and not those of others.
+    """Check a rule that fits the shapes of `fitting` arrays, and does not fit those of `misfits`.
 
-    Raises `RuleError` if it fits none. Otherwise its pattern may be found in others by accident: warns that they are
-    left whole.
+    Raises `RuleError` if it fits no array. Otherwise its pattern may match the misfits by accident: warns that these
+    are left whole.
     """
     if not misfits:
         return
@@ -77,6 +77,6 @@ def check_fit(rule: str, spec: object, fitting: int, misfits: Sequence[Misfit]) 
 
 
 def none_of(names: Sequence[str], what: str = "arrays") -> str:
-    """What a message says of all names."""
+    """Return how a message says that no name fits."""
     example = f", such as {names[0]!r}" if names else ""
     return f"none of the {len(names)} names of {what}{example}"

@@ -1,6 +1,6 @@
 """`jax.Array`s as a sink: which boxes of an array this process holds, and the array from their memory.
 
-No collective, no compilation and no traffic between hosts happens here; they do in `cooperative` and `replicas`.
+Nothing here compiles, runs a collective or sends data between hosts; `cooperative` and `replicas` do.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from jax.sharding import PartitionSpec
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 
-Axes = tuple[tuple[str, ...], ...]  # for every dimension the mesh axes that shard it
+Axes = tuple[tuple[str, ...], ...]  # the mesh axes that shard each dimension
 
 
 def default_sharding() -> jax.sharding.Sharding:
-    """JAX's default device, where an array goes that nobody gave a sharding."""
+    """Return the sharding of arrays without a requested sharding: on JAX's default device."""
     sharding: jax.sharding.Sharding = jax.device_put(np.zeros(())).sharding
     return sharding
 
 
 def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
-    """The sharding of a `Format`; others as they are."""
+    """Return the sharding of a `Format`, or a sharding unchanged."""
     return sharding.sharding if isinstance(sharding, Format) else sharding  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=2**16)
 def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """The distinct boxes of an array of `shape` that devices of this process hold, in the order of the devices.
+    """Return the distinct boxes of an array of `shape` that devices of this process hold, in the order of the devices.
 
-    Raises `TensorMismatchError` where JAX cannot shard the shape that way.
+    Raises `TensorMismatchError` if JAX cannot shard the shape as `sharding`.
     """
     _check_entries(sharding, shape)
     try:
@@ -48,13 +48,13 @@ def local_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tupl
 
 
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
-    """A tuple of slices, as JAX describes a shard, as a box of `shape`."""
+    """Return the box of `shape` for a tuple of slices, which is JAX's index of a shard."""
     assert index is not None
     return Box(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
 
 
 def on_host(sharding: jax.sharding.Sharding) -> bool:
-    """Whether this process's shards live in host memory that a NumPy buffer can become a part of."""
+    """Return whether this process's shards are in host memory, so that NumPy buffers can become shards."""
     devices: set[Any] = sharding.addressable_devices
     return all(device.platform == "cpu" for device in devices)
 
@@ -62,18 +62,18 @@ def on_host(sharding: jax.sharding.Sharding) -> bool:
 def assemble(
     sharding: jax.sharding.Sharding | Format, shape: tuple[int, ...], dtype: np.dtype, shards: Mapping[Box, np.ndarray]
 ) -> jax.Array:
-    """The global array of `shape` from the boxes that this process holds, if any.
+    """Return the global array of `shape` from the boxes that this process holds, if any.
 
-    Devices with the same box get the same memory: on CPU devices they share it, and it must not be written to again.
+    Devices with the same box get the same memory. CPU devices share it, so the caller must not write to it again.
     """
-    if not shards:  # make_array_from_callback would ask for a replicated array all the same
+    if not shards:  # make_array_from_callback would still ask for the box of a replicated array
         return jax.make_array_from_single_device_arrays(shape, plain(sharding), [], dtype=dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
 
 
 @lru_cache(maxsize=2**16)
 def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    """For each distinct box that a device of this process holds, all processes that hold it; the boxes are sorted."""
+    """Return all processes that hold each distinct box on a device of this process; the boxes are sorted."""
     local = local_boxes(sharding, shape)
     return {box: processes for box, processes in holders(sharding, shape, None).items() if box in local}
 
@@ -82,9 +82,9 @@ def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> di
 def holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None
 ) -> dict[Box, tuple[int, ...]]:
-    """Return for each distinct box of an array all processes that hold it; the boxes are sorted.
+    """Return all processes that hold each distinct box of an array; the boxes are sorted.
 
-    `process_count` is that of `device_owners`.
+    `process_count` is as for `device_owners`.
     """
     owners = device_owners(sharding, shape, process_count)
     out: dict[Box, set[int]] = {}
@@ -95,22 +95,19 @@ def holders(
 
 @lru_cache(maxsize=2**16)
 def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
-    """Which device has which box, as a digest that is the same in all processes that mean the same array."""
+    """Return a digest of the boxes of all devices; it is the same in all processes with the same array."""
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     boxes = sorted((device.id, box_of(index, shape)) for device, index in indices.items())
     return hashlib.sha256(repr(boxes).encode()).hexdigest()
 
 
 def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarray]:
-    """The memory of boxes that this process holds, row-major.
-
-    A view of it where it is in host memory, otherwise a copy.
-    """
+    """Return the elements of boxes that this process holds, row-major: a view of host memory, or else a copy."""
     shards: dict[Box, Any] = {}
     for shard in array.addressable_shards:
         box = box_of(shard.index, array.shape)
         if box in boxes and box not in shards:
-            # Another array of the same buffer: JAX keeps what NumPy makes of an array for as long as the array lives.
+            # Another array of the same buffer: JAX keeps an array's NumPy copy as long as the array lives.
             shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
     if not on_host(array.sharding):
         for data in shards.values():
@@ -119,10 +116,10 @@ def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarr
 
 
 def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:
-    """The box of every device, in the order of the mesh where there is one; the mesh may be abstract.
+    """Return the box of every device, in the order of the mesh if there is one; the mesh may be abstract.
 
-    A dimension that does not divide is cut as XLA cuts it: equal blocks, rounded up, of which the last may be short or
-    empty. Raises `TensorMismatchError` where the sharding does not fit the shape.
+    A dimension that does not divide is cut as XLA cuts it: into equal blocks, rounded up; the last blocks may be short
+    or empty. Raises `TensorMismatchError` if the sharding does not fit the shape.
     """
     _check_entries(sharding, shape)
     if isinstance(sharding, jax.sharding.NamedSharding):
@@ -134,11 +131,11 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> lis
 
 
 def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None) -> list[int]:
-    """The process of every device, in the order of `device_boxes`.
+    """Return the process of every device, in the order of `device_boxes`.
 
-    With `process_count`, the devices of a mesh are dealt to processes evenly and in order; without it they belong to
-    the process that they say, or to the first where they are abstract. Raises `TensorMismatchError` where they cannot
-    be dealt evenly.
+    With `process_count`, the devices of a mesh are dealt to processes evenly and in order. Without it, each belongs to
+    its `process_index`, or to process 0 if the mesh is abstract. Raises `TensorMismatchError` if the devices cannot be
+    dealt evenly.
     """
     if isinstance(sharding, jax.sharding.NamedSharding):
         if process_count is not None:
@@ -155,7 +152,7 @@ def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], proce
 
 
 def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> list[tuple[Box, ...]]:
-    """Return for each process the boxes of its devices, given the box and the process of every device."""
+    """Return the boxes of each process, given the box and the process of every device."""
     out: list[list[Box]] = [[] for _ in range(process_count)]
     for owner, box in zip(owners, boxes, strict=True):
         out[owner].append(box)
@@ -163,7 +160,7 @@ def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) 
 
 
 def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_count: int | None) -> int:
-    """Return how many processes share arrays of these shardings: `process_count`, or without it as many as there are.
+    """Return how many processes share arrays of these shardings: `process_count`, or by default all processes.
 
     Raises `SafetensorsError` if `process_count` is not positive.
     """
@@ -171,18 +168,18 @@ def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_cou
         if process_count < 1:
             raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
         return process_count
-    # Asking JAX for its processes starts it, which a plan on abstract meshes must not.
+    # Asking JAX for its processes starts JAX, which a plan on abstract meshes must not do.
     with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)
     return int(jax.process_count()) if with_devices or jax.distributed.is_initialized() else 1
 
 
 def is_abstract(sharding: jax.sharding.Sharding) -> bool:
-    """Whether a sharding has no devices."""
+    """Return whether a sharding has no devices."""
     return isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.AbstractMesh)
 
 
 def _check_entries(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> None:
-    """Raises `TensorMismatchError` if a partition has more entries than the shape has dimensions."""
+    """Raise `TensorMismatchError` if a partition has more entries than the shape has dimensions."""
     if isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.spec) > len(shape):
         raise TensorMismatchError(
             f"shape {shape} cannot be sharded as {sharding.spec}: expected a partition of at most {len(shape)} entries"
@@ -193,14 +190,14 @@ def axes_of(sharding: jax.sharding.NamedSharding, rank: int) -> Axes:
     """Return the mesh axes that shard every dimension of an array of `rank` dimensions."""
     entries = (*sharding.spec, *[None] * (rank - len(sharding.spec)))
     return tuple(
-        # JAX replicates what is unconstrained if nothing else decides.
+        # JAX replicates an unconstrained dimension if nothing else decides.
         () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry if isinstance(entry, tuple) else (entry,)
         for entry in entries
     )
 
 
 def _named_boxes(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> list[Box]:
-    """The box of each device of a mesh, in the order of the mesh."""
+    """Return the box of each device of a mesh, in the order of the mesh."""
     sizes = dict(sharding.mesh.shape)
     places = {axis: place for place, axis in enumerate(sizes)}
     coordinates = np.array(list(np.ndindex(*sizes.values())), np.int64).reshape(-1, len(sizes)).T

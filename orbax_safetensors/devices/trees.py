@@ -10,9 +10,9 @@ from orbax_safetensors.errors import TensorMismatchError
 
 
 def flatten(tree: Any) -> tuple[jax.tree_util.PyTreeDef, dict[str, Any]]:
-    """A tree's structure, and its leaves by name, in the order of the tree.
+    """Return a tree's structure, and its leaves by name, in the order of the tree.
 
-    Raises `TensorMismatchError` where two leaves have one name.
+    Raises `TensorMismatchError` if two leaves have the same name.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}

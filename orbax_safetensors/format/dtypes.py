@@ -78,7 +78,7 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
     except KeyError as error:
         names = ", ".join(str(known) for known in _FROM_NUMPY)
         raise TensorMismatchError(
-            f"dtype: expected one that safetensors can store ({names}), found {dtype!r}"
+            f"dtype: expected a type that safetensors can store ({names}), found {dtype!r}"
         ) from error
 
 

@@ -36,7 +36,7 @@ _USUAL = re.compile(
     rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}}+)?)\], ?'
     rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}'
 )
-_MAX_SHOWN = 200  # characters of a file's own text in a message: a hostile name can be 100 MB long
+_MAX_SHOWN = 200  # characters of a file's text in a message: a hostile name can be 100 MB long
 
 
 class TensorEntry(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from orbax_safetensors.devices.rules import check_pattern, check_used, first_found
+from orbax_safetensors.devices.rules import check_pattern, check_used, first_match
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 
@@ -40,7 +40,7 @@ class Casts:
         return dict(dtypes) | {name: self._of(name, dtypes[name]) for name in floats}
 
     def _of(self, name: str, dtype: np.dtype) -> np.dtype:
-        number = first_found(self._patterns, name)
+        number = first_match(self._patterns, name)
         if number is not None:
             return self._dtypes[number]
         return dtype if self.everywhere is None else self.everywhere

@@ -66,7 +66,7 @@ def test_the_first_rule_that_is_found_counts():
         (["kernel=expert"], "no axis 'expert', it has data, model"),
         (["kernel=data,-,-"], "'kernel' of shape (8, 8), sharded as data,-,-: expected at most 2 entries"),
         (["nothing=data"], "spec: 'nothing' is found in none of the 3 names of arrays, such as 'kernel'"),
-        (["k=data", "kernel=model"], "spec: 'kernel' is not used: an earlier one is for all 1 arrays"),
+        (["k=data", "kernel=model"], "spec: 'kernel' is not used: earlier patterns apply to all 1 arrays"),
     ],
 )
 def test_rules_that_do_not_fit(rules, message):

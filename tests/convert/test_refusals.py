@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
         ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype of files, found 'int5'"),
         ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype of files, found 'int8'"),
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
-        ({"to": "orbax", "dtype": {"(": "float16"}}, "no regular expression"),
+        ({"to": "orbax", "dtype": {"(": "float16"}}, "not a regular expression"),
         ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),
         ({"to": "orbax", "memory_bytes": True}, "memory_bytes is True"),
         ({"to": "orbax", "like": {"w": np.zeros(3)}}, "like: expected a tree with shardings"),
@@ -91,7 +91,7 @@ def test_targets_that_do_not_fit(tmp_path):
 def test_what_safetensors_have_no_dtype_for(tmp_path):
     tree = {"w": np.ones((2, 2), ml_dtypes.int4)}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "0" / "items", tree, force=True)
-    with pytest.raises(ost.TensorMismatchError, match="'w': dtype: expected one that safetensors can store"):
+    with pytest.raises(ost.TensorMismatchError, match="'w': dtype: expected a type that safetensors can store"):
         ost.convert(tmp_path, tmp_path / "to", to="safetensors")
 
 
@@ -163,7 +163,7 @@ def test_patterns_that_come_too_late(planned, tmp_path):
     checkpoint(tmp_path / "from")
     convert, reshard = (ost.plan_convert, ost.plan_reshard) if planned else (ost.convert, ost.reshard)
     too_late = {"mesh": {"x": 2}, "spec": {"w|embedding": ("x",), "kernel|b$": (), "w$|embedding$": (None, "x")}}
-    message = r"spec: 'w\$\|embedding\$' is not used: an earlier one is for all \d arrays that it is found in"
+    message = r"spec: 'w\$\|embedding\$' is not used: earlier patterns apply to all \d arrays that it is found in"
     for call, source, asked in (
         (convert, tmp_path / "from", {"to": "orbax", **too_late}),
         (reshard, tmp_path / "from", too_late),
@@ -171,7 +171,7 @@ def test_patterns_that_come_too_late(planned, tmp_path):
     ):
         with pytest.raises(ost.TensorMismatchError, match=message):
             call(source, tmp_path / "to", **asked)
-    message = r"dtype: 'w' is not used: an earlier one is for all \d floating-point arrays that it is found in"
+    message = r"dtype: 'w' is not used: earlier patterns apply to all \d floating-point arrays that it is found in"
     with pytest.raises(ost.TensorMismatchError, match=message):
         convert(tmp_path / "from", tmp_path / "to", to="orbax", dtype={"": "float16", "w": "bfloat16"})
     assert not (tmp_path / "to").exists()
