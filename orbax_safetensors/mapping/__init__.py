@@ -1,7 +1,7 @@
-"""Stored names <-> a model's own tree: what a family is, and how one more is described.
+"""Stored names <-> a model's tree: families, and how to describe a new one.
 
-A description is plain Python over `tensor(name, shape)`, whose result has NumPy's words (`transpose` and `T`,
-`reshape`, `slice`, `pad`) and `scale`, `offset` and `cast`; `stack`, `concatenate` and `full` put several together.
+A description is plain Python over `tensor(name, shape)`, whose result has methods named as in NumPy (`transpose` and
+`T`, `reshape`, `slice`, `pad`) and `scale`, `offset` and `cast`; `stack`, `concatenate` and `full` combine several.
 """
 
 from orbax_safetensors.geometry.view import View

@@ -1,4 +1,4 @@
-"""Whether a family's tree and the stored tensors are made for each other: every tensor used whole, and once."""
+"""Checks that a family's tree and the stored tensors fit each other: the tree uses every tensor whole, and once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from orbax_safetensors.mapping.family import LeafShapes, Tree
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# Elements of a tensor of which it is looked up one by one whether they are used twice, where arithmetic cannot tell.
-_LOOKED_UP = 2**26
+# The most elements of a tensor that are counted one by one if arithmetic cannot tell whether an element is used twice.
+_COUNTED = 2**26
 
 
 def present(tree: Tree, absent: Set[str], *, complete: bool) -> Tree:
-    """`tree` without the leaves of which a tensor is `absent`; if `complete`, without its optional ones or whole."""
+    """Return `tree` without leaves that use `absent` tensors; if `complete`, without all optional leaves or none."""
     if not complete:
         return _only(tree, {path for path, view in tree.items() if absent.isdisjoint(view.tensors)})
     return _without_optional(tree, {path for path, view in tree.items() if not absent >= set(view.tensors)})
 
 
 def _without_optional(tree: Tree, there: Set[str]) -> Tree:
-    """`tree` without its optional leaves, unless one of them is `there`: then all have to be."""
+    """Return `tree` without its optional leaves, or the whole `tree` if one of these is `there`."""
     patterns = [re.compile(pattern) for pattern in tree.optional]
     optional = {path for path in tree if any(pattern.fullmatch(path) for pattern in patterns)}
     return tree if not optional.isdisjoint(there) else _only(tree, tree.keys() - optional)
@@ -42,14 +42,14 @@ def _only(tree: Tree, paths: Set[str]) -> Tree:
 
 
 def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored: Shapes) -> None:
-    """Every tensor that a view uses is stored, with the shape that the config says.
+    """Check that every tensor of a view is stored with the shape from the config.
 
-    Raises `MappingError` with the family and checkpoint, which `where` names, the path, the stored name and both
+    Raises `MappingError` with `where`, which names the family and the checkpoint, the path, the stored name and both
     shapes.
     """
 
-    def problem(found: tuple[str, str]) -> str:
-        path, name = found
+    def problem(use: tuple[str, str]) -> str:
+        path, name = use
         what = f"found {stored[name]}" if name in stored else f"which is not stored{_hint(name, stored)}"
         return f"{path} is made of {shown(name)} of shape {described[name]}, {what}"
 
@@ -59,7 +59,7 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
 
 
 def leaf_problems(tree: Tree, leaves: LeafShapes) -> tuple[Tree, list[str]]:
-    """Return `tree` without its optional leaves that are not among `leaves`, and what else differs."""
+    """Return `tree` without its optional leaves that are not among `leaves`, and the other differences."""
     kept = _without_optional(tree, leaves.keys())
     problems = [
         *(f"{path} is missing" for path in kept if path not in leaves),
@@ -74,9 +74,9 @@ def leaf_problems(tree: Tree, leaves: LeafShapes) -> tuple[Tree, list[str]]:
 
 
 def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
-    """`tree` without its optional leaves that are not among `leaves`, which are to be saved.
+    """Return `tree` without its optional leaves that are not among `leaves`, the leaves to save.
 
-    Raises `MappingError` where others are missing or unknown, or have another shape.
+    Raises `MappingError` if other leaves are missing or unknown, or have another shape.
     """
     kept, problems = leaf_problems(tree, leaves)
     if problems:
@@ -85,12 +85,12 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
 
 
 def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str] = str) -> None:
-    """Every element of the tensors of `shapes` is used once, apart from those that the tree leaves unused, or in part.
+    """Check that the tree uses every element of the tensors of `shapes` once, except for its `unused` tensors.
 
-    `whole` gives the name of the tensor that a view's tensor is a part of. Raises `MappingError` that lists what is
-    not used, or not once.
+    `whole` returns the name of the tensor that a view's tensor is a part of. Raises `MappingError` with the tensors
+    that are not used, or not once.
     """
-    pieces: dict[str, dict[str, list[Piece]]] = {}  # of every tensor, and each of the parts that it is stored in
+    pieces: dict[str, dict[str, list[Piece]]] = {}  # by tensor, then by the part of the tensor that is stored
     paths: dict[str, str] = {}
     for path, view in tree.items():
         for piece in view.pieces:
@@ -102,8 +102,8 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
     unused, wrong = [], []
     for name, shape in shapes.items():
         parts = pieces.get(name, {}).values()
-        used = sum(prod(map(extent, piece.dims)) for own in parts for piece in own)
-        twice = any(len(own) > 1 and not _are_disjoint(own, prod(shape)) for own in parts)
+        used = sum(prod(map(extent, piece.dims)) for of_part in parts for piece in of_part)
+        twice = any(len(of_part) > 1 and not _are_disjoint(of_part, prod(shape)) for of_part in parts)
         if used == prod(shape) and parts and not twice:
             continue
         if used < prod(shape) and not twice and any(pattern.fullmatch(name) for pattern in patterns):
@@ -121,17 +121,17 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
 
 
 def _are_disjoint(pieces: list[Piece], size: int) -> bool:
-    """Whether no element of a tensor of `size` elements is in two of its pieces."""
+    """Return whether no element of a tensor of `size` elements is in two of its pieces."""
     modes = [[mode for dim in piece.dims for mode in dim] for piece in pieces]
-    sets = [runs_of(piece.offset, 1, own) for piece, own in zip(pieces, modes, strict=True)]
+    sets = [runs_of(piece.offset, 1, of_piece) for piece, of_piece in zip(pieces, modes, strict=True)]
     if disjoint([runs for runs in sets if runs is not None]):
         return True
-    if size > _LOOKED_UP:
+    if size > _COUNTED:
         return False
     seen = np.zeros(size, bool)
-    for piece, own in zip(pieces, modes, strict=True):
+    for piece, of_piece in zip(pieces, modes, strict=True):
         elements = np.array(piece.offset)
-        for length, stride in own:
+        for length, stride in of_piece:
             elements = np.add.outer(elements, np.arange(length) * stride)
         if seen[elements].any():
             return False
@@ -140,5 +140,5 @@ def _are_disjoint(pieces: list[Piece], size: int) -> bool:
 
 
 def _hint(name: str, stored: Shapes) -> str:
-    found = nearest(name, stored)
-    return f" (nearest: {shown(found)})" if found else ""
+    similar = nearest(name, stored)
+    return f" (nearest: {shown(similar)})" if similar else ""

@@ -1,4 +1,4 @@
-"""`Envelope`: what stands around a family's tree in a checkpoint of Orbax, such as a training state."""
+"""`Envelope`: the tree around a family's tree in a checkpoint of Orbax, such as a training state."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Envelope:
-    """A tree of a checkpoint that holds a family's tree. By default the one is the other.
+    """A checkpoint's tree that holds a family's tree. By default, the checkpoint's tree is the family's tree.
 
     Attributes:
-      key: the key of the family's tree in the checkpoint's.
-      rest: what else the checkpoint's tree has, by key: Python's scalars and empty nodes.
-      switches: those of the family's that the checkpoint's custom metadata tells, with their values.
-      root: what the names of all leaves of the family begin with.
-      found_below: what stands there instead in the names of a checkpoint; the first that any name begins with counts.
+      key: the key of the family's tree in the checkpoint's tree.
+      rest: the other values of the checkpoint's tree, by key: Python scalars and empty nodes.
+      switches: the family's switches that are in the checkpoint's custom metadata, with their values.
+      root: the prefix of all names of the family's leaves.
+      found_below: prefixes that a checkpoint may have instead; the first that any of its names begins with counts.
     """
 
     key: str = ""
@@ -27,12 +27,12 @@ class Envelope:
 
     @property
     def above(self) -> str:
-        """What the names of the family's leaves begin with in the checkpoint that is made."""
+        """Return the prefix of the names of the family's leaves in a new checkpoint."""
         return f"{self.key}." if self.key else ""
 
     @property
     def custom_metadata(self) -> dict[str, Any] | None:
-        """That of the checkpoint that is made; None if there is none."""
+        """Return the custom metadata of a new checkpoint; None if it has none."""
         return dict(self.switches) or None
 
     def of(self, variant: Mapping[str, Any]) -> Envelope:
@@ -44,14 +44,11 @@ class Envelope:
         return {**self.rest, self.key: tree} if self.key else tree
 
     def variant(self, custom_metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the switches that a checkpoint's metadata tells."""
+        """Return the switches in a checkpoint's metadata."""
         return {name: custom_metadata[name] for name in self.switches if name in custom_metadata}
 
     def leaves(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names of the family's leaves in a checkpoint that has these `names`, and which of these they are.
-
-        What else is in the checkpoint is left out.
-        """
+        """Return the family's leaves among the `names` of a checkpoint, as a dict from the family's to these names."""
         names = list(names)
-        below = next((own for own in self.found_below if any(name.startswith(own) for name in names)), "")
+        below = next((prefix for prefix in self.found_below if any(name.startswith(prefix) for name in names)), "")
         return {self.root + name.removeprefix(below): name for name in names if name.startswith(below)}

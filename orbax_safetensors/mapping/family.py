@@ -15,12 +15,12 @@ from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping.envelope import Envelope
 
-# Tensors of which a tree may be made, at least: three times those of the largest model, for checkpoints of which only
-# some files are there. Where more are stored, as many times those.
+# The most tensors of a tree: three times those of the largest model, for checkpoints with some of their files only, or
+# this many times the stored tensors if that is more.
 _MOST_TENSORS = 250_000
 _MOST_OF_STORED = 4
 
-# What `tensor` makes of a name and a shape while `Family.describe` runs.
+# Makes the result of `tensor` while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
 # The shapes of a tree's leaves by name, None if only the name is known.
 LeafShapes = Mapping[str, tuple[int, ...] | None]
@@ -29,9 +29,9 @@ _bind: ContextVar[Bind | None] = ContextVar("bind", default=None)
 
 
 def tensor(name: str, shape: Sequence[int]) -> View:
-    """The stored tensor `name`, which the config says has `shape`.
+    """Return the stored tensor `name`, which has `shape` according to the config.
 
-    While a checkpoint is opened or saved, it is that of the checkpoint, and the shape is checked.
+    While a checkpoint is opened or saved, the result is the checkpoint's tensor, and the shape is checked.
     """
     if not all(shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")
@@ -40,12 +40,11 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
 
 class Tree(dict[str, View]):
-    """What `Family.tree` returns where a plain dict does not say enough: views by tree path.
+    """Views by tree path. `Family.tree` returns a `Tree` if a plain dict does not say enough.
 
     Attributes:
-      unused: regular expressions of stored names, matched whole, that no view uses, or not all of; they are left out.
-      optional: regular expressions of tree paths, matched whole, which are left out where none of all their tensors is
-        stored.
+      unused: regular expressions for the whole names of stored tensors that the views may leave out, wholly or partly.
+      optional: regular expressions for whole tree paths; these leaves are left out if none of their tensors is stored.
     """
 
     def __init__(self, leaves: Mapping[str, View], *, unused: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
@@ -55,7 +54,7 @@ class Tree(dict[str, View]):
 
 
 def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Checked regular expressions."""
+    """Return the patterns; `MappingError` if they are not regular expressions."""
     if isinstance(patterns, str):
         raise MappingError(f"{what}: expected a list of regular expressions, found {patterns!r}")
     for pattern in patterns:
@@ -72,20 +71,20 @@ def _only_the_default(leaves: LeafShapes) -> Iterable[Variant]:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
+    """A model family.
 
     Attributes:
       name: `convention.model`, as in `maxtext.qwen3`.
-      architectures: those of `config.json` that it is for.
+      architectures: the values of `architectures` in `config.json` that the family is for.
       tree: `tree(config, **variant)` returns a view for every path of the model's tree, whose parts are joined by
-        dots. `config` is the content of `config.json`; the keywords are the family's own switches. It is plain Python
-        and runs for restores and for saves alike.
-      renames: pairs `(regular expression, replacement)`, as for `re.sub`, that bring other spellings of stored names
-        to those that `tree` uses and saves write.
-      variants: `variants(leaves)` yields the variants that a tree with leaves of these names and shapes may be, the
-        likeliest first. Names may have a leading `params` more or less than `tree` has.
-      variant: switches that are set unless a caller sets them.
-      envelope: what stands around the tree in a checkpoint of Orbax.
+        dots. `config` is the content of `config.json`; the keywords are the family's switches. The function is plain
+        Python and runs for restores and for saves alike.
+      renames: pairs `(regular expression, replacement)`, as for `re.sub`, that change other spellings of stored names
+        to the names that `tree` uses and saves write.
+      variants: `variants(leaves)` yields the possible variants of a tree with leaves of these names and shapes, the
+        likeliest first. Names may have a leading `params` more or less than in `tree`.
+      variant: default values of switches.
+      envelope: the tree around the family's tree in a checkpoint of Orbax.
     """
 
     name: str
@@ -102,10 +101,10 @@ class Family:
         _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
     def describe(self, config: Mapping[str, Any], variant: Variant, bind: Bind, *, stored: int = 0) -> Tree:
-        """`tree` with its tensors made by `bind`; `stored` is how many there are of them, or of leaves to save.
+        """Return `tree` with its tensors made by `bind`; `stored` is the number of stored tensors or of leaves to save.
 
-        Raises `MappingError` where the config lacks or contradicts what the tree is made of, for a switch that the
-        family does not have, where the tree is none of views, and where it is made of far more tensors than are stored.
+        Raises `MappingError` if the config lacks a value or has a wrong one, if the family does not have a switch, if
+        the tree is not a dict of views, and if it is made of far more tensors than are stored.
         """
         variant = {**self.variant, **variant}
         self.check_variant(variant)
@@ -145,7 +144,7 @@ class Family:
         return tree if isinstance(tree, Tree) else Tree(tree)
 
     def check_variant(self, variant: Variant) -> None:
-        """Raises `MappingError` for switches that the family does not have, or that are of another type than theirs."""
+        """Raise `MappingError` for switches that the family does not have, or for values of another type."""
         switches = list(inspect.signature(self.tree).parameters.values())[1:]
         known = {switch.name: switch for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD}
         if len(known) == len(switches) and (unknown := [name for name in variant if name not in known]):
@@ -157,12 +156,12 @@ class Family:
 
 
 def envelope_of(family: Family | None, variant: Variant | None) -> Envelope:
-    """Return what stands around the tree of a family's variant; nothing without a family."""
+    """Return the envelope of a family's variant, or an empty envelope without a family."""
     return Envelope() if family is None else family.envelope.of({**family.variant, **(variant or {})})
 
 
 def _counts(config: Mapping[str, Any], variant: Mapping[str, Any]) -> str:
-    """What a config says of how many layers, experts and heads there are, the most of anything first."""
+    """Return the numbers of layers, experts and heads in a config, the largest first."""
     named = {**config, **variant}
     if isinstance(text := config.get("text_config"), Mapping):
         named |= text

@@ -1,4 +1,4 @@
-"""Which registered family, in which variant, has a tree of the leaves that somebody wants."""
+"""Finds the registered family and its variant whose tree has the requested leaves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _COLLECTION = "params."
 
 @dataclass(frozen=True)
 class Fit:
-    """A family in a variant, against the leaves that are wanted.
+    """A comparison of a family's variant with the requested leaves.
 
     Attributes:
-      paths: in the family's tree, of all leaves by name.
-      problems: what differs.
+      paths: the path of each leaf in the family's tree, by the leaf's name.
+      problems: the differences.
     """
 
     family: Family
@@ -32,10 +32,10 @@ class Fit:
 
 
 def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShapes, *, stored: int) -> Fit:
-    """Return the one of `families` that has a tree of exactly these leaves, in the first of its variants that has.
+    """Return the family whose tree has exactly these leaves, with its first variant that has them.
 
-    `stored` is how many tensors there are. Raises `MappingError` if no family has such a tree, with the differences to
-    the nearest one, and if several have.
+    `stored` is the number of stored tensors. Raises `MappingError` if no family has such a tree, with the differences
+    to the nearest tree, and if several families have one.
     """
     fits: list[Fit] = []
     others: list[Fit] = []
@@ -43,22 +43,22 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     for family in families:
         for variant in _variants(family, leaves):
             try:
-                found = _against(family, config, variant, leaves, stored)
+                candidate = _against(family, config, variant, leaves, stored)
             except MappingError as error:
                 errors.append(error)
                 continue
-            if not found.problems:
-                fits.append(found)
+            if not candidate.problems:
+                fits.append(candidate)
                 break
-            others.append(found)
+            others.append(candidate)
     if len(fits) > 1:
-        names = ", ".join(sorted(one.family.name for one in fits))
+        names = ", ".join(sorted(candidate.family.name for candidate in fits))
         raise MappingError(f"several registered families have a tree of these leaves: {names}; register one of them")
     if fits:
         return fits[0]
     if not others:
         raise errors[0] if errors else MappingError("no registered family has a variant")
-    nearest = min(others, key=lambda one: len(one.problems))
+    nearest = min(others, key=lambda candidate: len(candidate.problems))
     raise MappingError(
         f"{nearest.family.name}: no variant has a tree of these leaves; nearest is {dict(nearest.variant)}: "
         f"{some(nearest.problems, separator='; ')}"
@@ -66,7 +66,7 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
 
 
 def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
-    """Return the variants of a family that may have such a tree, each once, with the switches that are set."""
+    """Return the possible variants of a family for these leaves, each once, with its default switches."""
     try:
         every = [{**variant, **family.variant} for variant in family.variants(leaves)]
     except Exception as error:
@@ -84,11 +84,10 @@ def _against(family: Family, config: Mapping[str, Any], variant: Variant, leaves
 def _paths(leaves: LeafShapes, tree: Tree) -> dict[str, str]:
     """Return the paths of all leaves in `tree`, by name.
 
-    The paths have one leading `params` more or less than the names if more of them are in the tree then.
+    The paths have one leading `params` more or less than the names if that puts more of them in the tree.
     """
     spellings = [{name: name for name in leaves}, {_COLLECTION + name: name for name in leaves}]
     if all(name.startswith(_COLLECTION) for name in leaves):
         spellings.append({name.removeprefix(_COLLECTION): name for name in leaves})
-    found = [by_same(names, tree) for names in spellings]
-    best = max(found, key=lambda names: len(names.keys() & tree.keys()))
+    best = max((by_same(names, tree) for names in spellings), key=lambda names: len(names.keys() & tree.keys()))
     return {name: path for path, name in best.items()}

@@ -1,7 +1,7 @@
-"""Which stored tensors are the codes and the scales of which tensors, by `quantization_config` of `config.json`.
+"""The stored codes and scales of quantised tensors, according to `quantization_config` of `config.json`.
 
-Here names, shapes and dtypes are understood, and nothing else: `plan.encoding` knows where elements lie, `decoding`
-what they are.
+This module knows names, shapes and dtypes only: `geometry.encoding` knows where elements lie, `transfer.decode` their
+values.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from orbax_safetensors.geometry.encoding import Encoding
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype as spelled in a header
 
-# What quantised activations and caches are scaled by. It is nothing that a model has when it is not quantised.
+# Scales of quantised activations and caches, which a model without quantisation does not have.
 _UNUSED = re.compile(r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))_scale(?:_ub)?")  # the name's last part
-_FP8_SCALES = ("_scale_inv", "_scale")  # both are what a code is multiplied by
+_FP8_SCALES = ("_scale_inv", "_scale")  # a code is multiplied by its scale under either name
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _MXFP4_BYTES = 16  # of the codes that share a scale
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """One quantised tensor: the names of its stored tensors, and how they encode it.
+    """A quantised tensor: the names of its stored tensors, and how they encode it.
 
     The tensor has the dimensions of `encoding.shape` in the order of `axes`.
     """
@@ -40,10 +40,10 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a checkpoint holds besides plain tensors.
+    """The tensors of a checkpoint that are not plain.
 
     Attributes:
-      tensors: by the name that each has when it is not quantised. That of an fp8 tensor is also the name of its codes.
+      tensors: quantised tensors by their names without quantisation. The codes of an fp8 tensor have the same name.
       unused: names of stored tensors that only quantised computation needs.
     """
 
@@ -52,11 +52,11 @@ class Quantization:
 
 
 def quantization(config: Mapping[str, Any] | None, stored: Stored) -> Quantization:
-    """Finds the quantised tensors among all that a checkpoint stores.
+    """Return the quantised tensors among all stored tensors of a checkpoint.
 
-    `config` is the checkpoint's `quantization_config`; without one there are none. Tensors that are stored as they are,
-    such as those of `modules_to_not_convert`, are told by their dtype. Raises `MappingError` for a method that is not
-    known, and where codes and scales do not fit each other.
+    `config` is the checkpoint's `quantization_config`, or None if nothing is quantised. The dtype shows which tensors
+    are plain, such as those of `modules_to_not_convert`. Raises `MappingError` if the method is unknown, or if codes
+    and scales do not fit each other.
     """
     if config is None:
         return Quantization({})
@@ -79,13 +79,13 @@ def quantization(config: Mapping[str, Any] | None, stored: Stored) -> Quantizati
 
 
 def _compressed_block(config: Mapping[str, Any]) -> Any:
-    """The block size of `compressed-tensors`, None where it has scales for channels or whole tensors only."""
+    """Return the block size of `compressed-tensors`; None if it has scales for channels or whole tensors only."""
     try:
         weights = [group["weights"] for group in config["config_groups"].values()]
         kinds = {(config["format"], weight["type"], weight["num_bits"]) for weight in weights}
         blocks = [weight.get("block_structure") for weight in weights]
     except (AttributeError, KeyError, TypeError) as error:
-        raise MappingError(f"quantization_config: not one of compressed-tensors: {error!r}") from error
+        raise MappingError(f"quantization_config: is not valid for compressed-tensors: {error!r}") from error
     if kinds != {("float-quantized", "float", 8)}:
         raise MappingError(
             f"quantization_config: expected compressed-tensors of format 'float-quantized' and type 'float' with "
@@ -110,7 +110,7 @@ def _checked_block(block: Any) -> tuple[int, int] | None:
 
 
 def _fp8(stored: Stored, block: tuple[int, int] | None) -> dict[str, Quantized]:
-    """Tensors whose codes are `X` and whose scales are `X_scale_inv` or `X_scale`."""
+    """Return the tensors whose codes are `X` and whose scales are `X_scale_inv` or `X_scale`."""
     scales_of: dict[str, str] = {}
     for scales in stored:
         codes = scales.removesuffix("_inv").removesuffix("_scale")
@@ -130,8 +130,7 @@ def _fp8(stored: Stored, block: tuple[int, int] | None) -> dict[str, Quantized]:
     for codes, scales in scales_of.items():
         shape = _checked(stored, codes, ("F8_E4M3",), f"the codes of {scales!r}")
         grid = _checked(stored, scales, _SCALE_DTYPES, f"the scales of {codes!r}")
-        own = _fp8_block(codes, shape, scales, grid, block)
-        encoding = _encoding(shape, own, "F8_E4M3", stored[scales][1])
+        encoding = _encoding(shape, _fp8_block(codes, shape, scales, grid, block), "F8_E4M3", stored[scales][1])
         out[codes] = Quantized(codes, scales, encoding, tuple(range(len(shape))))
     return out
 
@@ -143,7 +142,7 @@ def _is_fp8(stored: Stored, name: str) -> bool:
 def _fp8_block(
     codes: str, shape: tuple[int, ...], scales: str, found: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Rows and columns that share a scale, told from the shape of the scales."""
+    """Return how many rows and columns share a scale, according to the shape of the scales."""
     if len(shape) < 2:
         raise MappingError(f"{codes!r}: expected two dimensions or more, found shape {shape}")
     *leading, rows, columns = shape
@@ -154,16 +153,16 @@ def _fp8_block(
     fitting["rows"] = ((1, columns), [(*leading, rows, 1), (*leading, rows)])
     if not leading:
         fitting["the tensor"] = ((rows, columns), [(), (1,), (1, 1)])
-    for own, shapes in fitting.values():
+    for size, shapes in fitting.values():
         if found in shapes:
-            return own
+            return size
     expected = ", ".join(f"{' or '.join(map(str, shapes))} for {what}" for what, (_, shapes) in fitting.items())
     missing = "; quantization_config has no block size" if block is None else ""
     raise MappingError(f"{scales!r}: expected {expected} of {codes!r} of shape {shape}, found shape {found}{missing}")
 
 
 def _mxfp4(stored: Stored) -> dict[str, Quantized]:
-    """Tensors whose codes are `X_blocks` and whose scales are `X_scales`, with rows and columns swapped."""
+    """Return the tensors whose codes are `X_blocks` and whose scales are `X_scales`, with rows and columns swapped."""
     out = {}
     for name in dict.fromkeys(name[: -len("_blocks")] for name in stored if name.endswith(("_blocks", "_scales"))):
         codes, scales = f"{name}_blocks", f"{name}_scales"
@@ -183,7 +182,7 @@ def _mxfp4(stored: Stored) -> dict[str, Quantized]:
 
 
 def _checked(stored: Stored, name: str, dtypes: tuple[str, ...], what: str) -> tuple[int, ...]:
-    """The shape of a stored tensor that has to be there, and of one of `dtypes`."""
+    """Return the shape of a stored tensor; `MappingError` if it is missing or has none of `dtypes`."""
     if name not in stored:
         raise MappingError(f"{name!r}: expected {what} in {' or '.join(dtypes)}, found no such tensor")
     shape, dtype = stored[name]
@@ -194,5 +193,5 @@ def _checked(stored: Stored, name: str, dtypes: tuple[str, ...], what: str) -> t
 
 @lru_cache
 def _encoding(shape: tuple[int, ...], block: tuple[int, int], codes: str, scales: str) -> Encoding:
-    """One object for all tensors that are alike."""
+    """Return an encoding: the same object for all tensors with equal arguments."""
     return Encoding(shape, block, DTYPES[codes], DTYPES[scales])

@@ -1,4 +1,4 @@
-"""Which family a checkpoint is restored with: the one that is asked for, or one registered for its architecture."""
+"""The family of a checkpoint: the requested family, or a family registered for the checkpoint's architecture."""
 
 from __future__ import annotations
 
@@ -11,129 +11,137 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping.families import FAMILIES
 from orbax_safetensors.mapping.family import Family, Variant
 
-# Names in the tree are the names in the files, whatever has been registered.
+# Names in the tree are the names in the files, whatever families are registered.
 IDENTITY = Family("identity", (), dict)
 
 _lock = threading.Lock()
 
 
 class _Registered(NamedTuple):
-    family: Family  # what its name stands for
-    chosen: Family  # the same with the switches that were registered, for checkpoints of its architectures
+    family: Family  # the family of this name
+    chosen: Family  # the same with the registered switches, for checkpoints of its architectures
 
 
-# By name. It is replaced and not changed, as other threads look at it meanwhile.
+# By name. Replaced and never changed, as other threads may be reading it.
 _registered: Mapping[str, _Registered] = {}
 
 
 def register(families: Iterable[Family | str], variant: Variant | None = None) -> None:
-    """Has checkpoints of the families' architectures restored with them; one of the same name is replaced.
+    """Register families for restores of checkpoints of their architectures; replace families of the same name.
 
-    A name stands for one family, or the part before the first dot for all whose names begin with it. Raises
-    `MappingError`, and registers nothing, if no family has a name, or none of those of a name can have the variant.
+    A name stands for a family, and the part before the first dot for all families whose names begin with this part.
+    Raises `MappingError`, and registers nothing, if no family has a name, or if no family of a name can have the
+    variant.
     """
     global _registered
     added: dict[str, _Registered] = {}
-    for asked in families:
-        named = [asked] if isinstance(asked, Family) else _named(asked, _known())
+    for requested in families:
+        matches = [requested] if isinstance(requested, Family) else _by_name(requested, _known())
         errors: list[MappingError] = []
-        for family in named:
+        for family in matches:
             try:
                 family.check_variant(variant or {})
             except MappingError as error:
                 errors.append(error)
-        if len(errors) == len(named):
+        if len(errors) == len(matches):
             raise errors[0]
-        for family in named:
+        for family in matches:
             added[family.name] = _Registered(family, replace(family, variant={**family.variant, **(variant or {})}))
     with _lock:
         _registered = {**_registered, **added}
 
 
 def unregister() -> None:
-    """Forgets all families that were registered."""
+    """Forget all registered families."""
     global _registered
     with _lock:
         _registered = {}
 
 
 def any_registered() -> bool:
-    """Whether a checkpoint that nobody names a family for might have one."""
+    """Return whether a checkpoint might have a family if nobody names one."""
     return bool(_registered)
 
 
 def registered_for(config: Mapping[str, Any]) -> list[Family]:
-    """Return all families that are registered for a config's architecture, or raise `MappingError` if none is."""
-    if not (found := _for(config, [one.chosen for one in _registered.values()])):
+    """Return all families that are registered for a config's architecture; `MappingError` if there are none."""
+    if not (families := _for(config, _chosen())):
         raise MappingError(f"no registered family is for {_described(config)}")
-    return found
+    return families
 
 
-def find(asked: Family | str | None, config: Mapping[str, Any]) -> Family | None:
-    """The family for a checkpoint with this `config.json`, {} where there is none.
+def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | None:
+    """Return the family for a checkpoint with this `config.json` ({} without one); None for `IDENTITY`.
 
-    `asked` is a family, its name, or the part of its name before the first dot, which leaves the rest to the config's
-    architecture; None finds one that has been registered for the architecture, if any has. There is none for
-    `IDENTITY`. Raises `MappingError` where there is none of that name, or none or several for the architecture.
+    `family` is a family, its name, or the part of the name before the first dot: the config's architecture then decides
+    among the families whose names begin with this part. If it is None, returns the family that is registered for the
+    architecture, or None. Raises `MappingError` if no family has the name, or if none or several are for the
+    architecture.
     """
-    if asked in (IDENTITY, IDENTITY.name):
+    if family in (IDENTITY, IDENTITY.name):
         return None
-    if isinstance(asked, Family):
-        return asked
-    if asked is None:
-        return _one_for(config, [one.chosen for one in _registered.values()], "registered")
+    if isinstance(family, Family):
+        return family
+    if family is None:
+        return _single_for(config, _chosen(), "registered")
     known = _known()
-    named = _named(asked, known)
-    if asked in known:
-        return known[asked]
-    found = _one_for(config, named, asked)
-    if found is None:
-        served = ", ".join(sorted({name for family in named for name in family.architectures}))
-        raise MappingError(f"{asked}: no family is for {_described(config)}; there are families for {served}")
-    return found
+    matches = _by_name(family, known)
+    if family in known:
+        return known[family]
+    single = _single_for(config, matches, family)
+    if single is None:
+        served = ", ".join(sorted({name for match in matches for name in match.architectures}))
+        raise MappingError(f"{family}: no family is for {_described(config)}; there are families for {served}")
+    return single
+
+
+def _chosen() -> list[Family]:
+    """Return the registered families with their registered switches."""
+    return [registered.chosen for registered in _registered.values()]
 
 
 def _known() -> dict[str, Family]:
     """Return all families by name."""
-    return {family.name: family for family in FAMILIES} | {name: one.family for name, one in _registered.items()}
+    registered = {name: registered.family for name, registered in _registered.items()}
+    return {family.name: family for family in FAMILIES} | registered
 
 
-def _named(asked: str, known: Mapping[str, Family]) -> list[Family]:
-    """Return the family of a name, or all whose names begin with it; raise `MappingError` if there is none."""
-    if not isinstance(asked, str):
-        raise MappingError(f"expected a family or the name of one, found {asked!r:.80}")
-    if asked in known:
-        return [known[asked]]
-    if not (found := [family for name, family in known.items() if name.startswith(f"{asked}.")]):
-        raise MappingError(f"there is no family {asked!r}; there are {', '.join(sorted(known))}")
-    return found
+def _by_name(name: str, known: Mapping[str, Family]) -> list[Family]:
+    """Return the family of a name, or all families whose names begin with it; `MappingError` if there is none."""
+    if not isinstance(name, str):
+        raise MappingError(f"expected a family or the name of one, found {name!r:.80}")
+    if name in known:
+        return [known[name]]
+    if not (families := [family for full_name, family in known.items() if full_name.startswith(f"{name}.")]):
+        raise MappingError(f"there is no family {name!r}; there are {', '.join(sorted(known))}")
+    return families
 
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:
-    """Return those of `families` that are for a config's architecture."""
+    """Return the `families` that are for a config's architecture."""
     return [family for family in families if any(_is_for(name, config) for name in family.architectures)]
 
 
-def _one_for(config: Mapping[str, Any], families: Iterable[Family], which: str) -> Family | None:
-    """The family among `families` that is for the config's architecture."""
-    found = _for(config, families)
-    if len(found) > 1:
-        names = ", ".join(sorted(family.name for family in found))
+def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: str) -> Family | None:
+    """Return the only family among `families` that is for the config's architecture; None if there is none."""
+    matches = _for(config, families)
+    if len(matches) > 1:
+        names = ", ".join(sorted(family.name for family in matches))
         raise MappingError(f"{which}: several families are for {_described(config)}: {names}; pass family= to choose")
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _is_for(architecture: str, config: Mapping[str, Any]) -> bool:
-    named = config.get("architectures")
-    if isinstance(named, list | tuple) and named:
-        return architecture in named
-    # Some configs name the model alone: `gemma3` is what `Gemma3ForConditionalGeneration` is built of.
+    architectures = config.get("architectures")
+    if isinstance(architectures, list | tuple) and architectures:
+        return architecture in architectures
+    # Some configs name only the model, such as `gemma3` for `Gemma3ForConditionalGeneration`.
     model = str(config.get("model_type", "")).removesuffix("_text").replace("_", "")
     return architecture.split("For")[0].lower() == model
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    """What a config says of its architecture."""
+    """Return how a message names a config's architecture."""
     if config.get("architectures"):
         return f"architectures {config['architectures']}"
     if "model_type" in config:

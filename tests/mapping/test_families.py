@@ -287,7 +287,7 @@ def test_old_tables_of_rope_are_left_out(sample):
 def test_biases_that_maxtext_has_no_place_for_are_refused(name, key):
     sample = Sample(name)
     sample.config[key] = True
-    with pytest.raises(MappingError, match=f"{key} = True, and MaxText's tree has no place"):
+    with pytest.raises(MappingError, match=f"{key} = True, which adds parameters that MaxText's tree has no place for"):
         sample.describe()
 
 

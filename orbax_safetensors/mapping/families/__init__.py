@@ -1,4 +1,4 @@
-"""The families that come with the package: one folder for each convention, one file for each line of models."""
+"""The families of the package: a folder for each convention, a file for each line of models."""
 
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 

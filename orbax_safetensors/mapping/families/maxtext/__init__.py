@@ -1,10 +1,10 @@
 """MaxText's parameter trees, scanned and unscanned, for checkpoints of twelve kinds of model.
 
-The facts are those of MaxText 0.2.4 and 0.2.5: its own converter and that converter's tables were run on small models,
-and what they made is compared bit for bit with these descriptions (`testdata/maxtext`).
+The facts are from MaxText 0.2.4 and 0.2.5: tests compare these descriptions bit for bit with the output of MaxText's
+converter, and of the converter's tables, for small models (`testdata/maxtext`).
 
 All families have these switches: `scan_layers`, whether layers are stacked in one array; `param_scan_axis`, where that
-dimension is inserted; `vocab_size`, MaxText's own, to which the vocabulary is padded with zeros.
+dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is padded with zeros.
 """
 
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2

@@ -1,7 +1,7 @@
-"""What MaxText's trees have in common: the parts of a layer, and how layers make a model. No model is named here.
+"""The common parts of MaxText's trees: the parts of a layer, and how layers make a model. No model is named here.
 
-Parts are dicts of views by dotted path. `h` is what the stored names of a layer begin with, `model.layers.7.` say, and
-`c` the config as `completed` returns it.
+Parts are dicts of views by dotted path. `h` is the prefix of a layer's stored names, such as `model.layers.7.`, and `c`
+the config that `completed` returns.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Leaves = dict[str, View]
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 
 
-# MaxText's checkpoints are training states. Its trainers have the parameters below `params.params`, those of NNX below
-# `params`, and the state of an NNX model has them by themselves.
+# MaxText's checkpoints are training states. MaxText's trainers put the parameters below `params.params`, its NNX
+# trainers below `params`, and the state of an NNX model has no prefix.
 TRAINING_STATE = Envelope(
     key="params",
     rest={"step": 0, "opt_state": {}},
@@ -36,7 +36,7 @@ TRAINING_STATE = Envelope(
 
 
 def completed(config: Config, **defaults: Any) -> Config:
-    """The config with what `config.json` may leave out: `defaults`, which are those of its class in `transformers`."""
+    """Return the config with values that `config.json` may omit: `defaults` are from its class in `transformers`."""
     out = {"tie_word_embeddings": False, **defaults, **config}
     if out.get("num_key_value_heads") is None:
         out["num_key_value_heads"] = out["num_attention_heads"]
@@ -46,44 +46,44 @@ def completed(config: Config, **defaults: Any) -> Config:
 
 
 def refuse(c: Config, *keys: str) -> None:
-    """Raises `MappingError` where one of `keys` asks for parameters that MaxText has no place for."""
+    """Raise `MappingError` if one of `keys` adds parameters that MaxText's tree has no place for."""
     for key in keys:
         if c.get(key):
             raise MappingError(
-                f"config.json has {key} = {c[key]!r}, and MaxText's tree has no place for what that adds"
+                f"config.json has {key} = {c[key]!r}, which adds parameters that MaxText's tree has no place for"
             )
 
 
 def require(c: Config, **only: Any) -> None:
-    """Raises `MappingError` where the config has another value for one of the keys than the `only` one that fits."""
+    """Raise `MappingError` if the config has another value for a key than the `only` value that fits."""
     for key, value in only.items():
         if c.get(key, value) != value:
             raise MappingError(f"config.json has {key} = {c[key]!r}, and MaxText's tree is for {value!r}")
 
 
 def require_even(c: Config) -> None:
-    """Raises `MappingError` where layers do not come in pairs."""
+    """Raise `MappingError` if layers do not come in pairs."""
     if c["num_hidden_layers"] % 2:
         raise MappingError(f"MaxText has layers in pairs, and config.json has {c['num_hidden_layers']} layers")
 
 
 def under(prefix: str, leaves: Leaves) -> Leaves:
-    """`leaves` with their paths below `prefix`."""
+    """Return `leaves` with their paths below `prefix`."""
     return {f"{prefix}.{path}": view for path, view in leaves.items()}
 
 
 def norm(name: str, size: int) -> View:
-    """The scale of a norm, as it is."""
+    """Return the scale of a norm, unchanged."""
     return tensor(f"{name}.weight", (size,))
 
 
 def kernel(name: str, shape: Sequence[int], inputs: int = 1) -> View:
-    """A linear layer, stored as [outputs, inputs], as `shape`, the first `inputs` dimensions of which are inputs."""
+    """Return a linear layer in `shape`, whose first `inputs` dimensions are inputs. Stored as [outputs, inputs]."""
     return tensor(f"{name}.weight", (prod(shape[inputs:]), prod(shape[:inputs]))).T.reshape(shape)
 
 
 def layer_norms(h: str, c: Config) -> Leaves:
-    """The two norms of a layer that has no others."""
+    """Return the two norms of a layer that has no others."""
     return {
         "pre_self_attention_layer_norm.scale": norm(h + "input_layernorm", c["hidden_size"]),
         "post_self_attention_layer_norm.scale": norm(h + "post_attention_layernorm", c["hidden_size"]),
@@ -91,7 +91,7 @@ def layer_norms(h: str, c: Config) -> Leaves:
 
 
 def attention(h: str, c: Config) -> Leaves:
-    """The four kernels of attention with heads of `head_dim`."""
+    """Return the four kernels of attention with heads of `head_dim`."""
     width, heads, groups, size = (
         c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -104,12 +104,12 @@ def attention(h: str, c: Config) -> Leaves:
 
 
 def scaled_query(heads: Leaves, c: Config) -> Leaves:
-    """`heads` with the factor 1 / sqrt(head_dim), rounded to float32, in the query's kernel."""
+    """Return `heads` with the factor 1 / sqrt(head_dim), rounded to float32, in the query's kernel."""
     return {**heads, "query.kernel": heads["query.kernel"].scale(float(np.float32(1 / sqrt(c["head_dim"]))))}
 
 
 def attention_biases(h: str, c: Config) -> Leaves:
-    """The biases of queries, keys and values."""
+    """Return the biases of queries, keys and values."""
     size = c["head_dim"]
     parts = (("query", "num_attention_heads"), ("key", "num_key_value_heads"), ("value", "num_key_value_heads"))
     return {
@@ -119,7 +119,7 @@ def attention_biases(h: str, c: Config) -> Leaves:
 
 
 def mlp(block: str, width: int, inner: int) -> Leaves:
-    """The gated MLP that is stored as `block`."""
+    """Return the gated MLP that is stored as `block`."""
     return {
         "wi_0.kernel": kernel(block + ".gate_proj", (width, inner)),
         "wi_1.kernel": kernel(block + ".up_proj", (width, inner)),
@@ -130,7 +130,7 @@ def mlp(block: str, width: int, inner: int) -> Leaves:
 def experts(
     block: str, count: int, width: int, inner: int, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Leaves:
-    """The router and the gated MLPs of `block`, which are stored one by one and stacked in front."""
+    """Return the router and the gated MLPs of `block`, which are stored one by one and stacked in front."""
 
     def stacked_experts(part: str, inputs: int, outputs: int) -> View:
         stored = [tensor(f"{block}.experts.{e}.{part}.weight", (outputs, inputs)) for e in range(count)]
@@ -146,22 +146,22 @@ def experts(
 
 
 def stacked(layers: Sequence[Leaves], axis: int) -> Leaves:
-    """Layers that are alike as one, with a new dimension at `axis`."""
+    """Return a stack of similar layers, with a new dimension at `axis`."""
     return {path: stack([layer[path] for layer in layers], axis) for path in (layers[0] if layers else ())}
 
 
 def numbered(name: str, layers: Sequence[Leaves]) -> Leaves:
-    """Layers one by one, as `name_0`, `name_1` and so on."""
+    """Return layers one by one, as `name_0`, `name_1` and so on."""
     return {f"{name}_{i}.{path}": view for i, layer in enumerate(layers) for path, view in layer.items()}
 
 
 def alike(name: str, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
-    """Layers that are all alike."""
+    """Return similar layers, stacked if `scan_layers`, otherwise numbered."""
     return under(name, stacked(layers, axis)) if scan_layers else numbered(name, layers)
 
 
 def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
-    """Layers in cycles of `length`: those at one place of it are alike; those after the last whole cycle follow."""
+    """Return layers in cycles of `length`, with similar layers at each place of a cycle, then an incomplete cycle."""
     if not scan_layers:
         return numbered("layers", layers)
     whole = len(layers) // length * length
@@ -185,10 +185,10 @@ def model(
     unused: Iterable[str] = (),
     optional: Iterable[str] = (),
 ) -> Tree:
-    """The whole tree, of the layers in `decoder` and what is `beside` the decoder.
+    """Return the whole tree, with the layers in `decoder` and the leaves `beside` the decoder.
 
-    `factor` is that of the embedding. Raises `MappingError` where `vocab_size` would cut off a part of the vocabulary,
-    unless `cut` says that the model has no use for what comes last in it.
+    `factor` scales the embedding. Raises `MappingError` if `vocab_size` would cut off a part of the vocabulary, unless
+    `cut` says that the model does not use the last entries.
     """
     width, stored = c["hidden_size"], c["vocab_size"]
     size = stored if vocab_size is None else vocab_size
@@ -203,7 +203,7 @@ def model(
         **under("decoder", decoder),
         **(beside or {}),
     }
-    # Some checkpoints store what the model does not read: the other name of a tied embedding, old tables of RoPE.
+    # Some checkpoints store tensors that the model does not read: a tied embedding's other name, old tables of RoPE.
     unused = [r".+\.rotary_emb\.inv_freq", *unused]
     if size < stored:
         unused.append(re.escape(f"{prefix}embed_tokens.weight"))
@@ -215,7 +215,7 @@ def model(
 
 
 def variants(leaves: LeafShapes) -> Iterator[Variant]:
-    """Yield the switches that all families have, as trees of these leaves may have them."""
+    """Yield the possible switches of a tree with these leaves, as far as all families have them."""
     sizes = [shape[0] for path, shape in leaves.items() if "token_embedder.embedding" in path and shape]
     vocabulary = {"vocab_size": sizes[0]} if sizes else {}
     yield {"scan_layers": True, "param_scan_axis": 1, **vocabulary}
@@ -224,9 +224,9 @@ def variants(leaves: LeafShapes) -> Iterator[Variant]:
 
 
 def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Callable[..., Tree]:
-    """The tree function of models whose layers are all alike.
+    """Return the tree function of models with similar layers.
 
-    `refused` are keys of the config, `defaults` those of its class in `transformers`.
+    `refused` are the keys for `refuse`, `defaults` the values for `completed`.
     """
 
     def tree(

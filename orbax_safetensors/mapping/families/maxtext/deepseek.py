@@ -1,7 +1,7 @@
 """MaxText's DeepSeek-V2, V3 and V3.2: dense layers, then layers of experts, all with multi-head latent attention.
 
-From V3 on, layers after the last are those of multi-token prediction. `transformers` drops them, so that checkpoints
-have them or not.
+From V3 on, the layers after the last decoder layer are for multi-token prediction. `transformers` drops them, so that
+only some checkpoints have them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _sparse_v3(h: str, c: Config) -> Leaves:
 
 
 def _indexer(h: str, c: Config) -> Leaves:
-    """What chooses the tokens of sparse attention."""
+    """Return the indexer, which chooses the tokens of sparse attention."""
     i = h + "self_attn.indexer."
     width, heads, size = c["hidden_size"], c["index_n_heads"], c["index_head_dim"]
     parts = {
@@ -103,7 +103,7 @@ def _sparse_v3_2(h: str, c: Config) -> Leaves:
 
 
 def _predictor(k: int, h: str, c: Config, sparse: Layer) -> Leaves:
-    """Layer `k`, from 1, of multi-token prediction."""
+    """Return layer `k`, from 1, of multi-token prediction."""
     width = c["hidden_size"]
     parts = {
         "embedding_norm.scale": norm(h + "enorm", width),
@@ -144,7 +144,7 @@ def _tree(
     if mtp is not False:
         for k, i in enumerate(predictors, 1):
             beside |= _predictor(k, f"model.layers.{i}.", c, sparse)
-    # Embedding and head are the model's, stored again. The norm of the head is one that MaxText 0.2.4 does not have.
+    # Embedding and head are copies of the model's. MaxText 0.2.4 does not have the norm of the head.
     unused = ".+" if mtp is False else r"(embed_tokens|shared_head)\..+"
     return model(
         c,
@@ -159,7 +159,7 @@ def _tree(
 def deepseek2(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """V2, and V2-Lite, whose queries are not of low rank."""
+    """Return the tree of V2, or of V2-Lite, whose queries are not of low rank."""
     return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense, sparse=_sparse, mtp=False)
 
 
@@ -171,7 +171,7 @@ def deepseek3(
     vocab_size: int | None = None,
     mtp: bool | None = None,
 ) -> Tree:
-    """`mtp`: whether the layers of multi-token prediction are in the tree; where it is None, if they are stored."""
+    """Return the tree of V3. `mtp` says whether it has the layers of multi-token prediction; if None, if stored."""
     return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense, sparse=_sparse_v3, mtp=mtp)
 
 
@@ -183,12 +183,12 @@ def deepseek3_2(
     vocab_size: int | None = None,
     mtp: bool | None = None,
 ) -> Tree:
-    """V3 with an indexer in its attention; `mtp` as there."""
+    """Return the tree of V3.2: V3 with an indexer in its attention. `mtp` is as for V3."""
     return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense_v3_2, sparse=_sparse_v3_2, mtp=mtp)
 
 
 def _with_mtp(leaves: LeafShapes) -> Iterator[Variant]:
-    """Yield what `variants` yields, with `mtp` as these leaves have it."""
+    """Yield the `variants`, with `mtp` as in these leaves."""
     mtp = None if any("mtp_block." in path for path in leaves) else False
     for variant in variants(leaves):
         yield {**variant, "mtp": mtp}

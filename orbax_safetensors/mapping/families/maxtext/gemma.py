@@ -64,7 +64,7 @@ def _norms(h: str, c: Config) -> Leaves:
 
 
 def _gemma2_half(h: str, c: Config, place: str) -> Leaves:
-    """One stored layer, which is the `place` half of a layer of MaxText."""
+    """Return a stored layer, which is the `place` half of a layer of MaxText."""
     return {
         **{f"{name}_{place}.scale": view for name, view in _norms(h, c).items()},
         **under(f"self_attention_{place}", scaled_query(attention(h, c), c)),
@@ -75,7 +75,7 @@ def _gemma2_half(h: str, c: Config, place: str) -> Leaves:
 def gemma2(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """Layer `i` is the stored layers `2 * i` and `2 * i + 1`, local and global."""
+    """Return the tree of Gemma 2. Its layer `i` is the stored layers `2 * i` and `2 * i + 1`, local and global."""
     c = completed(config, head_dim=256, num_key_value_heads=4, tie_word_embeddings=True)
     refuse(c, "attention_bias")
     require_even(c)
@@ -101,13 +101,13 @@ def _gemma3_layer(h: str, c: Config) -> Leaves:
 def gemma3(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """The language model, alone or in one for images too, whose other parts are left out.
+    """Return the tree of Gemma 3's language model. It leaves out the other parts of a model that also reads images.
 
-    The tokens for images are the last of the vocabulary: with MaxText's own `vocab_size` of 262144 they are cut off,
-    and the tree can no longer be saved.
+    The tokens for images are the last of the vocabulary: MaxText's `vocab_size` of 262144 cuts them off, and the tree
+    can no longer be saved.
     """
     nested = "text_config" in config
-    if nested:  # what is tied is the whole model's affair
+    if nested:  # the whole model's config says whether embeddings are tied
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", True)}
     c = completed(config, **_GEMMA3_TEXT)
     refuse(c, "attention_bias")

@@ -1,4 +1,4 @@
-"""MaxText's gpt-oss: layers in cycles of two, and experts that are stored together, gates and ups in turn."""
+"""MaxText's gpt-oss: layers in cycles of two, and experts that are stored together, with alternating gates and ups."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def _attention(h: str, c: Config) -> Leaves:
 
 def _mlp(h: str, c: Config) -> Leaves:
     count, width, inner = c["num_local_experts"], c["hidden_size"], c["intermediate_size"]
-    both = tensor(h + "mlp.experts.gate_up_proj", (count, width, 2 * inner))
-    both_biases = tensor(h + "mlp.experts.gate_up_proj_bias", (count, 2 * inner))
+    gate_up = tensor(h + "mlp.experts.gate_up_proj", (count, width, 2 * inner))
+    gate_up_bias = tensor(h + "mlp.experts.gate_up_proj_bias", (count, 2 * inner))
     every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
     return {
         "gate.kernel": kernel(h + "mlp.router", (width, count)),
         "gate.bias": tensor(h + "mlp.router.bias", (count,)),
-        "wi_0": both.slice(every, every, even),
-        "wi_1": both.slice(every, every, odd),
+        "wi_0": gate_up.slice(every, every, even),
+        "wi_1": gate_up.slice(every, every, odd),
         "wo": tensor(h + "mlp.experts.down_proj", (count, inner, width)),
-        "wi_0_bias": both_biases.slice(every, even),
-        "wi_1_bias": both_biases.slice(every, odd),
+        "wi_0_bias": gate_up_bias.slice(every, even),
+        "wi_1_bias": gate_up_bias.slice(every, odd),
         "wo_bias": tensor(h + "mlp.experts.down_proj_bias", (count, width)),
     }
 
@@ -56,7 +56,7 @@ def _layer(h: str, c: Config) -> Leaves:
 def gpt_oss(
     config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
 ) -> Tree:
-    """Scanned, the layers at one place of the cycle are stacked."""
+    """Return the tree of gpt-oss. If scanned, layers at the same place of a cycle are stacked."""
     c = completed(config, head_dim=64, num_key_value_heads=8)
     require_even(c)
     layers = [_layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]

@@ -1,7 +1,7 @@
 """MaxText's Llama 3.
 
 The factor 1 / sqrt(head_dim) is part of the query's kernel. MaxText's `rope_type` "llama3.1", which Llama 3.1 and later
-have, pairs neighbouring elements of a head where `transformers` pairs its halves; "default" pairs halves too.
+have, pairs neighbouring elements of a head; `transformers` and "default" pair its halves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
 
 
 def _interleaved(view: View) -> View:
-    """The two halves of every head, element by element in turn."""
+    """Return a view that alternates the elements of the two halves of every head."""
     width, heads, size = view.shape
     return view.reshape((width, heads, 2, size // 2)).transpose((0, 1, 3, 2)).reshape(view.shape)
 
@@ -48,7 +48,7 @@ def llama3(
     param_scan_axis: int = 1,
     vocab_size: int | None = None,
 ) -> Tree:
-    """`rope_type` is MaxText's setting of that name: "llama3.1" or "default"."""
+    """Return the tree of Llama 3. `rope_type` is MaxText's setting of this name: "llama3.1" or "default"."""
     if rope_type not in ("llama3.1", "default"):
         raise MappingError(f"expected rope_type 'llama3.1' or 'default', found {rope_type!r}")
     layer = partial(_layer, interleave=rope_type == "llama3.1")

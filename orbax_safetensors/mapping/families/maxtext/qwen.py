@@ -44,7 +44,7 @@ def _qwen3(h: str, c: Config) -> Leaves:
 
 def _qwen3_moe(h: str, c: Config) -> Leaves:
     require(c, decoder_sparse_step=1)
-    # The name that transformers 5 writes, and that of published configs.
+    # The key in configs from transformers 5, and the key in published configs.
     count = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
     return {
         **layer_norms(h, c),
