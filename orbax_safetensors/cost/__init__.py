@@ -1,1 +1,1 @@
-"""Plans as numbers: what processes would read, write and exchange, counted without moving a byte."""
+"""Plans as numbers: what processes would read, write and exchange, counted before any byte moves."""

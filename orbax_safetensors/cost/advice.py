@@ -1,4 +1,4 @@
-"""Which dimensions of a leaf its mesh axes had better shard, so that less is read: what-if plans of one leaf alone."""
+"""Plan one leaf with other partitions: sharding other dimensions may make processes read less."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from orbax_safetensors.cost.restore import REPORTED_OVER_READ
 from orbax_safetensors.devices.sharding import Axes, axes_of, by_process, device_boxes
 from orbax_safetensors.transfer.plan import Location
 
-# Partitions to try of a leaf for which no single dimension will do: three axes over four dimensions.
-_TRIED = 64
+# Partitions to plan for a leaf if no single dimension is good enough: three axes over four dimensions.
+_MAX_PARTITIONS = 64
 
 
 @dataclass(frozen=True)
 class Instead(OverRead):
-    """What processes would read of a leaf if these mesh axes sharded its dimensions; the figures are sums over all."""
+    """What all processes together would read of a leaf if these mesh axes sharded its dimensions."""
 
     axes: Axes
     needed_bytes: int
@@ -30,12 +30,12 @@ class Instead(OverRead):
 
 
 class Advisor:
-    """Plans leaves with other partitions. Leaves of equal geometry are planned once."""
+    """Plans leaves with other partitions, and leaves of equal geometry only once."""
 
     def __init__(
         self, locate: Callable[[str], Location], num_files: int, *, process_count: int, max_gap_bytes: int
     ) -> None:
-        """The arguments are those of `Counter` and of `restore_plan`."""
+        """Take the arguments of `Counter` and of `restore_plan`."""
         self._locate = locate
         self._num_files = num_files
         self._process_count = process_count
@@ -43,32 +43,33 @@ class Advisor:
         self._known: dict[tuple[object, ...], tuple[Instead, ...]] = {}
 
     def instead(self, leaf: ShardedLeaf, sharding: Sharding, owners: Sequence[int]) -> tuple[Instead, ...]:
-        """What the axes of a leaf's sharding would cost on other dimensions, evenly, the one that reads least first.
+        """Return what a leaf's mesh axes would cost on other dimensions, the partition that reads least first.
 
-        First all axes together, in the order of the mesh, on every dimension that they divide. Where all of these read
-        far too much, or there is none, apart as well. The leaf's own partition is not among them, and a sharding
-        without a mesh has no other. `owners` has the process of every device.
+        Only dimensions that the axes divide evenly count. First, all axes together shard one dimension, in the order of
+        the mesh. If no such partition is possible, or all of them read far too much, the axes shard several dimensions
+        as well. The leaf's current partition is left out. A sharding without a mesh has no other partition. `owners`
+        has the process of every device.
         """
         if not isinstance(sharding, NamedSharding):
             return ()
         key = (leaf.view.shape, leaf.shape, leaf.dtype, id(leaf.boxes), leaf.readers, form(leaf, self._locate))
         if key not in self._known:
-            own, sizes = axes_of(sharding, len(leaf.shape)), dict(sharding.mesh.shape)
-            used = [axis for axis in sizes if any(axis in entry for entry in own)]
-            alone: list[Axes] = []
-            mixed: list[Axes] = []
+            current, sizes = axes_of(sharding, len(leaf.shape)), dict(sharding.mesh.shape)
+            used = [axis for axis in sizes if any(axis in entry for entry in current)]
+            on_one_dimension: list[Axes] = []
+            on_several: list[Axes] = []
             for to in product(range(len(leaf.shape)), repeat=len(used)):
                 axes = tuple(
                     tuple(axis for axis, at in zip(used, to, strict=True) if at == dimension)
                     for dimension in range(len(leaf.shape))
                 )
                 counts = (prod(sizes[axis] for axis in entry) for entry in axes)
-                if axes != own and all(size % count == 0 for size, count in zip(leaf.shape, counts, strict=True)):
-                    (alone if len(set(to)) == 1 else mixed).append(axes)
-            found = [self._planned(leaf, sharding, axes, owners) for axes in alone]
-            if not any(one.over_read <= REPORTED_OVER_READ for one in found):
-                found += [self._planned(leaf, sharding, axes, owners) for axes in mixed[:_TRIED]]
-            self._known[key] = tuple(sorted(found, key=lambda one: one.read_bytes))
+                if axes != current and all(size % count == 0 for size, count in zip(leaf.shape, counts, strict=True)):
+                    (on_one_dimension if len(set(to)) == 1 else on_several).append(axes)
+            plans = [self._planned(leaf, sharding, axes, owners) for axes in on_one_dimension]
+            if not any(plan.over_read <= REPORTED_OVER_READ for plan in plans):
+                plans += [self._planned(leaf, sharding, axes, owners) for axes in on_several[:_MAX_PARTITIONS]]
+            self._known[key] = tuple(sorted(plans, key=lambda plan: plan.read_bytes))
         return self._known[key]
 
     def _planned(self, leaf: ShardedLeaf, sharding: NamedSharding, axes: Axes, owners: Sequence[int]) -> Instead:
@@ -81,7 +82,7 @@ class Advisor:
 
 
 def form(leaf: ShardedLeaf, locate: Callable[[str], Location]) -> tuple[object, ...]:
-    """Equal for leaves of which equal boxes read equally much: the pieces without the names of their tensors."""
+    """Return the pieces of a leaf without tensor names: for leaves of equal form, equal boxes read equally much."""
     numbers: dict[str | None, int] = {None: 0}
     out: list[object] = []
     for piece in leaf.view.pieces:

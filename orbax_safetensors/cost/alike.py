@@ -1,14 +1,14 @@
-"""Which stored tensors a process reads alike, so that one of them is planned for all of them.
+"""Group the stored tensors that a process reads alike, so that one plan serves for all tensors of a group.
 
-A leaf may be a stack of ten thousand tensors, and there may be a thousand processes: nothing here is done in Python for
-each tensor and each process. What a box takes from a piece depends on the piece's *form* (its modes, first element and
-ops) and on how the box cuts it, relative to where the piece begins. Where in the box it goes makes no difference to
-what is read. So the pieces of all leaves come down to few cases, which arrays of small numbers tell apart:
+A leaf may be a stack of ten thousand tensors, and there may be a thousand processes, so no Python code here runs for
+each tensor and each process. The bytes that a box takes from a piece depend on the piece's *form* (its modes, first
+element and ops) and on how the box cuts it, relative to the piece's start, but not on their place in the box. So the
+pieces of all leaves come down to few cases, which arrays of small numbers tell apart:
 
-- a *slicing* is how leaves of one kind are cut: leaves of one slicing have the same boxes;
+- a *slicing* says how leaves of one kind are cut: leaves of one slicing have the same boxes;
 - a *site* is a place in a slicing where a piece of some form begins, in any number of leaves;
 - a *group* has the tensors that are used at the same sites; a *pattern* has the groups whose sites have the same forms;
-- the *signature* of a group for one process: its pattern, and how the process's boxes cut each of its sites.
+- the *signature* of a group for one process is its pattern and how the process's boxes cut each of its sites.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Slicing:
     """How leaves of one kind are cut.
 
     Attributes:
-      stored_shape: of their views; what lies outside is zeros and is stored nowhere.
+      stored_shape: of their views; elements outside are zeros and are not stored.
       shape, dtype: of the leaves.
-      boxes: for every process those of its devices.
-      readers: the processes that read their boxes; others receive them from these. None where all read.
-      parts: for every process the boxes that it reads instead, where devices exchange what was read.
+      boxes: for every process the boxes of its devices.
+      readers: the processes that read their boxes; the others receive theirs from these. None if all read.
+      parts: for every process the boxes that it reads instead, if devices exchange parts.
     """
 
     stored_shape: tuple[int, ...]
@@ -45,25 +45,25 @@ class Slicing:
     parts: Sequence[tuple[Box, ...]] | None = None
 
     def held(self, process: int) -> tuple[Box, ...]:
-        """The distinct boxes that a process holds of each leaf."""
+        """Return the distinct boxes that a process holds of each leaf."""
         return tuple(dict.fromkeys(self.boxes[process]))
 
     def moved(self, process: int) -> tuple[Box, ...]:
-        """Those of them that it moves, or its parts instead."""
+        """Return the distinct boxes that a process moves of each leaf: those that it holds, or its parts."""
         if self.parts is not None:
             return tuple(dict.fromkeys(self.parts[process]))
         return self.held(process) if self.readers is None or process in self.readers else ()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TensorCopies:
     """What a process takes from each tensor of one signature.
 
     Attributes:
       location: of one of the tensors.
-      copies: for each also whether it moves bits unchanged. So that equal copies are found equal, they count from
-        `begin`, and where their destinations begin is left out.
-      begin: offset in the tensor, in bytes; where it is encoded, in those of its decoded elements.
+      copies: each with whether it moves bits unchanged. Source offsets count from `begin`, and destination offsets are
+        0, so that equal copies compare equal.
+      begin: offset in the tensor, in bytes; if the tensor is encoded, in bytes of its decoded elements.
     """
 
     location: Location
@@ -78,9 +78,9 @@ class TensorGroups:
     """The stored tensors of a tree's views, in the order of the files and of their offsets.
 
     Attributes:
-      file, begin: the number of the file of every tensor, and its offset in it.
-      leaf: the number of the first leaf that uses it.
-      group: the number of its group; there are `groups` of them.
+      file, begin: for every tensor the number of its file, and its offset in the file in bytes.
+      leaf: for every tensor the number of the first leaf that uses it.
+      group: for every tensor the number of its group, of which there are `groups`.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class TensorGroups:
         slicings: Sequence[Slicing],
         locate: Callable[[str], Location],
     ) -> None:
-        """`slicing_of` has the position in `slicings` for each of `views`; `locate` knows their tensors."""
+        """Group the tensors of `views`; `slicing_of` has the position in `slicings` for each view."""
         self._slicings = slicings
-        self._sites: list[tuple[int, Piece]] = []  # the slicing of every site, and one of the pieces there
+        self._sites: list[tuple[int, Piece]] = []  # for every site its slicing and a piece there
         uses, first_leaf = self._find_uses(views, slicing_of)
         located = sorted(((locate(name), name) for name in uses), key=lambda at: (at[0].file, at[0].begin, at[1]))
         self.file = np.array([location.file for location, _ in located], np.int64)
@@ -101,14 +101,14 @@ class TensorGroups:
         members: dict[tuple[np.dtype, Encoding | None, _Uses], list[int]] = {}
         for number, (location, name) in enumerate(located):
             members.setdefault((location.dtype, location.encoding, tuple(uses[name])), []).append(number)
-        # Groups with the most uses first, so that those that have a certain number of them are the leading ones.
+        # Groups with the most uses come first, so that the groups with at least n uses are the leading ones.
         groups = sorted(members.items(), key=lambda item: -sum(map(len, item[0][2])))
         self.groups = len(groups)
         self.group = np.zeros(len(located), np.int64)
-        for number, (_, own) in enumerate(groups):
-            self.group[own] = number
+        for number, (_, tensors) in enumerate(groups):
+            self.group[tensors] = number
         # For every group the location of one of its tensors, and their uses.
-        self._groups = [(located[own[0]][0], key[2]) for key, own in groups]
+        self._groups = [(located[tensors[0]][0], key[2]) for key, tensors in groups]
         self._pattern, self._patterns = self._find_patterns()
         self._nth_sites = _by_position([[site for sites in used for site in sites] for _, used in self._groups])
         self._cuts = _cuts_by_slicing(self._sites, len(slicings))
@@ -116,26 +116,29 @@ class TensorGroups:
     def _find_uses(
         self, views: Sequence[View], slicing_of: Sequence[int]
     ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, int]]:
-        """For every tensor its uses, and the first leaf that has one. Fills `_sites`."""
+        """Return for every tensor its uses and the first leaf that uses it; fill `_sites`."""
         uses: dict[str, list[tuple[int, ...]]] = {}
         first_leaf: dict[str, int] = {}
         numbers: dict[tuple[object, ...], int] = {}
         for leaf, (view, slicing) in enumerate(zip(views, slicing_of, strict=True)):
-            own: dict[str, list[int]] = {}
+            sites_of: dict[str, list[int]] = {}
             for piece in view.pieces:
                 if piece.tensor is not None:
                     key = (slicing, piece.start, piece.offset, piece.dims, piece.ops)
                     site = numbers.setdefault(key, len(numbers))
                     if site == len(self._sites):
                         self._sites.append((slicing, piece))
-                    own.setdefault(piece.tensor, []).append(site)
-            for name, sites in own.items():
+                    sites_of.setdefault(piece.tensor, []).append(site)
+            for name, sites in sites_of.items():
                 uses.setdefault(name, []).append(tuple(sites))
                 first_leaf.setdefault(name, leaf)
         return uses, first_leaf
 
     def _find_patterns(self) -> tuple[np.ndarray, int]:
-        """A number for every group, the same for groups that differ in nothing but where their pieces begin."""
+        """Return the pattern of every group, as a number, and the number of patterns.
+
+        Groups of one pattern differ only in the places where their pieces begin.
+        """
         forms: dict[tuple[object, ...], int] = {}
         form = [
             forms.setdefault((slicing, piece.offset, piece.dims, piece.ops), len(forms))
@@ -151,11 +154,11 @@ class TensorGroups:
         ]
         return np.array(numbers, np.int64), len(patterns)
 
-    def signatures(self, boxes: Sequence[tuple[Box, ...]]) -> tuple[np.ndarray, list[Wanted]]:
-        """The signature of every group for a process that reads `boxes` of each slicing, and what each one takes."""
+    def signatures(self, boxes: Sequence[tuple[Box, ...]]) -> tuple[np.ndarray, list[TensorCopies]]:
+        """Return the signature of every group for a process that reads `boxes` of each slicing, and what each takes."""
         cut, cuts = np.zeros(len(self._sites), np.int64), 1
-        for own, (sites, axes) in zip(boxes, self._cuts, strict=True):
-            numbers, count = _cut_by_all(axes, own) if sites.size else (None, 1)
+        for boxes_of_slicing, (sites, axes) in zip(boxes, self._cuts, strict=True):
+            numbers, count = _cut_by_all(axes, boxes_of_slicing) if sites.size else (None, 1)
             if numbers is not None:
                 cut[sites] = numbers
                 cuts = max(cuts, count)
@@ -169,10 +172,10 @@ class TensorGroups:
             signature, count = _renumbered(signature * rests + rest, count * rests)
         example = np.zeros(count, np.int64)
         example[signature] = np.arange(self.groups)
-        return signature, [self._wanted(number, boxes) for number in example.tolist()]
+        return signature, [self._copies(number, boxes) for number in example.tolist()]
 
-    def _wanted(self, group: int, boxes: Sequence[tuple[Box, ...]]) -> Wanted:
-        """What the boxes of each slicing take from a tensor of a group, in the order of `plan.transfer_plan`."""
+    def _copies(self, group: int, boxes: Sequence[tuple[Box, ...]]) -> TensorCopies:
+        """Return what the boxes of each slicing take from a tensor of a group, in the order of `transfer_plan`."""
         location, used = self._groups[group]
         copies = []
         for sites in used:
@@ -184,7 +187,7 @@ class TensorGroups:
                     copies.append((copy, same_bits(ops, location.dtype, slicing.dtype)))
         step = _step(location)
         first = min((copy.source for copy, _ in copies), default=0) // step * step
-        return Wanted(
+        return TensorCopies(
             location,
             tuple((Copy(copy.source - first, 0, copy.modes), same) for copy, same in copies),
             first * location.dtype.itemsize,
@@ -192,10 +195,10 @@ class TensorGroups:
 
 
 def _step(location: Location) -> int:
-    """As many elements further on, the same is read of a tensor for the same copies."""
+    """Return by how many elements copies can shift in a tensor so that they read equally much."""
     if location.encoding is None:
         return 1
-    # Rows of blocks have as many scales each, unless the last one is smaller and the next matrix begins early.
+    # All rows of blocks have equally many scales, unless the last row is smaller and the next matrix begins early.
     (rows, columns), (height, _) = location.encoding.shape[-2:], location.encoding.block
     return columns * (height if rows % height == 0 else rows)
 
@@ -209,24 +212,24 @@ class _Axis:
         self._known: dict[tuple[int, int], np.ndarray | bool] = {}
 
     def cut(self, low: int, high: int) -> np.ndarray | bool:
-        """A number for every site, equal where `[low, high)` cuts equal pieces alike; 0 where it misses them.
+        """Return a number for every site, equal if `[low, high)` cuts equal pieces alike, 0 if it misses the piece.
 
-        False where it misses all, True where it cuts all alike.
+        Return False if the range misses all pieces, and True if it cuts all alike.
         """
-        found = self._known.get((low, high))
-        if found is None:
-            found = self._known[low, high] = self._cut(low, high)
-        return found if isinstance(found, bool) else found[self._which]
+        numbers = self._known.get((low, high))
+        if numbers is None:
+            numbers = self._known[low, high] = self._cut(low, high)
+        return numbers if isinstance(numbers, bool) else numbers[self._which]
 
     def _cut(self, low: int, high: int) -> np.ndarray | bool:
-        if len(self._begin) == 1:  # spares the commonest case NumPy's work per call
+        if len(self._begin) == 1:  # the most common case, without NumPy's cost per call
             begin = int(self._begin[0])
             return max(low, begin) < min(high, begin + int(self._size[0]))
         start = np.maximum(low - self._begin, 0)
         stop = np.minimum(high - self._begin, self._size)
         hit = start < stop
         whole = hit & (stop - start == self._size)
-        numbers = whole.astype(np.int64)  # a whole piece is cut like any other whole one
+        numbers = whole.astype(np.int64)  # all whole pieces are cut alike
         partly = hit & ~whole
         if partly.any():
             numbers[partly] = 2 + _unique_pairs(start[partly], stop[partly])[1]
@@ -234,14 +237,14 @@ class _Axis:
 
 
 def _unique_pairs(a: np.ndarray, b: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """The distinct pairs of numbers of two arrays, none of them negative, and which of them is at each position."""
+    """Return the distinct pairs of two arrays of non-negative numbers, and which pair is at each position."""
     radix = int(b.max()) + 1
     distinct, which = np.unique(a * radix + b, return_inverse=True)
     return np.divmod(distinct, radix), which
 
 
 def _by_position(rows: list[list[int]]) -> list[np.ndarray]:
-    """For n = 0, 1, ... the nth numbers of the leading rows, those that have so many; the longest row is the first."""
+    """Return for n = 0, 1, ... the nth number of each row that has one; rows come with the longest first."""
     out = []
     for n in range(len(rows[0]) if rows else 0):
         while len(rows[-1]) <= n:
@@ -251,12 +254,12 @@ def _by_position(rows: list[list[int]]) -> list[np.ndarray]:
 
 
 def _cuts_by_slicing(sites: Sequence[tuple[int, Piece]], slicings: int) -> list[tuple[np.ndarray, list[_Axis]]]:
-    """For every slicing the numbers of its sites, and its dimensions."""
-    own: list[list[int]] = [[] for _ in range(slicings)]
+    """Return for every slicing the numbers of its sites, and its dimensions."""
+    numbers_of: list[list[int]] = [[] for _ in range(slicings)]
     for number, (slicing, _) in enumerate(sites):
-        own[slicing].append(number)
+        numbers_of[slicing].append(number)
     out = []
-    for numbers in own:
+    for numbers in numbers_of:
         pieces = [sites[number][1] for number in numbers]
         starts = np.array([piece.start for piece in pieces], np.int64)
         sizes: dict[object, tuple[int, ...]] = {}
@@ -270,13 +273,13 @@ def _cuts_by_slicing(sites: Sequence[tuple[int, Piece]], slicings: int) -> list[
 
 
 def _cut_by_all(axes: Sequence[_Axis], boxes: Sequence[Box]) -> tuple[np.ndarray | None, int]:
-    """A number for every site, equal where all of `boxes` cut equal pieces alike, and how many there are.
+    """Return a number for every site, equal if all of `boxes` cut equal pieces alike, and a bound of the numbers.
 
-    None where that is so at all sites.
+    Return None instead of numbers if all sites are alike.
     """
     numbers, count = None, 1
     for box in boxes:
-        cut = _cut_by_one(axes, box)
+        cut = _cut_by_box(axes, box)
         if cut is not None:
             cuts = int(cut.max()) + 1
             both = cut if numbers is None else numbers * cuts + cut
@@ -284,8 +287,8 @@ def _cut_by_all(axes: Sequence[_Axis], boxes: Sequence[Box]) -> tuple[np.ndarray
     return numbers, count
 
 
-def _cut_by_one(axes: Sequence[_Axis], box: Box) -> np.ndarray | None:
-    """A number for every site, 0 where `box` misses the piece there; None where it cuts all alike or misses all."""
+def _cut_by_box(axes: Sequence[_Axis], box: Box) -> np.ndarray | None:
+    """Return a number for every site, 0 if `box` misses its piece; None if the box cuts all alike or misses all."""
     numbers = None
     for axis, (low, high) in zip(axes, box, strict=True):
         cut = axis.cut(low, high)
@@ -303,7 +306,7 @@ def _cut_by_one(axes: Sequence[_Axis], box: Box) -> np.ndarray | None:
 
 
 def _renumbered(numbers: np.ndarray, bound: int) -> tuple[np.ndarray, int]:
-    """Numbers below `bound` as others that are equal where they are and without gaps, and how many; 0 stays 0."""
+    """Return numbers below `bound` renumbered without gaps, and how many distinct ones there are; 0 stays 0."""
     if bound > 4 * len(numbers) + 1024:  # too many for a table
         distinct, out = np.unique(np.append(0, numbers), return_inverse=True)
         return out[1:], len(distinct)

@@ -1,7 +1,7 @@
-"""What a conversion will cost every process: plain data, of the batches of tiles that it will move, and nothing moved.
+"""What a conversion will cost every process: plain data about the batches of tiles, counted before any byte moves.
 
-Bytes of safetensors files are those that storage is asked for. Bytes of an Orbax checkpoint are those of its chunks as
-they are decoded: what compression makes of a chunk is known once it has been read or written.
+Bytes of safetensors files are those that requests cover. Bytes of an Orbax checkpoint are those of its decoded chunks:
+the compressed size of a chunk is known only after a read or a write.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from orbax_safetensors.cost.estimate import TimeEstimate, estimate
 from orbax_safetensors.cost.figures import FileReads, FileWrites, OverRead, PlannedFile
 from orbax_safetensors.transfer.plan import TransferPlan
 
-# Of a `ConversionCost`, as JSON has them.
+# The figures of a `ConversionCost` in its JSON object.
 _FIGURES = (
     "nbytes",
     "needed_bytes",
@@ -41,15 +41,15 @@ class FileTraffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the tiles of one batch ask of storage, on one side.
+    """What one batch of tiles reads, or what it writes.
 
     Attributes:
-      needed_bytes: bytes that are stored for the tiles, each counted once.
-      moved_bytes: bytes that storage is asked for; of Orbax, those of all chunks that the tiles touch.
-      num_requests: storage operations; of Orbax, chunks.
-      staging_bytes: memory on the way between storage and the tiles, at most.
-      streams: requests in flight at once, at most.
-      files: the same of each file, where the files of what is moved are known.
+      needed_bytes: stored bytes of the tiles, each counted once.
+      moved_bytes: bytes that requests cover; for Orbax, bytes of all chunks that the tiles touch.
+      num_requests: storage operations; for Orbax, chunks.
+      staging_bytes: the most memory between storage and the tiles.
+      streams: the most requests in flight at once.
+      files: the traffic of each file, if the files are known.
     """
 
     needed_bytes: int
@@ -61,9 +61,9 @@ class Traffic:
 
 
 def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_bytes: int = 0) -> Traffic:
-    """What a plan comes to that `streams` threads execute, whose requests hold at most `held_bytes` each.
+    """Return the traffic of a plan that `streams` threads execute; each request holds at most `held_bytes` besides.
 
-    `files` are the names of the files, by number.
+    `files` has the names of the files, by number.
     """
     at_once = min(streams, plan.num_requests)
     return Traffic(
@@ -78,7 +78,7 @@ def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_byte
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tiles that are read at once, and then written while the next ones are read; `nbytes` is their memory."""
+    """Tiles that are read together, and written while the next batch is read; `nbytes` is their memory."""
 
     num_tiles: int
     nbytes: int
@@ -88,50 +88,50 @@ class Batch:
 
 @dataclass(frozen=True)
 class ConversionCost(OverRead):
-    """What a conversion costs one process: `batches` are all that it moves, one after the other."""
+    """What a conversion costs one process, which moves `batches` one after the other."""
 
     batches: tuple[Batch, ...]
 
     @property
     def num_tiles(self) -> int:
-        """Boxes of arrays that it moves."""
+        """Return the number of tiles that the process moves."""
         return sum(batch.num_tiles for batch in self.batches)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays that it writes, as the destination has them: `Conversion.nbytes`."""
+        """Return the bytes of arrays that the process writes, as the destination stores them: `Conversion.nbytes`."""
         return sum(batch.write.needed_bytes for batch in self.batches)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the source stores for that; what several batches need counts for each."""
+        """Return the bytes that the source stores for these; bytes that several batches need count for each batch."""
         return sum(batch.read.needed_bytes for batch in self.batches)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that it asks the source for."""
+        """Return the bytes that the process reads from the source."""
         return sum(batch.read.moved_bytes for batch in self.batches)
 
     @property
     def read_requests(self) -> int:
-        """Storage operations for that; of an Orbax source, chunks."""
+        """Return the storage operations of the reads; for an Orbax source, chunks."""
         return sum(batch.read.num_requests for batch in self.batches)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that it writes, without headers and metadata."""
+        """Return the bytes that the process writes, without headers and metadata."""
         return sum(batch.write.moved_bytes for batch in self.batches)
 
     @property
     def write_requests(self) -> int:
-        """Storage operations for that; to Orbax, chunks. An object store gets what they write in parts of its own."""
+        """Return the storage operations of the writes; to Orbax, chunks. Parts of uploads are not counted."""
         return sum(batch.write.num_requests for batch in self.batches)
 
     @cached_property
     def staging_bytes(self) -> int:
-        """The most memory for tiles, a batch that is read and one that is written, and for what is made of both.
+        """Return the most memory for tiles: of a batch that is read and one that is written, with their staging memory.
 
-        To an object store, with the parts that are on their way there, but not what comes early.
+        For an object store, parts in flight are counted, but not parts that wait for earlier ones.
         """
         most = written = 0
         for batch in self.batches:
@@ -141,17 +141,17 @@ class ConversionCost(OverRead):
 
     @property
     def reads(self) -> tuple[FileReads, ...]:
-        """What it reads of each file; empty if the source is of Orbax."""
+        """Return what the process reads of each file; empty if the source is an Orbax checkpoint."""
         return tuple(FileReads(*figures) for figures in _by_file(batch.read for batch in self.batches))
 
     @property
     def writes(self) -> tuple[FileWrites, ...]:
-        """What it writes into each file; empty if the destination is of Orbax."""
+        """Return what the process writes into each file; empty if the destination is an Orbax checkpoint."""
         by_file = _by_file(batch.write for batch in self.batches)
         return tuple(FileWrites(file.file, file.moved_bytes, file.num_requests) for file in by_file)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as a dict: of all batches together."""
+        """Return the figures of all batches together as a dict."""
         figures = {name: getattr(self, name) for name in _FIGURES}
         return figures | {
             "num_batches": len(self.batches),
@@ -162,12 +162,12 @@ class ConversionCost(OverRead):
 
 @dataclass(frozen=True)
 class PlannedArray:
-    """An array of an Orbax checkpoint that will be made.
+    """An array of the Orbax checkpoint to write.
 
     Attributes:
-      name: that by which the rules of a call find it, as `spec`: a family's own, or that in its item.
-      item: that it is in, where there are several.
-      chunk_bytes: what a whole chunk has, decoded.
+      name: the name that rules such as `spec` match: the family's name, or the name in the item.
+      item: the item of the array, None if there is only one.
+      chunk_bytes: decoded bytes of a whole chunk.
     """
 
     name: str
@@ -184,12 +184,12 @@ class ConversionPlan:
     """What a conversion or reshard will cost.
 
     Attributes:
-      path: what will be made.
+      path: of the destination.
       processes: the cost for each process.
-      files: the safetensors files that will be made.
-      arrays: the arrays of the Orbax checkpoint that will be made.
-      source_bytes: of all files of the source, encoded as they are; None where an object store was not asked for it.
-      from_orbax: whether bytes read, and bytes needed, are decoded ones.
+      files: the safetensors files to write.
+      arrays: the arrays of the Orbax checkpoint to write.
+      source_bytes: of all files of the source, as stored; None if an object store was not asked for the sizes.
+      from_orbax: whether needed and read bytes are decoded bytes.
     """
 
     path: str
@@ -201,17 +201,17 @@ class ConversionPlan:
 
     @property
     def to_orbax(self) -> bool:
-        """Whether bytes written are decoded ones."""
+        """Return whether written bytes are decoded bytes."""
         return not self.files
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of arrays that all processes write, as the destination has them."""
+        """Return the bytes of arrays that all processes write, as the destination stores them."""
         return sum(cost.nbytes for cost in self.processes)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that will be made."""
+        """Return the number of chunks to write."""
         return sum(array.num_chunks for array in self.arrays)
 
     def estimate(
@@ -222,19 +222,19 @@ class ConversionPlan:
         write_bandwidth: float | None = None,
         write_latency: float | None = None,
     ) -> TimeEstimate:
-        """How long it takes from and to storage that gives every process the same; see `estimate_time`.
+        """Return how long the conversion takes if storage serves every process equally; see `estimate_time`.
 
-        Each batch is read while the one before is written, and the next is read once that one is. `bandwidth` (bytes
-        per second) and `latency` (seconds) are those of reads, and of writes as well where these have none of their
-        own. Of Orbax, decoded bytes are taken to be moved: with compression it is faster. Raises `SafetensorsError`
-        where a number is out of range.
+        A process reads each batch while it writes the previous one, and starts the next when both are done.
+        `bandwidth` (bytes per second) and `latency` (seconds) are those of reads, and by default of writes. For Orbax,
+        the estimate moves decoded bytes; compression makes it faster. Raises `SafetensorsError` if a number is out of
+        range.
         """
         write_bandwidth = bandwidth if write_bandwidth is None else write_bandwidth
         write_latency = latency if write_latency is None else write_latency
-        estimate([], bandwidth, latency, 1)  # which checks the numbers, also where nothing is moved
+        estimate([], bandwidth, latency, 1)  # checks the numbers even if nothing moves
         estimate([], write_bandwidth, write_latency, 1)
         seconds = tuple(
-            _one_while_another(
+            _overlapped(
                 cost.batches,
                 lambda batch: _seconds(batch.read, bandwidth, latency),
                 lambda batch: _seconds(batch.write, write_bandwidth, write_latency),
@@ -245,7 +245,7 @@ class ConversionPlan:
         return TimeEstimate(longest, seconds.index(longest) if seconds else 0, seconds)
 
     def to_json(self) -> str:
-        """The plan as a JSON object with the names of the attributes, without single batches."""
+        """Return the plan as a JSON object with the names of the attributes, without single batches."""
         return json.dumps(
             {
                 "path": self.path,
@@ -261,7 +261,7 @@ class ConversionPlan:
 
 
 def _by_file(traffic: Iterable[Traffic]) -> list[FileTraffic]:
-    """The traffic of each file, all batches together, in the order of the names."""
+    """Return the traffic of each file, all batches together, in the order of the names."""
     totals: dict[str, tuple[int, int, int]] = {}
     for of_batch in traffic:
         for name, *figures in of_batch.files:
@@ -274,11 +274,11 @@ def _seconds(traffic: Traffic, bandwidth: float, latency: float) -> float:
     return estimate([(traffic.moved_bytes, traffic.num_requests)], bandwidth, latency, traffic.streams).seconds
 
 
-def _one_while_another(
+def _overlapped(
     batches: Sequence[Batch], reading: Callable[[Batch], float], writing: Callable[[Batch], float]
 ) -> float:
-    """When the last batch is written: one is read while another is written, as `streaming.pipeline.stream` does."""
-    read = written = before = 0.0  # `before` is when the batch before the last was written
+    """Return when the last batch is written if reads and writes overlap as in `streaming.pipeline.stream`."""
+    read = written = before = 0.0  # when the last batch was read and written, and when the batch before it was written
     for batch in batches:
         read = max(read, before) + reading(batch)
         before, written = written, max(read, written) + writing(batch)

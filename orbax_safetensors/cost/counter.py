@@ -1,8 +1,8 @@
-"""What processes move of a tree's stored tensors: the same as `transfer.plan.transfer_plan` plans, but only counted.
+"""Count what processes move of a tree's stored tensors: the figures of `transfer.plan.transfer_plan`, without the plan.
 
 Tensors that a process moves alike are planned once and counted together (see `alike`), so that 45,000 tensors on 512
-devices take a second, be they as many leaves or stacked in a few. No devices, no files and no threads are needed. As
-that of a `TransferPlan`, a count has no direction: of a restore it is what is read, of a save what is written.
+devices take a second, whether each is a leaf or they are stacked in a few. This needs no devices, files or threads.
+Like a `TransferPlan`, a count has no direction: a restore reads the bytes, a save writes them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _NOTHING = Gather((), (), needed_bytes=0, read_bytes=0, num_requests=0, window_b
 
 @dataclass(frozen=True, slots=True)
 class ShardedLeaf:
-    """One array of a tree, and who holds what of it.
+    """One array of a tree, and the boxes of it that each process holds.
 
     Attributes:
-      name: where it is in the tree.
-      view: what is stored for it; what lies outside the view is zeros and moves nothing.
-      shape, dtype: of the array. Elements that are stored in another dtype are cast on the way.
-      boxes: for every process those of its devices, in a list that leaves which are sharded alike share.
-      readers: the processes that read their boxes; others receive them from these. None if all read.
-      parts: for every process the boxes that it reads instead, if devices exchange what was read. They may reach
-        over the end of the array. A list that leaves which are sharded alike share.
+      name: key path in the tree.
+      view: of the stored tensors; elements of the array outside the view are zeros and move nothing.
+      shape, dtype: of the array. Elements that are stored in another dtype are cast.
+      boxes: for every process the boxes of its devices. Leaves that are sharded alike share one list.
+      readers: the processes that read their boxes; the others receive theirs from these. None if all read.
+      parts: for every process the boxes that it reads instead, if devices exchange parts. Parts may reach over the end
+        of the array. Leaves that are sharded alike share one list.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Count:
     """What one process moves.
 
     Attributes:
-      needed_bytes, moved_bytes, num_requests: of every file, by its number. Needed bytes count each byte that some box
-        holds once; moved bytes are those that storage is asked for, in so many requests.
-      window_bytes: memory that the longest staged window takes.
+      needed_bytes, moved_bytes, num_requests: of every file, by its number. Needed bytes are those of the boxes, each
+        counted once; moved bytes are those that the requests cover.
+      window_bytes: memory of the longest staged window.
       by_group: needed and moved bytes of one tensor of every group.
     """
 
@@ -65,7 +65,7 @@ class Count:
     by_group: np.ndarray
 
     def files(self) -> list[tuple[int, int, int, int]]:
-        """Return number, needed bytes, moved bytes and requests of the files that the process moves something of."""
+        """Return number, needed bytes, moved bytes and requests of each file that the process reads or writes."""
         numbers = np.flatnonzero(self.num_requests)
         figures = (self.needed_bytes, self.moved_bytes, self.num_requests)
         return list(zip(numbers.tolist(), *(of_files[numbers].tolist() for of_files in figures), strict=True))
@@ -75,7 +75,7 @@ class Counter:
     """Counts what processes move of `leaves`.
 
     Attributes:
-      slicings, leaf_counts: the distinct ways in which leaves are sliced, and how many leaves are sliced so.
+      slicings, leaf_counts: the distinct slicings, and the number of leaves of each.
       tensors: the stored tensors of the leaves.
     """
 
@@ -88,14 +88,14 @@ class Counter:
         max_gap_bytes: int,
         max_request_bytes: int = MAX_REQUEST_BYTES,
     ) -> None:
-        """`locate` knows the stored tensors of the leaves' views, which lie in `num_files` files."""
+        """Take leaves whose stored tensors lie in `num_files` files, where `locate` finds them."""
         self.slicings, slicing_of = slicings_of(leaves)
         self.leaf_counts: list[int] = np.bincount(slicing_of, minlength=len(self.slicings)).tolist()
         self.tensors = TensorGroups([leaf.view for leaf in leaves], slicing_of, self.slicings, locate)
         self._num_files = num_files
         self._max_gap_bytes = max_gap_bytes
         self._max_request_bytes = max_request_bytes
-        # How many tensors of which group are in which file.
+        # The number of tensors of each group in each file.
         pairs, self._pair_count = np.unique(self.tensors.group * num_files + self.tensors.file, return_counts=True)
         self._pair_group, self._pair_file = np.divmod(pairs, max(num_files, 1))
 
@@ -117,16 +117,17 @@ class Counter:
         return [known[boxes] for boxes in moved]
 
     def _count(self, boxes: Boxes) -> Count:
-        """What a process moves that moves `boxes` of each slicing."""
-        signature, wanted = self.tensors.signatures(boxes)
+        """Return what a process moves that moves `boxes` of each slicing."""
+        signature, taken = self.tensors.signatures(boxes)
         gathers = [
-            gather_at(one.location, one.copies, self._max_gap_bytes) if one.copies else _NOTHING for one in wanted
+            gather_at(tensor.location, tensor.copies, self._max_gap_bytes) if tensor.copies else _NOTHING
+            for tensor in taken
         ]
-        ranges = [_joined(gathered.ranges, one.begin) for gathered, one in zip(gathers, wanted, strict=True)]
+        ranges = [_joined(gathered.ranges, tensor.begin) for gathered, tensor in zip(gathers, taken, strict=True)]
         needed = np.array([gathered.needed_bytes for gathered in gathers], np.int64)
         moved = np.array([gathered.read_bytes for gathered in gathers], np.int64)
         requests = np.array([gathered.num_requests for gathered in gathers], np.int64)
-        # Only a range that begins where its tensor does can follow one of another tensor.
+        # Only a range at the beginning of its tensor can continue a range of another tensor.
         apart = all(begin > 0 for of_tensor in ranges for begin, _ in of_tensor)
         if apart:
             in_ranges = [sum(self._requests(end - begin) for begin, end in of_tensor) for of_tensor in ranges]
@@ -147,7 +148,7 @@ class Counter:
         )
 
     def _range_requests(self, signature: np.ndarray, ranges: Sequence[list[tuple[int, int]]]) -> np.ndarray:
-        """For each file the requests that ranges, given by signature, take once those that touch are joined."""
+        """Return for each file the requests for ranges, given by signature, after joining those that touch."""
         counts = np.array([len(of_tensor) for of_tensor in ranges], np.int64)
         signature_of = signature[self.tensors.group]
         moving = np.flatnonzero(counts[signature_of])  # tensors that have ranges
@@ -165,12 +166,12 @@ class Counter:
         return summed(file[start], self._requests(end[last] - begin[start]), self._num_files)
 
     def _requests(self, nbytes: _Number) -> _Number:
-        """How many requests it takes to move ranges of `nbytes`."""
+        """Return the number of requests for a range of `nbytes`."""
         return -(-nbytes // self._max_request_bytes)
 
 
 def slicings_of(leaves: Sequence[ShardedLeaf]) -> tuple[list[Slicing], list[int]]:
-    """Return the distinct slicings of leaves, and the position among them of each leaf's."""
+    """Return the distinct slicings of leaves, and the position of each leaf's slicing among them."""
     numbers: dict[Hashable, int] = {}
     slicings: list[Slicing] = []
     slicing_of = []
@@ -189,7 +190,7 @@ def summed(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _joined(ranges: Sequence[Direct], origin: int) -> list[tuple[int, int]]:
-    """Ranges of a tensor, which count from `origin`, as `(begin, end)`; those that touch are one."""
+    """Return ranges of a tensor, which count from `origin`, as `(begin, end)`, with touching ranges joined."""
     out: list[tuple[int, int]] = []
     for moved in ranges:
         begin, end = origin + moved.runs.begin, origin + moved.runs.end

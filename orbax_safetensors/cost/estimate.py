@@ -1,14 +1,13 @@
-"""How long a restore takes, given its plan and what storage can do: a model that is stated in full, not a measurement.
+"""Estimate how long a restore takes, from its plan and the speed of storage: a model, not a measurement.
 
-A process keeps `streams` requests in flight. Each first waits for `latency`, then its bytes come, one request's after
-the other's, at `bandwidth`. Where the bytes are what takes long, latency hides behind them, all but the first one:
-`latency + nbytes / bandwidth`. Where the latency is, requests go in rounds of `streams`, and only the bytes of what a
-stream itself asked for add to it; with one stream that is the sum of both. The longer of the two counts, which for
-requests of equal length is what such storage takes to the last digit. Processes do not wait for one another, so the
-slowest of them is when all are done.
+A process keeps `streams` requests in flight. Each request waits for `latency`; then its bytes arrive at `bandwidth`,
+one request after the other. If transfers dominate, they hide every latency except the first: `latency + nbytes /
+bandwidth`. If latency dominates, requests go in rounds of `streams`, and each stream adds only the transfers of its
+requests; with one stream, the time is the sum of all latencies and transfers. The longer of the two times counts, and
+is exact for requests of equal length. Processes do not wait for each other, so the slowest one decides.
 
-What is not in it: opening the files and reading their headers, casts and transposes that a processor is too slow for,
-copies to accelerators, and processes that share one bandwidth: give each its part.
+The model leaves out opening files and reading headers, casts and transposes that a processor is too slow for, and
+copies to accelerators. If processes share one bandwidth, give each its part.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from orbax_safetensors.errors import SafetensorsError
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """When the processes of a plan are done, in seconds.
+    """The time that the processes of a plan take, in seconds.
 
     Attributes:
       seconds: of the slowest process.
-      slowest: its number, the first of those that are equally slow.
-      processes: for every process.
+      slowest: the number of the slowest process, the first if several are equally slow.
+      processes: of every process.
     """
 
     seconds: float
@@ -37,11 +36,11 @@ class TimeEstimate:
 
 
 def estimate_time(plan: RestorePlan, *, bandwidth: float, latency: float = 0.0, streams: int = 1) -> TimeEstimate:
-    """How long what `plan` reads takes from storage that gives every process the same.
+    """Return how long the reads of `plan` take if storage serves every process equally.
 
     Args:
-      plan: what `plan_restore` returned.
-      bandwidth: bytes per second for each process, all its requests together.
+      plan: a result of `plan_restore`.
+      bandwidth: bytes per second for each process, over all its requests.
       latency: seconds from a request to its first byte.
       streams: requests that a process has in flight at once; a restore has `SafetensorsOptions.threads`.
 
@@ -52,7 +51,7 @@ def estimate_time(plan: RestorePlan, *, bandwidth: float, latency: float = 0.0, 
 
 
 def estimate(processes: Sequence[tuple[int, int]], bandwidth: float, latency: float, streams: int) -> TimeEstimate:
-    """`estimate_time` of the bytes and requests of every process."""
+    """Return the estimate for `processes`, the bytes and the requests of each; see `estimate_time`."""
     if not (isfinite(bandwidth) and bandwidth > 0):
         raise SafetensorsError(f"bandwidth is {bandwidth!r}, must be a number of bytes per second above 0")
     if not (isfinite(latency) and latency >= 0):
@@ -70,5 +69,5 @@ def _seconds(nbytes: int, requests: int, bandwidth: float, latency: float, strea
     transfer = nbytes / bandwidth
     rounds = -(-requests // streams)
     in_last = requests - (rounds - 1) * streams
-    # A stream has moved the bytes of one request in every round, and in the last it waits for those of all before it.
+    # A stream transfers one request in every round; in the last round it waits for all requests before its own.
     return max(latency + transfer, rounds * latency + (rounds + in_last - 1) / requests * transfer)

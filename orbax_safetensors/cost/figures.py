@@ -1,7 +1,7 @@
 """The figures that plans have in common.
 
-*Needed* bytes are those that shards hold, each counted once; *read* and *written* bytes are those that storage is asked
-for, in so many requests. A request is one storage operation.
+*Needed* bytes are those that shards hold, each counted once; *read* and *written* bytes are those that requests cover.
+A request is one storage operation.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Protocol
 
 
 class NeededAndRead(Protocol):
-    """What has these two figures."""
+    """An object with needed and read bytes."""
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that are needed."""
+        """Return the needed bytes."""
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that are read."""
+        """Return the read bytes."""
 
 
 class OverRead:
-    """Adds the over-read to what has needed and read bytes."""
+    """A mixin that adds the over-read to a class with needed and read bytes."""
 
     __slots__ = ()
 
     @property
     def over_read(self: NeededAndRead) -> float:
-        """Bytes read for each byte needed; 1.0 if nothing is needed."""
+        """Return the read bytes for each needed byte; 1.0 if none is needed."""
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
 
 
 @dataclass(frozen=True)
 class Reads(OverRead):
-    """What is needed and what is read, of anything."""
+    """Needed and read bytes."""
 
     needed_bytes: int
     read_bytes: int
@@ -69,7 +69,7 @@ class FileWrites:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that will be made, its name and its size."""
+    """The name and the size of a file to write."""
 
     file: str
     nbytes: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orbax_safetensors.cost.alike import TensorGroups, Wanted
+from orbax_safetensors.cost.alike import TensorCopies, TensorGroups
 from orbax_safetensors.cost.counter import ShardedLeaf, slicings_of
 from orbax_safetensors.geometry.coalesce import Gather
 from orbax_safetensors.geometry.strided import Runs
@@ -68,7 +68,7 @@ class _Read:
     needed: float
 
     @staticmethod
-    def of(gathered: Gather | None, wanted: Wanted) -> _Read:
+    def of(gathered: Gather | None, wanted: TensorCopies) -> _Read:
         if gathered is None:
             return _Read((), 0, 0, 1.0)
         begin, stored = wanted.begin, wanted.location

@@ -1,7 +1,7 @@
-"""What a restore of an Orbax checkpoint on a mesh costs, in chunks: counted from metadata, nothing of an array is read.
+"""What a restore of an Orbax checkpoint on a mesh costs, in chunks, counted from metadata alone.
 
-Orbax restores each distinct shard that a process has by itself. Every chunk that a shard touches is read and decoded
-whole, once more for each further shard. How many bytes a chunk has encoded is not known before it is read.
+Orbax restores each distinct shard of a process separately. For each shard, it reads and decodes every chunk that the
+shard touches, always whole. The encoded size of a chunk is not known before the read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touch
 
 @dataclass(frozen=True)
 class OrbaxProcessCost(OverRead):
-    """What a restore costs one process: decoded bytes of its distinct shards, and of the chunks that these touch."""
+    """What a restore costs one process: decoded bytes of its distinct shards and of the chunks that they touch."""
 
     needed_bytes: int
     read_bytes: int
@@ -32,9 +32,9 @@ class OrbaxProcessCost(OverRead):
 
 @dataclass(frozen=True)
 class OrbaxLeafOverRead(OverRead):
-    """A leaf whose chunks make processes read far more than they need; the figures are sums over all of them.
+    """A leaf whose chunks make processes read far more than they need; the figures are sums over all processes.
 
-    With chunks of `shard_shape`, or with even parts of it, nothing but what is needed would be read.
+    With chunks of `shard_shape`, or of even parts of it, processes would read only what they need.
     """
 
     name: str
@@ -51,11 +51,11 @@ class OrbaxRestorePlan:
     """What a restore will cost.
 
     Attributes:
-      total_bytes, total_chunks: of all arrays, decoded.
-      num_arrays: how many there are, scalars among them.
-      file_bytes: of all files of the checkpoint, encoded as they are; None on an object store.
+      total_bytes, total_chunks: decoded bytes and chunks of all arrays.
+      num_arrays: the number of arrays, including scalars.
+      file_bytes: of all files of the checkpoint, as stored; None on an object store.
       processes: the cost for each process.
-      over_reads: the leaves for which more than 1.1 times the needed bytes are read, those first that waste the most.
+      over_reads: the leaves of which processes read more than 1.1 times the needed bytes, the most wasteful first.
     """
 
     total_bytes: int
@@ -66,19 +66,19 @@ class OrbaxRestorePlan:
     over_reads: tuple[OrbaxLeafOverRead, ...]
 
     def to_json(self) -> str:
-        """The plan as a JSON object with the names of the attributes."""
+        """Return the plan as a JSON object with the names of the attributes."""
         plan: dict[str, Any] = asdict(self)
         described = zip(self.processes + self.over_reads, plan["processes"] + plan["over_reads"], strict=True)
-        for cost, one in described:
-            one["over_read"] = cost.over_read
+        for cost, document in described:
+            document["over_read"] = cost.over_read
         return json.dumps(plan)
 
 
 def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process_count: int) -> OrbaxRestorePlan:
-    """Counts what each of `process_count` processes reads to restore all arrays of a checkpoint.
+    """Count what each of `process_count` processes reads to restore all arrays of a checkpoint.
 
-    The devices of the mesh are dealt to processes evenly and in order. Raises `TensorMismatchError` where the partition
-    does not fit the arrays: each of its patterns has to count for one whose dimensions its axes divide.
+    Processes share the devices of the mesh evenly and in order. Raises `TensorMismatchError` if the partition does not
+    fit the arrays: each of its patterns must match an array whose dimensions its axes divide.
     """
     leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
     return plan_arrays(leaves, sharding, process_count, checkpoint.stored_bytes())
@@ -87,7 +87,7 @@ def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process
 def plan_arrays(
     leaves: Mapping[str, OrbaxLeaf], sharding: Partition, process_count: int, file_bytes: int | None
 ) -> OrbaxRestorePlan:
-    """`plan_orbax_restore` of arrays by name, which are in files of `file_bytes`."""
+    """Plan a restore of arrays by name, in files of `file_bytes` together; see `plan_orbax_restore`."""
     sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
     devices = prod(sharding.mesh.values())
     owners = [device * process_count // devices for device in range(devices)]
@@ -115,10 +115,10 @@ def plan_arrays(
 
 
 def _costs(leaf: OrbaxLeaf, boxes: Sequence[Sequence[Box]]) -> tuple[OrbaxProcessCost, ...]:
-    """What processes with the devices' `boxes` read of one leaf."""
+    """Return what processes, given the boxes of their devices, read of one leaf."""
     out = []
-    for own in boxes:
-        distinct = dict.fromkeys(own)
+    for of_process in boxes:
+        distinct = dict.fromkeys(of_process)
         elements = sum(box.volume for box in distinct)
         out.append(
             OrbaxProcessCost(

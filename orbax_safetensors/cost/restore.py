@@ -1,4 +1,4 @@
-"""What a restore costs every process: `RestorePlan`, counted from the leaves and from where their tensors lie."""
+"""`RestorePlan`: what a restore costs every process, counted from the leaves and the locations of their tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orbax_safetensors.cost.figures import FileReads, OverRead
 from orbax_safetensors.geometry.coalesce import MAX_REQUEST_BYTES
 from orbax_safetensors.transfer.plan import Location
 
-# From which ratio of bytes read to bytes needed on a leaf is reported; below it, another sharding would gain little.
+# Plans report leaves with a higher ratio of read to needed bytes; below it, another sharding would gain little.
 REPORTED_OVER_READ = 1.1
 
 
@@ -26,12 +26,12 @@ class ProcessCost(OverRead):
 
     Attributes:
       needed_bytes: bytes of the files that its shards hold, each counted once.
-      read_bytes: bytes that it asks storage for.
+      read_bytes: bytes that its requests cover.
       num_requests: storage operations.
       staging_bytes: memory that its threads copy through.
-      destination_bytes: memory of its distinct shards. On CPU devices that is all there is, and devices with the same
-        shard share it; an accelerator holds a copy for each device.
-      files: the same figures for each file that it reads from.
+      destination_bytes: memory of its distinct shards. CPU devices with the same shard share this memory; each
+        accelerator holds a copy.
+      files: the first three figures for each file that it reads.
     """
 
     needed_bytes: int
@@ -44,7 +44,7 @@ class ProcessCost(OverRead):
 
 @dataclass(frozen=True)
 class ShardSize:
-    """What one device holds of the whole tree: elements and bytes."""
+    """Elements and bytes of the whole tree that one device holds."""
 
     params: int
     nbytes: int
@@ -52,9 +52,9 @@ class ShardSize:
 
 @dataclass(frozen=True)
 class LeafOverRead(OverRead):
-    """A leaf whose sharding makes processes read far more than they need; the figures are sums over all of them.
+    """A leaf whose sharding makes processes read far more than they need; the figures are sums over all processes.
 
-    What is read of a tensor that several leaves use counts for the first of them.
+    If several leaves use a tensor, its bytes count for the first of them.
     """
 
     name: str
@@ -64,11 +64,11 @@ class LeafOverRead(OverRead):
 
 @dataclass(frozen=True)
 class ProcessReads:
-    """What one way to restore costs one process.
+    """What one process reads, and what its devices receive.
 
     Attributes:
       read_bytes, num_requests: as in `ProcessCost`.
-      received_bytes: what its devices receive from other devices, of this process or of another.
+      received_bytes: bytes that its devices receive from other devices, of this process or of another.
     """
 
     read_bytes: int
@@ -78,11 +78,11 @@ class ProcessReads:
 
 @dataclass(frozen=True)
 class Cooperation:
-    """What several processes save when each reads a part of what they all need, and their devices exchange the parts.
+    """What several processes save if each reads a part of what they all need, and their devices exchange the parts.
 
     Attributes:
-      num_arrays: how many leaves fewer bytes are read of in that way.
-      direct, cooperative: what every process reads if none of these leaves are exchanged, and if all are.
+      num_arrays: the number of leaves of which processes then read fewer bytes.
+      direct, cooperative: what every process reads if devices exchange none of these leaves, and if they exchange all.
     """
 
     num_arrays: int
@@ -96,14 +96,14 @@ class RestorePlan:
 
     Attributes:
       total_params: elements of the whole tree.
-      total_bytes: bytes of the whole tree in the dtypes that it is restored to.
+      total_bytes: bytes of the whole tree in the dtypes of the restore.
       num_arrays: leaves of the tree.
-      largest_shard, smallest_shard: what the device with the most and the one with the least holds. They are equal
-        if every dimension divides evenly. Devices are told apart by their place in the mesh; all leaves are taken
-        to be sharded over the same.
+      largest_shard, smallest_shard: what the device with the most bytes and the one with the fewest holds. They are
+        equal if every dimension divides evenly. Devices count by their place in the mesh, as if all leaves were
+        sharded over the same mesh.
       processes: the cost for each process.
-      over_reads: the leaves for which more than 1.1 times the needed bytes are read, those first that waste the most.
-      cooperation: what is read directly and what in cooperation; None with one process, and without
+      over_reads: the leaves of which processes read more than 1.1 times the needed bytes, the most wasteful first.
+      cooperation: what processes read directly and in cooperation; None with one process, and without
         `SafetensorsOptions(cooperative=True)`.
     """
 
@@ -117,7 +117,7 @@ class RestorePlan:
     cooperation: Cooperation | None = None
 
     def to_json(self) -> str:
-        """The plan as a JSON object with the names of the attributes."""
+        """Return the plan as a JSON object with the names of the attributes."""
         plan = asdict(self)
         described = zip(self.processes + self.over_reads, plan["processes"] + plan["over_reads"], strict=True)
         for cost, document in described:
@@ -137,7 +137,7 @@ def restore_plan(
 ) -> RestorePlan:
     """Count what every process reads to fill its boxes of `leaves`.
 
-    `locate` knows the stored tensors of their views; `files` has the names of the files.
+    `locate` finds the stored tensors of their views; `files` has the names of the files.
     """
     counter = Counter(leaves, locate, len(files), max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
     counts = counter.counts(process_count)
@@ -146,7 +146,8 @@ def restore_plan(
         (count, held): _process_cost(count, files, threads, counter.held_bytes(held))
         for count, held in dict.fromkeys(processes)
     }
-    needed_and_read = np.zeros((2, counter.tensors.groups), np.int64)  # of one tensor of every group, by all processes
+    # Bytes of one tensor of every group, over all processes.
+    needed_and_read = np.zeros((2, counter.tensors.groups), np.int64)
     for count, times in Multiset(counts).items():
         needed_and_read += times * count.by_group
     largest, smallest = _shard_sizes(counter.slicings, counter.leaf_counts)
@@ -175,7 +176,7 @@ def _process_cost(count: Count, files: Sequence[str], threads: int, destination_
 def _over_reads(
     leaves: Sequence[ShardedLeaf], counter: Counter, needed_and_read: np.ndarray
 ) -> tuple[LeafOverRead, ...]:
-    """Leaves for which far more is read than needed, given what is read of one tensor of each group."""
+    """Return the leaves of which far more is read than needed, given the bytes of one tensor of each group."""
     tensors = counter.tensors
     needed, read = (summed(tensors.leaf, figures[tensors.group], len(leaves)) for figures in needed_and_read)
     wasted = read - needed
@@ -185,7 +186,7 @@ def _over_reads(
 
 
 def _shard_sizes(slicings: Sequence[Slicing], counts: Sequence[int]) -> tuple[ShardSize, ShardSize]:
-    """What the device with the most and the one with the least bytes hold of all leaves together."""
+    """Return what the device with the most bytes and the one with the fewest hold of all leaves together."""
     devices = max((sum(map(len, slicing.boxes)) for slicing in slicings), default=0)
     params, nbytes = np.zeros((2, max(devices, 1)), np.int64)
     for slicing, count in zip(slicings, counts, strict=True):
