@@ -67,7 +67,7 @@ class ObjectStaging:
         going_on = begun is not None and begun["begun"] is not None and resume
         if begun is not None and going_on and begun["begun"] != record:
             raise TensorMismatchError(
-                f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
+                f"{self.path}: was begun from other files or with other arguments; begin anew without resume"
             )
         with storage_errors(self.path):
             inside = names(self._directory)

@@ -80,7 +80,7 @@ class Staging:
             if begun is not None and resume:
                 if begun != record:
                     raise TensorMismatchError(
-                        f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
+                        f"{self.path}: was begun from other files or with other arguments; begin anew without resume"
                     )
             else:
                 if os.path.lexists(self.path):

@@ -67,7 +67,7 @@ class FilesSink(JointSink):
         self._directory.open(self._process)
 
     def _see(self) -> str:
-        # Processes share the rest. A network file system may show one of them less, and nobody would move some tiles.
+        # Processes share the rest. A network file system may show one of them less; then no process moves some.
         self._done = self._directory.done()
         return hashlib.sha256(repr(sorted(self._done)).encode()).hexdigest()
 

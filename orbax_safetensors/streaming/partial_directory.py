@@ -134,7 +134,7 @@ class PartialDirectory:
             raise StorageError(f"{record}: expected a dict, found {begun!r:.80}; begin anew without resume")
         if begun != {"digest": self._digest}:
             raise TensorMismatchError(
-                f"{self.path}: cannot be taken up again: it was begun of another source, or with other "
+                f"{self.path}: cannot be resumed: it was begun from another source, or with other "
                 "arguments; begin anew without resume"
             )
         return os.path.isdir(os.path.join(run, _FILES))  # they may have become a destination, which was then moved

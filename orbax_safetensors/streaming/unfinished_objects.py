@@ -61,7 +61,7 @@ class UnfinishedObjects:
         if resume and begun is not None:
             if begun["unfinished"] != self.digest:
                 raise TensorMismatchError(
-                    f"{self._path}: cannot be taken up again: it was begun of another source, or with other "
+                    f"{self._path}: cannot be resumed: it was begun from another source, or with other "
                     "arguments; begin anew without resume"
                 )
             return

@@ -137,8 +137,8 @@ def test_what_somebody_else_has_there(draft, tmp_path, inside, resume):
         (b"\xff", StorageError, "is not JSON"),
         (b'["of this"]', StorageError, r"expected a dict, found \['of this'\]; begin anew"),
         (b"null", StorageError, "expected a dict, found None"),
-        (b'{"digest": "of that"}', TensorMismatchError, "cannot be taken up again: it was begun of another source"),
-        (b"{}", TensorMismatchError, "cannot be taken up again"),
+        (b'{"digest": "of that"}', TensorMismatchError, "cannot be resumed: it was begun from another source"),
+        (b"{}", TensorMismatchError, "cannot be resumed"),
     ],
 )
 def test_records_that_are_not_of_this(draft, text, error, message):
