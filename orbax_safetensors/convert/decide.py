@@ -1,4 +1,4 @@
-"""Which work a request comes to: what is read and decided before the first byte of an array moves."""
+"""Decides on the work for a request, before the first byte of an array moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_safetensors.streaming.work import Work
 
 
 def decide(request: ConvertRequest | ReshardRequest) -> Work:
-    """Return what `convert` or `reshard` does, whose source is to be closed; errors are theirs."""
+    """Return the work of a `convert` or `reshard`, with their errors; the caller closes its source."""
     path, from_orbax = request.source, is_orbax(request.source, request.source_options)
     if isinstance(request, ReshardRequest):
         request.check_for(orbax=from_orbax)
@@ -22,6 +22,6 @@ def decide(request: ConvertRequest | ReshardRequest) -> Work:
             raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
         return orbax_from_files(request)
     if not from_orbax:
-        read_checkpoint(path, request.storage_options)  # which says what is wrong if it is neither
+        read_checkpoint(path, request.storage_options)  # raises the error of a path that is neither
         raise SafetensorsError(f"{path}: is not a checkpoint of Orbax; reshard lays out safetensors files anew")
     return files_from_orbax(request)

@@ -1,4 +1,4 @@
-"""Conversions that make safetensors files: of a checkpoint of Orbax, or of other safetensors files."""
+"""Conversions into safetensors files: from a checkpoint of Orbax, or from other safetensors files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     variant = {**envelope.variant(checkpoint.custom_metadata), **(request.variant or {})}
     stored = _arrays(checkpoint, envelope)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
-    # Arrays without memory, which say shape and dtype.
+    # Arrays without memory, for their shape and dtype.
     leaves = [
         Leaf(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
@@ -60,9 +60,9 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
     max_file_bytes = MAX_FILE_BYTES
     if store_of(request.destination, request.storage_options)[0].whole:
-        # A file waits in memory there until it is whole, as its tensors come in another order.
+        # A file waits in memory until it is whole, because its tensors come in another order.
         max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
-        # A chunk is read for every file that it has a part in, so that a file has what is stored together.
+        # A chunk is read for every file that has a part of it, so tensors that are stored together go into one file.
         tensors = {name: tensors[name] for leaf in viewed for name in leaf.view.tensors} | tensors
     dtypes = request.casts.of({name: dtype for name, (dtype, _) in tensors.items()})
     layout = lay_out(
@@ -82,7 +82,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
 
 
 def files_from_files(request: ReshardRequest) -> Work:
-    """Return the work that lays out safetensors files anew, in files of a size or of a device each."""
+    """Return the work that lays out safetensors files anew: files of limited size, or one for each device."""
     checkpoint = read_checkpoint(request.source, request.storage_options)
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
@@ -103,7 +103,7 @@ def files_from_files(request: ReshardRequest) -> Work:
 
 
 def _in_shards(stored: file_layout.Tensors, sharding: Partition, metadata: dict[str, str]) -> file_layout.Files:
-    """Return files of a device each."""
+    """Return a file for each device."""
     sharding.check((name, shape) for name, (_, shape) in stored.items())
     for name, (dtype, shape) in stored.items():
         if dtype.bits < 8 and sharding.shard(name, shape) != shape:
@@ -139,7 +139,7 @@ def _stored(path: str, name: str, dtype: np.dtype) -> DType:
 def _arrays(checkpoint: OrbaxCheckpoint, envelope: Envelope) -> dict[str, str]:
     """Return the leaves to store as tensors, and the names of their arrays.
 
-    Without anything around the tree, all of the checkpoint is meant, and what cannot be stored is logged.
+    Without an envelope around the tree, a warning names the leaves that safetensors files cannot hold as they are.
     """
     names = [name for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING]
     if not envelope.key:

@@ -1,4 +1,4 @@
-"""Conversions that make a checkpoint of Orbax: of safetensors files, or of another checkpoint of Orbax."""
+"""Conversions into a checkpoint of Orbax: from safetensors files, or from another checkpoint of Orbax."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from orbax_safetensors.streaming.pipeline import batch_bytes
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.work import Work
 
-# What Orbax restores in one piece even if it wants a part, if nobody says how arrays will be sharded. TensorStore has a
-# chunk in buffers of its own as it is read and written, and glibc maps anew, page by page, what takes 32 MiB or more:
-# with 64 MiB, reading back took the system 1.7 times the time.
+# The most bytes of a chunk, which Orbax reads whole even for a part, if the caller does not say how arrays will be
+# sharded. TensorStore reads and writes chunks through its buffers, and glibc maps buffers of 32 MiB or more anew, page
+# by page: with chunks of 64 MiB, reading back took the system 1.7 times the time.
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -115,5 +115,5 @@ def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtyp
 
 
 def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:
-    """Return the most that a chunk has if nobody says how arrays will be sharded; else a chunk is a device's shard."""
+    """Return the most bytes of a chunk; if the caller says how arrays are sharded, a chunk is a device's shard."""
     return memory_bytes if sharding.patterns or sharding.names else _CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""Conversions that are only counted: what `convert` and `reshard` would read and write, in each process."""
+"""Plans of conversions: what `convert` and `reshard` would read and write in each process."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def plan_convert(
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,
 ) -> ConversionPlan:
-    """What `convert` with the same arguments will cost each process; nothing is made, and no array is read.
+    """Return the cost of `convert` with the same arguments in each process; make nothing, and read no array.
 
-    It is cut into the same tiles, which are dealt and put together into the same batches. Bytes and requests are
-    exactly those of a conversion that is not resumed, but for headers, indexes, metadata and what lies beside tensors.
-    Bytes of an Orbax checkpoint are decoded ones, see `ConversionPlan`.
+    The plan has the same tiles, in the same shares and batches. Bytes and requests are exactly those of a conversion
+    that is not resumed, except for headers, indexes, metadata and files beside the tensors. Bytes of an Orbax
+    checkpoint are decoded bytes, see `ConversionPlan`.
 
     Args:
-      process_count: how many processes share the work; by default as many as this program has.
+      process_count: how many processes share the work; by default those of this program.
       others: as for `convert`.
 
-    Raises: what `convert` raises before it moves the first byte, also where the destination is there already.
+    Raises: the errors of `convert` before it moves the first byte, also if the destination is there already.
     """
     request = ConvertRequest(
         source=location("source", source),
@@ -80,7 +80,7 @@ def plan_reshard(
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,
 ) -> ConversionPlan:
-    """What `reshard` with the same arguments will cost each process; see `plan_convert`."""
+    """Return the cost of `reshard` with the same arguments in each process; see `plan_convert`."""
     request = ReshardRequest(
         source=location("source", source),
         destination=location("destination", destination),

@@ -1,4 +1,4 @@
-"""What a caller of `convert` or `reshard` asks for. A request that is not valid cannot be built."""
+"""The requests of `convert` and `reshard`. A request that is not valid cannot be built."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.pipeline import is_below
 
 MEMORY_BYTES = 2 * 2**30
-_LEAST_MEMORY_BYTES = 4  # of which a quarter can hold something
+_LEAST_MEMORY_BYTES = 4  # a quarter of them holds one byte
 
 
 def location(argument: str, path: PathLike) -> str:
-    """Return an absolute path, or a URL; raises `SafetensorsError` if an argument is neither."""
+    """Return an absolute path, or a URL; raise `SafetensorsError` if an argument is neither."""
     if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
         raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
     return place(path)
 
 
 def _store(url: str) -> str:
-    """Return what tells the store of a URL from others: its kind, or a server's name."""
+    """Return a name for the store of a URL: its kind, or the name of an HTTP server."""
     scheme, _, rest = url.partition("://")
     if scheme in HTTP:
         return rest.partition("/")[0]
@@ -39,11 +39,11 @@ def _store(url: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What `convert` and `reshard` have in common.
+    """The arguments that `convert` and `reshard` share.
 
     Attributes:
       source, destination: absolute paths or URLs, see `location`.
-      others: as the caller passes them. Those without a `repr` are not compared between processes.
+      others: as the caller passes them. Arguments without a `repr` are not compared between processes.
 
     Raises `SafetensorsError` if arguments are not valid, or do not go together.
     """
@@ -65,39 +65,39 @@ class _Request:
 
     @cached_property
     def partition(self) -> Partition | None:
-        """How the arrays are to be sharded; None if the caller does not say."""
+        """The sharding of the arrays; None if the caller does not say."""
         if self.mesh is None and not self.spec and self.like is None:
             return None
         return partition(self.mesh, self.spec, self.like)
 
     @property
     def storage_options(self) -> Mapping[str, Any] | None:
-        """How to reach safetensors files, on either side."""
+        """Options for the store of safetensors files, on either side."""
         return self.options.storage_options
 
     @property
     def source_options(self) -> Mapping[str, Any] | None:
-        """How to tell the format of the source."""
+        """Storage options with which the format of the source is detected."""
         return self.storage_options
 
     @property
     def facts(self) -> str:
-        """The arguments that have to be alike in all processes. The `repr` of a `Family` is not."""
+        """The arguments that have to be alike in all processes, without a `Family`, whose `repr` differs."""
         compared = {argument.name: getattr(self, argument.name) for argument in fields(self) if argument.repr}
         text = repr({name: value for name, value in compared.items() if not isinstance(value, Family)})
         return text.replace("\n", " ")
 
     def step_directory(self, step: str) -> str:
-        """Return the directory of a step, if the destination is a directory of steps."""
+        """Return the directory of `step` in the destination, a directory of steps."""
         return os.path.join(self.destination, step)
 
     def check_outside(self, source: str) -> None:
-        """Raises `StorageError` if the destination is in the source."""
+        """Raise `StorageError` if the destination is in the source."""
         if is_below(self.destination, source):
             raise StorageError(f"{self.destination}: is in the source, {source}")
 
     def _check_storage_options(self, *paths: Any) -> None:
-        """Raises `SafetensorsError` if options would go to several stores, as none knows another's, or may see them."""
+        """Raise `SafetensorsError` if options would go to several stores: none may see another's, or knows them."""
         urls = [path for path in paths if isinstance(path, str) and is_url(path)]
         stores = {_store(path): shown(path) for path in urls}
         if self.storage_options and len(stores) > 1:
@@ -139,7 +139,7 @@ class ConvertRequest(_Request):
 
     @property
     def source_options(self) -> Mapping[str, Any] | None:
-        """None to safetensors: Orbax reaches the source, with credentials of the environment."""
+        """None for safetensors: Orbax reaches the source, with credentials of the environment."""
         return self.storage_options if self.to == "orbax" else None
 
     @cached_property
@@ -150,7 +150,7 @@ class ConvertRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardRequest(_Request):
-    """The arguments of `reshard`. `check_for` knows which of them the format of the source has no use for."""
+    """The arguments of `reshard`. `check_for` refuses those that the format of the source has no use for."""
 
     max_file_bytes: int
 
@@ -162,7 +162,7 @@ class ReshardRequest(_Request):
         _ = self.partition
 
     def check_for(self, *, orbax: bool) -> None:
-        """Raises `SafetensorsError` if an argument is not for the format of the source."""
+        """Raise `SafetensorsError` if an argument is not for the format of the source."""
         limits_files = self.max_file_bytes != MAX_FILE_BYTES
         if orbax:
             self._refuse("checkpoints of Orbax", max_file_bytes=limits_files)

@@ -1,4 +1,4 @@
-"""From files to files: `convert` between safetensors and Orbax, `reshard` within either, whatever the model's size."""
+"""From files to files, at any size: `convert` between safetensors and Orbax, `reshard` within either format."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Conversion:
     """What a conversion did in this process.
 
     Attributes:
-      path: what was made: a directory of safetensors files, or of a step or an item of Orbax.
-      nbytes: bytes of arrays that were written, with the dtypes that the destination has, before compression; less than
-        all where others helped, or a conversion was resumed.
+      path: the new directory: of safetensors files, or of a step or an item of Orbax.
+      nbytes: bytes of arrays that this process wrote, in the dtypes of the destination, before compression; less than
+        all if other processes shared the work, or if the conversion was resumed.
       seconds: how long it took.
       peak_bytes: the most memory that the process had since it began.
       requests: reads and writes of the storage.
@@ -44,7 +44,7 @@ class Conversion:
     requests: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same as a dict."""
+        """Return the attributes as a dict."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -67,41 +67,41 @@ def convert(
     progress: Progress | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Conversion:
-    """Converts a checkpoint of safetensors files to one of Orbax, or back, in tiles.
+    """Convert a checkpoint of safetensors files to one of Orbax, or back, in tiles.
 
-    Nothing but tiles is held, in `memory_bytes`. Every process of a program calls this alike and moves its part. Until
-    all is there, nothing is that opens: what is unfinished has the name that Orbax gives it, or is in
-    `<destination>.partial`; it stays after a failure, for a call with `resume`.
+    Memory holds only tiles, within `memory_bytes`. Every process of a program calls this alike and moves its part.
+    Until all is there, no reader can open the destination: the unfinished checkpoint has the name that Orbax gives it,
+    or is in `<destination>.partial`; it stays after a failure, for a call with `resume`.
 
     Args:
-      source: files, or a directory, as for `open_checkpoint`; or what `open_orbax` opens. Either may be a URL.
-      destination: a directory: of steps for Orbax, also as a `gs://` URL, of which `<destination>/<step>/items` is
-        made; or of safetensors files, which must not be there yet.
+      source: files, or a directory, as for `open_checkpoint`; or a checkpoint as for `open_orbax`. Either may be a URL.
+      destination: for Orbax, a directory of steps, also as a `gs://` URL, in which `<destination>/<step>/items` is
+        made; for safetensors, a directory that must not be there yet.
       to: `"orbax"` or `"safetensors"`.
       family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata, and take
-        what it has said of `scan_layers` from Orbax's. Without a family, arrays are tensors of the same names.
-      config: to safetensors, the content of the `config.json` to write, something with a `to_dict` that gives it, its
-        path, or a directory with one, of which the tokenizer's files and their like are copied too.
-      dtype: to cast floating-point arrays to: one for all of them, which the config then says, too; or dtypes by
-        pattern, the first of which is used that is found (`re.search`) in the name of an array: to Orbax the name that
-        `spec` has for it, to safetensors that of the tensor. What no pattern is found in keeps its dtype, as all do
-        without it.
+        `scan_layers` from that of Orbax's checkpoint. Without a family, arrays are tensors of the same names.
+      config: to safetensors, the content of the `config.json` to write, an object whose `to_dict` returns that, the
+        path of such a file, or a directory with one, of which the tokenizer's files and their like are also copied.
+      dtype: to cast floating-point arrays to: one for all of them, which then also enters the config; or dtypes by
+        pattern: the first pattern that matches (`re.search`) the name of an array counts. To Orbax, names are those of
+        `spec`, to safetensors those of the tensors. Arrays that no pattern matches keep their dtype, as all arrays do
+        without `dtype`.
       mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
-        array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, as
-        `params.decoder.decoder_norm.scale`. Arrays are stored in chunks of what each device will have.
-      like: to Orbax, instead of both, the target of a restore, as for `reshard`.
-      step: to Orbax, its number.
+        array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, for
+        example `params.decoder.decoder_norm.scale`. The chunks of arrays are the shards that devices will have.
+      like: to Orbax, instead of mesh and spec, the target of a restore, as for `reshard`.
+      step: to Orbax, the number of the step.
       compression: to Orbax, whether chunks are compressed.
-      memory_bytes: for tiles on their way, and all that is made of them.
+      memory_bytes: for tiles on their way, with all buffers that they need.
       resume: go on with what a call with the same arguments has left unfinished.
-      progress: called now and then with the bytes that this process has moved, and those that it will. What it raises
-        ends the conversion, and comes out as it is; other processes have a `StorageError` of it.
-      options: `storage_options` count, of safetensors files that are behind a URL and of a config. Orbax's checkpoints
-        are reached as Orbax reaches them, with credentials of the environment.
+      progress: called now and then with the bytes that this process has moved, and with those of its whole part. An
+        exception of `progress` ends the conversion and passes to the caller; other processes raise a `StorageError`.
+      options: `storage_options` count, for safetensors files behind a URL and for a config. Orbax reaches its
+        checkpoints with credentials of the environment.
 
     Raises:
       StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
-      TensorMismatchError: mesh, spec or dtype does not fit the arrays, or what is to be resumed is something else.
+      TensorMismatchError: mesh, spec or dtype does not fit the arrays, or `resume` finds another conversion.
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
@@ -141,26 +141,26 @@ def reshard(
     progress: Progress | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Conversion:
-    """Stores a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
+    """Store a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
 
-    Of Orbax, all items of a step are stored anew: trees in other chunks, those of the shards that devices will have,
-    or smaller ones of which these are made; what is no tree is copied. Names, metadata and handlers are kept, and
-    without a mesh the shardings that are recorded. Safetensors files get one file for each
-    device of the mesh, as PyTorch's distributed checkpoints have one for each rank, in which each shard is one range;
-    without a mesh, they are laid out anew in files of at most `max_file_bytes`. What lies beside them is copied.
+    Of Orbax, all items of a step are stored anew: trees in other chunks, which are the shards that devices will have
+    or smaller chunks that make up these; items that are not trees are copied. Names, metadata and handlers are kept,
+    and without a mesh also the recorded shardings. Safetensors checkpoints get one file for each device of the mesh, as
+    PyTorch's distributed checkpoints have one for each rank, in which each shard is one range; without a mesh, they are
+    laid out anew in files of at most `max_file_bytes`. Files beside them are copied.
 
     Args:
-      source: the directory of a step of Orbax, of steps, whose latest is taken, or of one item; or safetensors files.
-      destination: as for `convert`. A step of Orbax keeps the name of its directory, below it; of what is no step, an
-        item on its own, it takes the place.
+      source: the directory of a step of Orbax, of steps (the latest counts) or of one item; or safetensors files.
+      destination: as for `convert`. A step of Orbax keeps the name of its directory, in this directory; an item alone
+        becomes this directory.
       mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
-      spec: by pattern (`re.search`) of a name, that which an array has in its item, for each leading dimension of the
-        array the axis that shards it, several in a tuple, or None. The first pattern counts that is found in a name,
-        and arrays that none is found in are not sharded. Axes have to divide the dimensions, as JAX wants it: arrays
-        that a pattern does not fit are left whole, with a warning, and each pattern has to fit one. A `PartitionSpec`
-        says it as well.
-      like: instead of both, the target of a restore: a tree with the names of the checkpoint, of anything that has a
-        `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. What has none is not sharded.
+      spec: by pattern (`re.search`) of the name of an array in its item, for each leading dimension of the array the
+        axis that shards it, several axes in a tuple, or None; a `PartitionSpec` is accepted as well. The first pattern
+        that matches a name counts; arrays that no pattern matches are not sharded. Axes have to divide the dimensions,
+        as JAX requires: arrays that a pattern does not fit are left whole, with a warning, and each pattern has to fit
+        at least one array.
+      like: instead of mesh and spec, the target of a restore: a tree with the names of the checkpoint, of objects with
+        a `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. Arrays without one are not sharded.
       max_file_bytes: as for `SafetensorsSave`.
       compression, memory_bytes, resume, progress, options: as for `convert`.
 
@@ -184,7 +184,7 @@ def reshard(
 
 
 def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, progress: Progress | None) -> Conversion:
-    """Builds the request, decides and does the work, in all processes or in none; their arguments have to be alike."""
+    """Build the request and run its work, in all processes or in none; their arguments have to be alike."""
     started = time.perf_counter()
     key = new_key("conversion")
     work: Work | None = None

@@ -91,7 +91,7 @@ def _digits(piece: Piece, modes: Modes, shape: tuple[int, ...], strides: tuple[i
             fits = size if (size - 1) * step < shape[axis] else shape[axis] // step
             if rest or size % fits or (fits < size and fits * step != shape[axis]):
                 raise MappingError(
-                    f"{piece.tensor!r}: runs of {size} elements, {stride} apart, lie along no axis of it"
+                    f"{piece.tensor!r}: runs of {size} elements, {stride} apart, do not lie along an axis"
                 )
             inner.append((axis, fits, step))
             size, stride = size // fits, stride * fits

@@ -1,1 +1,1 @@
-"""The job `link`: an Orbax checkpoint that is an index of safetensors files which stay as they are."""
+"""The job `link`: a checkpoint of Orbax that is an index of safetensors files; the files stay as they are."""

@@ -1,4 +1,4 @@
-"""Which leaves of a checkpoint become addresses, and which have to be made: decided from headers alone."""
+"""Decides, from headers alone, which leaves of a checkpoint become addresses, and which have to be made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from orbax_safetensors.streaming.orbax_output import OrbaxContent, OrbaxOutput
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.work import Work
 
-# Of a link's directory: the arrays that had to be made, as an OCDBT database of their own.
+# A subdirectory of a link: a separate OCDBT database of the arrays that had to be made.
 MADE = "made"
 # A Python integer, as Orbax stores it.
 _SCALAR = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
@@ -46,11 +46,11 @@ _SCALAR = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
 
 @dataclass(frozen=True)
 class Decision:
-    """What a link will be. Names are those of the checkpoint that is made.
+    """The content of a link. Names are those of the new checkpoint.
 
     Attributes:
       linked: leaves that become addresses.
-      reasons: leaves that have to be made, and why each of them.
+      reasons: leaves that have to be made, and the reason for each.
     """
 
     checkpoint: Checkpoint
@@ -62,21 +62,21 @@ class Decision:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for links of the same files into the same index."""
+        """A digest that is equal for links of the same files into the same index."""
         stamps = [(file.path, file.stamp) for file in self.checkpoint.files]
-        # What a family makes of the files: its repr has the addresses of its functions, which differ between processes.
+        # The result of a family: its repr has the addresses of its functions, which differ between processes.
         mapped = None if self.checkpoint.mapped is None else sorted(self.checkpoint.mapped.items())
         what = (stamps, mapped, self.request.facts)
         return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()
 
     def view(self, name: str) -> View:
-        """What a leaf is made of."""
+        """Return the view that a leaf is made of."""
         return self.checkpoint.leaves[name.removeprefix(self.envelope.above)]
 
     def making(self, directory: str) -> tuple[Work, Mapping[str, OrbaxLeaf]] | None:
-        """Return the work that makes the leaves that are not addresses, in `directory`, and what they become there.
+        """Return the work that makes the leaves that are not addresses, in `directory`, and the arrays that it makes.
 
-        The source is to be closed. Returns None if there are no such leaves.
+        The caller closes the work's source. Returns None if there are no such leaves.
         """
         if not self.reasons:
             return None
@@ -95,7 +95,7 @@ class Decision:
         return Work(source, output), output.leaves
 
     def tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:
-        """The tree of the checkpoint, of an `OrbaxLeaf` each; `made` are those that had to be made."""
+        """Return the checkpoint's tree of `OrbaxLeaf`; `made` has the leaves that had to be made."""
 
         def leaf(name: str, _: View) -> OrbaxLeaf:
             name = self.envelope.above + name
@@ -105,7 +105,7 @@ class Decision:
         return replace(self.envelope, rest=rest).around(self.checkpoint.tree(leaf))
 
     def entries(self) -> Iterator[Entry]:
-        """What the index has, without the leaves that have to be made."""
+        """Yield the entries of the index, without the leaves that have to be made."""
         for name, array in self.linked.items():
             yield from array_entries(name, array, self._locate)
         for name, value in self.envelope.rest.items():
@@ -113,7 +113,7 @@ class Decision:
                 yield from scalar_entries(name, np.asarray(value, np.int64))
 
     def num_chunks(self, name: str, made: OrbaxLeaf | None) -> int:
-        """The chunks that are stored of an array, which is one of `linked` or was `made`."""
+        """Return the number of stored chunks of an array, which is in `linked` or was `made`."""
         if name in self.linked:
             return self.linked[name].chunks.count
         assert made is not None
@@ -121,7 +121,7 @@ class Decision:
 
     @property
     def whole(self) -> bool:
-        """Whether all chunks of all arrays will be stored: those of padding are not."""
+        """Whether all chunks of all arrays will be stored; chunks of padding are not."""
         return all(array.is_whole for array in self.linked.values())
 
     def _locate(self, tensor: str) -> tuple[str, int]:
@@ -130,9 +130,9 @@ class Decision:
 
 
 def decide(request: LinkRequest) -> Decision:
-    """Reads all headers and decides for every leaf.
+    """Read all headers and decide on every leaf.
 
-    Raises what `convert` raises of a source, a family or a spec, and `StorageError` for files that are not local.
+    Raises the errors of `convert` for a source, a family or a spec, and `StorageError` for files that are not local.
     """
     checkpoint = read_checkpoint(request.source)
     if is_remote(request.source) and checkpoint.files[0].path == request.source:
@@ -163,5 +163,5 @@ def decide(request: LinkRequest) -> Decision:
 
 
 def nbytes(leaf: OrbaxLeaf) -> int:
-    """Bytes of an array."""
+    """Return the bytes of an array."""
     return prod(leaf.shape) * leaf.dtype.itemsize

@@ -1,8 +1,8 @@
-"""`ObjectStaging`: a link that is made where it will be, beside the objects of a `gs://` directory.
+"""`ObjectStaging`: a link that is made in its final place, beside the objects of a `gs://` directory.
 
-Objects cannot be renamed. What makes the index a checkpoint of Orbax is therefore written last: the tree, and then what
-says that the checkpoint is finished. Until then a record lies beside the objects. It says which link was begun, so that
-arrays that have to be made are taken up again after a failure.
+Objects cannot be renamed. So the objects that make the index a checkpoint of Orbax are written last: the tree, then the
+mark that the checkpoint is finished. Until then a record beside the objects says which link was begun, so that a later
+run can go on with the arrays that have to be made after a failure.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ _LAST = (TREE_FILE, FINISHED_FILE)
 
 
 class ObjectStaging:
-    """As `Staging`: `begin`, `write` and `finish` are called by one process."""
+    """A `Staging` on an object store: one process calls `begin`, `write` and `finish`."""
 
     def __init__(self, request: LinkRequest) -> None:
-        """Touches nothing."""
+        """Touch nothing."""
         self.path = self.destination = request.destination
         self._directory = epath.Path(self.path)
         self._made = self._directory / MADE
         self._record = self._directory / RECORD
         self._run = secrets.token_hex(8)
-        # Files of a step that Orbax has finished; it keeps them.
+        # Files of a step that Orbax has finished: they stay.
         self._kept: list[str] = []
         self._last: dict[str, bytes] = {}
 
     @property
     def made(self) -> str:
-        """The directory of what has been made."""
+        """The directory of the arrays that have been made."""
         return str(self._made)
 
     def has_made(self) -> bool:
-        """Whether all that has to be made is there."""
+        """Return whether all arrays that have to be made are there."""
         with storage_errors(self.made):
             return FINISHED_FILE in names(self._made)
 
     def check_free(self) -> None:
-        """Raises `StorageError` if something is in the way of the link."""
+        """Raise `StorageError` if something is in the way of the link."""
         with storage_errors(self.path):
             inside = names(self._directory)
         if RECORD not in inside and (present := [name for name in NAMES if name in inside]):
             raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {NAMES}")
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
-        """Deletes what an unfinished link has left, except what it has made if `resume` goes on with the same `record`.
+        """Delete the files of an unfinished link, except its arrays if `resume` goes on with the same `record`.
 
         Raises `StorageError` if something is in the way, and `TensorMismatchError` if another link was begun.
         """
@@ -67,7 +67,7 @@ class ObjectStaging:
         going_on = begun is not None and begun["begun"] is not None and resume
         if begun is not None and going_on and begun["begun"] != record:
             raise TensorMismatchError(
-                f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
+                f"{self.path}: was begun from other files or with other arguments; begin anew without resume"
             )
         with storage_errors(self.path):
             inside = names(self._directory)
@@ -76,7 +76,7 @@ class ObjectStaging:
             else:
                 self._kept = begun["kept"]
                 if not going_on:
-                    self._note(None)  # what is deleted in part must not be taken up again
+                    self._note(None)  # a link that is deleted in part must not be resumed
                 kept = {*self._kept, MADE} if going_on else {*self._kept}
                 left = ({*NAMES, *STEP_FILES} - kept) & {*inside}
                 for name in sorted(left, key=lambda name: name != TREE_FILE):
@@ -87,15 +87,15 @@ class ObjectStaging:
         self._record.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self._run}))
 
     def _begun(self) -> dict[str, Any] | None:
-        """What a link that was begun has noted; None if there is none."""
+        """Return the record of a link that was begun; None if there is none."""
         fresh(self.path)
-        found = read_json(self._record)
-        if found is None or (isinstance(found, dict) and found.keys() == {"begun", "kept", "run"}):
-            return found
+        record = read_json(self._record)
+        if record is None or (isinstance(record, dict) and record.keys() == {"begun", "kept", "run"}):
+            return record
         raise StorageError(f"{self._record}: is not of an unfinished link; move it away")
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small object; what makes the link a checkpoint of Orbax is kept until `finish`."""
+        """Write a small object; those that make the link a checkpoint of Orbax wait until `finish`."""
         if name in _LAST:
             self._last[name] = content
         elif name not in self._kept:
@@ -103,9 +103,9 @@ class ObjectStaging:
                 (self._directory / name).write_bytes(content)
 
     def keep_data(self) -> None:
-        """Deletes what makes the arrays that were made a checkpoint of their own, and keeps their database.
+        """Delete the files that make the new arrays a separate checkpoint, and keep their database.
 
-        What says that all of them are there stays, too: a link that is taken up again looks for it.
+        The mark that all of them are there also stays: a link that is resumed looks for it.
         """
         with storage_errors(self.made):
             for name in names(self._made):
@@ -113,7 +113,7 @@ class ObjectStaging:
                     remove(self._made / name)
 
     def finish(self) -> None:
-        """Makes the directory a checkpoint of Orbax."""
+        """Make the directory a checkpoint of Orbax."""
         if (self._begun() or {}).get("run") != self._run:
             raise StorageError(f"{self.path}: another link is written here")
         with storage_errors(self.path):
@@ -124,9 +124,9 @@ class ObjectStaging:
             fresh(self.path)
 
     def release(self) -> None:
-        """Nothing to do: no lock is held."""
+        """Do nothing: no lock is held."""
 
 
 def staging_of(request: LinkRequest) -> Staging | ObjectStaging:
-    """The place in which a link is made."""
+    """Return the staging in which a link is made."""
     return ObjectStaging(request) if is_remote(request.destination) else Staging(request)

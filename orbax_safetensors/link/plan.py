@@ -1,4 +1,4 @@
-"""`plan_link`: what a link would consist of, and what stock Orbax would read of it. Nothing is written."""
+"""`plan_link`: the content of a link, and what stock Orbax would read of it. Nothing is written."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class LinkedArray:
     """An array of the checkpoint that a link makes.
 
     Attributes:
-      name: that by which `spec` finds it.
-      num_chunks: chunks that are stored; those of padding are not.
-      made: why it has to be made, None if it stays where it is.
+      name: the name by which `spec` finds the array.
+      num_chunks: stored chunks; chunks of padding are not stored.
+      made: the reason if the array has to be made, None if it stays where it is.
     """
 
     name: str
@@ -46,8 +46,8 @@ class LinkPlan:
     Attributes:
       path: the directory.
       arrays: all arrays, in the order of the tree.
-      metadata_bytes: of the index: addresses, and what Orbax has to know of all arrays.
-      restore: what stock Orbax reads of the link on the mesh, None without a mesh. Chunks are read whole.
+      metadata_bytes: bytes of the index: addresses, and Orbax's metadata of all arrays.
+      restore: the reads of stock Orbax for a restore on the mesh, None without a mesh. Chunks are read whole.
     """
 
     path: str
@@ -71,7 +71,7 @@ class LinkPlan:
         return sum(array.num_chunks for array in self.arrays)
 
     def to_json(self) -> str:
-        """The plan as a JSON object with the names of the attributes."""
+        """Return the plan as a JSON object with the names of the attributes."""
         return json.dumps(
             {
                 "path": self.path,
@@ -98,13 +98,13 @@ def plan_link(
     memory_bytes: int = MEMORY_BYTES,
     process_count: int = 1,
 ) -> LinkPlan:
-    """Computes what `link` with the same arguments will make, from the headers alone; writes nothing.
+    """Plan a `link` with the same arguments from the headers alone; write nothing.
 
     Args:
-      process_count: how many processes restore the checkpoint on the mesh, whose devices are dealt to them in order.
+      process_count: how many processes restore the checkpoint on the mesh; they share its devices in order.
       others: as for `link`.
 
-    Raises: what `link` raises before it writes, also if something is in the way at the destination.
+    Raises: the errors of `link` before it writes, also if something is in the way at the destination.
     """
     if type(process_count) is not int or process_count < 1:
         raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
@@ -149,7 +149,7 @@ def plan_link(
     )
     restore = None
     if mesh is not None or like is not None:
-        own = {name.removeprefix(above): leaf for name, leaf in leaves.items()}
+        restored = {name.removeprefix(above): leaf for name, leaf in leaves.items()}
         file_bytes = sum(file.stamp.nbytes for file in decision.checkpoint.files)
-        restore = plan_arrays(own, request.partition, process_count, file_bytes)
+        restore = plan_arrays(restored, request.partition, process_count, file_bytes)
     return LinkPlan(request.destination, arrays, written[0], restore)

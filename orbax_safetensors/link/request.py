@@ -1,4 +1,4 @@
-"""What a caller of `link` asks for. A request that is not valid cannot be built."""
+"""The request of `link`. A request that is not valid cannot be built."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from orbax_safetensors.storage.paths import PathLike, is_url, place
 
 CHUNK_BYTES = 16 * 2**20
 MEMORY_BYTES = 2 * 2**30
-# The least that a chunk may be asked to have: each is an entry of the index, and a request.
+# The smallest valid `chunk_bytes`: each chunk costs an entry of the index, and a request.
 _LEAST_CHUNK_BYTES = 2**16
-# The Hugging Face Hub's cache: what is in a snapshot belongs to the Hub's library.
+# The Hugging Face Hub's cache: the files of a snapshot belong to the Hub's library.
 _SNAPSHOT = re.compile(r".*/models--[^/]+/snapshots/[^/]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRequest:
-    """The arguments of `link`: see `link_places` for `source` and `destination`, the others are as the caller has them.
+    """The arguments of `link`: see `link_places` for `source` and `destination`, the others are as the caller passes.
 
-    `destination` is a directory, that of the source if it is the same. Below `gs://` it has to be the same.
+    `destination` is a directory. Below `gs://` it must be the directory of the source.
 
-    Raises `StorageError` for a place that cannot be meant, and `SafetensorsError` for a number that is out of range.
+    Raises `StorageError` for a place that a link cannot have, and `SafetensorsError` for a number out of range.
     """
 
     source: str
@@ -63,12 +63,12 @@ class LinkRequest:
 
     @cached_property
     def partition(self) -> Partition:
-        """How the arrays are to be sharded."""
+        """The sharding of the arrays."""
         return partition(self.mesh, self.spec, self.like)
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What tells the link apart from others of the same files: equal in all processes, and when it is resumed."""
+        """The arguments that identify the link: equal in all processes, and in a run that resumes it."""
         numbers = (self.chunk_bytes, self.memory_bytes, self.hard_links)
         return self.source, self.destination, self.variant, self.partition, *numbers
 
@@ -84,9 +84,9 @@ class LinkRequest:
 
 
 def link_places(source: PathLike, destination: PathLike | None) -> dict[str, str]:
-    """Return the source and the destination of a request: absolute paths, or URLs; by default the source's directory.
+    """Return source and destination of a request: absolute paths, or URLs; by default the source's directory.
 
-    URLs that are not of a `gs://` directory stay as they are, and `LinkRequest` refuses them.
+    URLs of other places than a `gs://` directory stay as they are; `LinkRequest` refuses them.
     """
     path = _absolute(source)
     return {"source": path, "destination": _directory(path) if destination is None else _absolute(destination)}

@@ -1,4 +1,4 @@
-"""`link`: an index that makes safetensors files a checkpoint of Orbax, where they are."""
+"""`link`: an index that makes safetensors files a checkpoint of Orbax; the files stay in place."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Link:
-    """What `link` has made.
+    """The result of `link`.
 
     Attributes:
-      path: the directory that is a checkpoint of Orbax.
-      linked_bytes: bytes of arrays that stay in the files that they are in.
+      path: the directory that is now a checkpoint of Orbax.
+      linked_bytes: bytes of arrays that stay in their files.
       made_bytes: bytes of arrays that had to be written, by all processes.
-      num_arrays, num_chunks: what the index has.
+      num_arrays, num_chunks: the content of the index.
       seconds: how long it took.
       peak_bytes: the most memory that this process had since it began.
     """
@@ -55,7 +55,7 @@ class Link:
     peak_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same as a dict."""
+        """Return the attributes as a dict."""
         return asdict(self)
 
 
@@ -74,30 +74,30 @@ def link(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> Link:
-    """Makes safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
+    """Make safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
 
-    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays that are
-    not in the files as they have to be, because they are scaled, cast, decoded or permuted inside of a dimension, are
-    made as `convert` makes them, in `memory_bytes`. The files must not change afterwards, except together with the
-    index; `verify` tells.
+    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays that
+    differ from the files, because they are scaled, cast, decoded or permuted inside of a dimension, are made as
+    `convert` makes them, in `memory_bytes`. The files must not change afterwards, except together with the index;
+    `verify` checks that.
 
     Every process of a program calls this alike.
 
     Args:
       source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
-      destination: a directory to make, with symbolic links to the files. By default the index is written beside them,
-        as it always is below `gs://`.
+      destination: a directory to make, with symbolic links to the files. By default, and always below `gs://`, the
+        index is written beside the files.
       family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
       mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
-      chunk_bytes: the most that a chunk has, if its dimensions divide well.
-      memory_bytes: for what has to be made.
+      chunk_bytes: the most bytes of a chunk, if its dimensions divide well.
+      memory_bytes: for the arrays that have to be made.
       hard_links: link the files by hard links.
       resume: go on with what a call with the same arguments has left unfinished.
-      progress: called now and then with the bytes that this process has made, and those that it will.
+      progress: called now and then with the bytes that this process has made, and with those of its whole part.
 
     Raises:
       StorageError: something is in the way, or cannot be read or written.
-      TensorMismatchError: mesh or spec do not fit the arrays, or what is to be resumed is something else.
+      TensorMismatchError: mesh or spec do not fit the arrays, or `resume` finds another link.
       MappingError: there is no such family, or it does not fit the checkpoint.
       HeaderError, IndexFileError: the source is not valid.
     """
@@ -136,7 +136,7 @@ def link(
         forget(f"{key}/{part}")
     return Link(
         staging.destination,
-        sum(nbytes(one.leaf) for one in decision.linked.values()),
+        sum(nbytes(array.leaf) for array in decision.linked.values()),
         sum(map(nbytes, made.values())),
         len(decision.linked) + len(made),
         sum(decision.num_chunks(name, made.get(name)) for name in decision.sharded),
@@ -148,7 +148,7 @@ def link(
 def _make(
     decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
 ) -> Mapping[str, OrbaxLeaf]:
-    """Makes the leaves that are no addresses, together with all other processes; they are there already if resumed."""
+    """Make the leaves that are not addresses, with all other processes, unless an earlier run has made them."""
     making = decision.making(staging.path)
     if making is None:
         return {}
@@ -163,7 +163,7 @@ def _make(
 
 
 def _model_files(request: LinkRequest) -> list[str]:
-    """What makes files a model besides: their index, `config.json`, the tokenizer's files and their like."""
+    """Return the other files of a model: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
     return [
         *files_of_model(request.directory, None).copies.values(),
@@ -172,7 +172,7 @@ def _model_files(request: LinkRequest) -> list[str]:
 
 
 def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:
-    """Writes the index, and gives the link its place."""
+    """Write the index, and give the link its place."""
     write_references(decision.entries(), staging.write)
     if made:
         merge(staging.made, staging.path)
@@ -186,7 +186,7 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         staging.link_files([*(file.path for file in checkpoint.files), *_model_files(decision.request)])
     for file in checkpoint.files:
         with closing(checkpoint.store.open(file.path)) as opened:
-            opened.check(file.stamp)  # which says if it has changed since its header was read
+            opened.check(file.stamp)  # raises if the file has changed since its header was read
     staging.finish()
     logger.info(
         "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)

@@ -1,8 +1,8 @@
 """`Staging`: the directory in which a link is made until it is whole.
 
-It lies where the link will be, `<destination>.link`, or `.link` in the directory of the files if the index is to lie
-beside them. What takes long, arrays that have to be made, is taken up again from there after a failure. All else is
-written in a moment and begun anew.
+The directory is `<destination>.link`, or `.link` in the directory of the files if the index is to lie beside them. A
+later run takes up from there the arrays that have to be made, which take long. All other files are written in a moment
+and begun anew.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from orbax_safetensors.storage.local import LocalStore, check_makeable
 from orbax_safetensors.storage.lock import Lock
 from orbax_safetensors.storage.store import write_small
 
-# Says which link was begun, until it is whole.
+# The record of the link that was begun, until the link is whole.
 RECORD = ".link.json"
-# What has been moved beside the files, by name its inode, from before the first is until all are.
+# The inodes, by name, of the files that move beside the safetensors files; it is there while they move.
 _PLACED = ".placed.json"
 
-# What a link's directory has besides files, except `STEP_FILES`, which a step of Orbax may have already.
+# The names in a link's directory besides safetensors files, without `STEP_FILES`: a step of Orbax may have those.
 NAMES = sorted([*INDEX_NAMES, DATA_DIRECTORY, MADE])
 
 
 class Staging:
-    """`begin`, `write`, `link_files` and `finish` are called by one process."""
+    """The unfinished link. One process calls `begin`, `write`, `link_files` and `finish`."""
 
     def __init__(self, request: LinkRequest) -> None:
-        """Touches nothing."""
+        """Touch nothing."""
         self.destination = request.destination
         self._in_source = request.in_source
         self.path = os.path.join(self.destination, ".link") if self._in_source else f"{self.destination}.link"
@@ -46,15 +46,15 @@ class Staging:
 
     @property
     def made(self) -> str:
-        """The directory of what has been made, once all of it is."""
+        """The directory of the arrays that have been made; it is there once all of them are."""
         return os.path.join(self.path, MADE)
 
     def has_made(self) -> bool:
-        """Whether all that has to be made is there."""
+        """Return whether all arrays that have to be made are there."""
         return os.path.isdir(self.made)
 
     def check_free(self) -> None:
-        """Raises `StorageError` if something is in the way of the link."""
+        """Raise `StorageError` if something is in the way of the link."""
         check_makeable(self.path)
         if not self._in_source and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists")
@@ -65,7 +65,7 @@ class Staging:
             )
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
-        """Makes the directory anew, unless `resume` finds one that was begun with the same `record`.
+        """Make the directory anew, unless `resume` finds one that was begun with the same `record`.
 
         Raises `StorageError` if another process is at work or something else is in the place, and
         `TensorMismatchError` if another link was begun.
@@ -74,13 +74,13 @@ class Staging:
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
-            self.check_free()  # whoever had the lock may have finished
+            self.check_free()  # the run that had the lock may have finished
             begun = self._begun()
             self._take_back()
             if begun is not None and resume:
                 if begun != record:
                     raise TensorMismatchError(
-                        f"{self.path}: was begun of other files or with other arguments; begin anew without resume"
+                        f"{self.path}: was begun from other files or with other arguments; begin anew without resume"
                     )
             else:
                 if os.path.lexists(self.path):
@@ -96,20 +96,20 @@ class Staging:
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def _begun(self) -> dict[str, Any] | None:
-        """The record of a link that was begun, None if there is none, or none that holds anything."""
+        """Return the record of a link that was begun; None if there is no link, or an empty one."""
         if not os.path.lexists(self.path):
             return None
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, RECORD), "rb") as file:
-            found = json.load(file)
-            if isinstance(found, dict):
-                return found
+            record = json.load(file)
+            if isinstance(record, dict):
+                return record
         with contextlib.suppress(NotADirectoryError):
             if set(os.listdir(self.path)) <= {RECORD}:
                 return None
         raise StorageError(f"{self.path}: is not an unfinished link; move it away")
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small file, which is on the disk when this returns."""
+        """Write a small file, which is on the disk when this returns."""
         path = os.path.join(self.path, name)
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -119,20 +119,20 @@ class Staging:
         self._store.sync(os.path.dirname(path))
 
     def link_files(self, files: list[str]) -> None:
-        """Links the files of another directory, by relative symbolic links unless hard ones were asked for."""
+        """Link the files of another directory, by relative symbolic links or, with `hard_links`, by hard links."""
         above = os.path.realpath(os.path.dirname(self.destination))
         for file in files:
             link = os.path.join(self.path, os.path.basename(file))
             try:
                 if self._hard:
-                    os.link(os.path.realpath(file), link)  # of a link to a file, that file
+                    os.link(os.path.realpath(file), link)  # if `file` is a link, to its target
                 else:
                     os.symlink(os.path.relpath(file, os.path.join(above, os.path.basename(self.destination))), link)
             except OSError as error:
                 raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error
 
     def keep_data(self) -> None:
-        """Deletes what makes the arrays that were made a checkpoint of their own, and keeps their database."""
+        """Delete the files that make the new arrays a separate checkpoint, and keep their database."""
         for name in os.listdir(self.made):
             path = os.path.join(self.made, name)
             if not os.path.isdir(path):
@@ -142,7 +142,7 @@ class Staging:
                 shutil.rmtree(path)
 
     def finish(self) -> None:
-        """Gives the link its place."""
+        """Give the link its place."""
         try:
             if self._in_source:
                 self._place()
@@ -158,9 +158,9 @@ class Staging:
             raise StorageError(f"{self.destination}: cannot be finished: {error}") from error
 
     def _place(self) -> None:
-        """Moves all beside the files, and last what makes it a checkpoint of Orbax."""
+        """Move all files of the link beside the safetensors files; the one that makes it a checkpoint of Orbax last."""
         there = set(os.listdir(self.destination))
-        # A step that Orbax has finished keeps what says so.
+        # A step that Orbax has finished keeps its files that say so.
         names = [
             name for name in os.listdir(self.path) if name != RECORD and not (name in STEP_FILES and name in there)
         ]
@@ -178,13 +178,13 @@ class Staging:
             raise
 
     def _placed(self) -> list[str]:
-        """What of an unfinished link lies beside the files, and first what makes it a checkpoint of Orbax."""
+        """Return the names that an unfinished link has moved; the one that makes it a checkpoint of Orbax first."""
         try:
             with open(os.path.join(self.path, _PLACED), "rb") as file:
                 inodes = json.load(file)
             there = {entry.name: entry.inode() for entry in os.scandir(self.destination)}
             placed = [name for name, inode in inodes.items() if there.get(name) == inode]
-        except (OSError, ValueError, AttributeError):  # none, or not yet written
+        except (OSError, ValueError, AttributeError):  # there are none, or the file is not yet written
             return []
         return sorted(placed, key=lambda name: name != TREE_FILE)
 
@@ -193,6 +193,6 @@ class Staging:
             os.rename(os.path.join(self.destination, name), os.path.join(self.path, name))
 
     def release(self) -> None:
-        """Lets others begin."""
+        """Let other runs begin."""
         if self._lock is not None:
             self._lock.release()

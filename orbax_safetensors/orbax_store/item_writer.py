@@ -140,7 +140,7 @@ class ItemWriter:
 
     def reopen(self) -> None:
         """Remove all but the chunks, however far `finish` has come."""
-        with storage_errors(f"{self.directory}: cannot be taken up again"):
+        with storage_errors(f"{self.directory}: cannot be resumed"):
             if self._path is not None and self._final.exists() and not self.directory.exists():
                 self._final.rename(self.directory)
             leaves = {*self.leaves, *self._values}

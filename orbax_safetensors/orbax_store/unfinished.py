@@ -120,15 +120,15 @@ class UnfinishedCheckpoint:
                 if begun.get(key) != value:
                     why = f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now"
                     if key == "source":  # a digest, which says nothing to a reader
-                        why = "it was begun of another source, or with other arguments"
+                        why = "it was begun from another source, or with other arguments"
                     raise TensorMismatchError(
-                        f"{self._step_path.get()}: cannot be taken up again: {why}; begin anew without resume"
+                        f"{self._step_path.get()}: cannot be resumed: {why}; begin anew without resume"
                     )
-            with storage_errors(f"{self._step_path.get()}: cannot be taken up again"):
+            with storage_errors(f"{self._step_path.get()}: cannot be resumed"):
                 self._write_record({"run": self._run, **record})
             for item in self.items.values():
                 item.reopen()
-            with storage_errors(f"{self._step_path.get()}: cannot be taken up again"):
+            with storage_errors(f"{self._step_path.get()}: cannot be resumed"):
                 self._copy_others()
             return
         with storage_errors(f"{self._step_path.get()}: cannot be made"):

@@ -1,4 +1,4 @@
-"""Into which tiles the leaves are cut that pass from a source to a sink."""
+"""Bundles: how leaves are cut into tiles that pass from a source to a sink."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_safetensors.geometry.tiling import common, tile_shape, tiles
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource, tile_bytes
 
-# Each takes some hundred bytes of memory.
+# Each bundle takes some hundred bytes of memory.
 _MAX_BUNDLES = 1_000_000
 
 
@@ -23,11 +23,11 @@ def bundles(
     together: Iterable[tuple[str, ...]],
     memory_bytes: int,
 ) -> list[Bundle]:
-    """All tiles of a source's leaves: boxes of whole `grains` of the sink, and of the source's where they fit.
+    """Return all tiles of a source's leaves: boxes of whole `grains` of the sink, and of the source if these fit.
 
-    Tiles are longest along the axes that come first in `orders`, or in the source's order. Those of leaves that are
-    `together` make one bundle, box by box, if the leaves are cut alike. Tiles have at most `tile_bytes`, if one grain
-    has not more. Raises `SafetensorsError` where that makes more tiles than a process can keep.
+    Tiles are longest along the axes that come first in `orders`, or in the source's order. Tiles of leaves that are
+    `together` make one bundle, box by box, if the leaves are cut alike. Tiles have at most `tile_bytes`, unless one
+    grain has more. Raises `SafetensorsError` if that makes more tiles than a process can keep.
     """
     out: list[Bundle] = []
     for names in together:
@@ -57,6 +57,6 @@ def _boxes(
 
 
 def interleaved(views: Mapping[str, View]) -> list[tuple[str, ...]]:
-    """The names of views in their order, together with those that are made of the same tensors."""
+    """Return the names of views in groups that are made of the same tensors, in their order."""
     names = list(views)
     return [tuple(names[at] for at in group) for group in by_tensors(list(views.values()))]

@@ -1,4 +1,4 @@
-"""Which dtype a caller wants each array to be cast to."""
+"""Casts: the dtype that each array is to be cast to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from orbax_safetensors.format.dtypes import from_numpy
 
 
 class Casts:
-    """One dtype for all floating-point arrays, or dtypes by patterns of names, of which the first that matches counts.
+    """One dtype for all floating-point arrays, or dtypes by patterns of names: the first pattern that matches counts.
 
-    Other arrays keep their dtype, and so do those that no pattern is for. `everywhere` is the one dtype, or None.
+    Other arrays keep their dtype, as do arrays that no pattern matches. `everywhere` is the dtype for all, or None.
     """
 
     def __init__(self, dtype: Any) -> None:
-        """`dtype` is None, a floating-point dtype, or a dict of those; raises `TensorMismatchError` if it is not."""
+        """Take `dtype`: None, a floating-point dtype, or a dict of them; else raise `TensorMismatchError`."""
         by_pattern = isinstance(dtype, Mapping)
         self.everywhere = None if dtype is None or by_pattern else _dtype(dtype)
         patterns = dtype if by_pattern else {}
@@ -31,7 +31,7 @@ class Casts:
         self._dtypes = [_dtype(value) for value in patterns.values()]
 
     def of(self, dtypes: Mapping[str, np.dtype]) -> dict[str, np.dtype]:
-        """Return what the dtypes of arrays become, by name.
+        """Return the dtypes of arrays after the casts, by name.
 
         Raises `TensorMismatchError` if a pattern counts for no floating-point array.
         """
@@ -47,7 +47,7 @@ class Casts:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, np.floating)  # to NumPy, the dtypes of ml_dtypes are of no kind that it knows
+    return jnp.issubdtype(dtype, np.floating)  # NumPy does not know the dtypes of ml_dtypes as floating
 
 
 def _dtype(value: Any) -> np.dtype:

@@ -1,4 +1,4 @@
-"""How tensors are laid out in files: whole as Hugging Face does, or in pieces as PyTorch does, one file a device."""
+"""Layouts of tensors in files: whole tensors as Hugging Face has them, or pieces as PyTorch has, a file per device."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Files:
 
     @property
     def planned(self) -> tuple[PlannedFile, ...]:
-        """Their names and sizes."""
+        """The names and sizes of the files."""
         return tuple(PlannedFile(name, header.file_bytes) for name, header in self.layout.files)
 
     def digest(self, identity: str, model_files: object, units: Iterable[object]) -> str:
-        """Return what is equal if the same units of the same source, and the same other files, go to the same places.
+        """Return a digest of the units, their places in the files, the source and the model's files.
 
-        A source has an `identity`, and the others a `repr` that is.
+        `identity` is that of the source; a `repr` identifies units and model files.
         """
         views = sorted(self.views.items())
         hashed = hashlib.sha256(f"{identity}\0{model_files}\0{views}\0".encode("utf-8", "backslashreplace"))
@@ -47,17 +47,17 @@ class Files:
 
 
 def whole(layout: Layout, views: Mapping[str, View]) -> Files:
-    """Files of whole tensors, of which `views` are."""
+    """Return files of whole tensors; `views` are views of these."""
     return Files(layout, locations(layout), views)
 
 
 def in_pieces(
     tensors: Tensors, boxes: Mapping[str, Sequence[Box]], metadata: Mapping[str, str], alignment: int
 ) -> Files:
-    """Files of a device each. `boxes` has for every tensor the box of every device.
+    """Return a file for each device. `boxes` has for every tensor the box of every device.
 
-    What several devices have is written for that of them which has the fewest bytes so far. Leaves are the tensors as
-    they are held in memory.
+    If several devices have a box, the file of the device with the fewest bytes so far gets it. Leaves are the tensors
+    as memory holds them.
     """
     count = max(map(len, boxes.values()), default=1)
     filled = [0] * count

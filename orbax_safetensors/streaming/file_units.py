@@ -1,4 +1,4 @@
-"""What goes into each of several files, file by file: for stores where a file has one writer."""
+"""File units: the tiles of each file, for stores where a file has one writer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource
 
 @dataclass(frozen=True)
 class FileUnit:
-    """What goes into one file: tiles in the order of its bytes, and of each leaf the view of the tensors in there."""
+    """The tiles of one file in the order of its bytes, and of each leaf the view of the tensors in the file."""
 
     bundles: tuple[Bundle, ...]
     views: Mapping[str, View]
 
 
 def file_units(files: Files, source: TileSource, limit: int) -> Iterator[FileUnit]:
-    """Yield what goes into each file, in tiles of at most `limit` bytes."""
+    """Yield the unit of each file, in tiles of at most `limit` bytes."""
     views: list[dict[str, View]] = [{} for _ in files.layout.files]
     for name, view in files.views.items():
         numbers = [files.locations[piece.tensor].file if piece.tensor else None for piece in view.pieces]
@@ -35,7 +35,7 @@ def file_units(files: Files, source: TileSource, limit: int) -> Iterator[FileUni
         for names in interleaved(of_file):
             elements = {name: limit // len(names) // source.leaves[name].dtype.itemsize for name in names}
             boxes = [list(_boxes(of_file[name], elements[name])) for name in names]
-            if len(set(map(tuple, boxes))) == 1:  # their elements lie beside each other
+            if len(set(map(tuple, boxes))) == 1:  # the leaves' elements lie beside each other
                 bundles = [tuple(Tile(name, box) for name in names) for box in boxes[0]]
             else:
                 bundles = [(Tile(name, box),) for name, of_leaf in zip(names, boxes, strict=True) for box in of_leaf]
@@ -60,7 +60,7 @@ def _boxes(view: View, limit: int) -> Iterator[Box]:
 
 
 def _first_byte(view: View, box: Box, files: Files) -> int:
-    """Return where the first element of a box lies in its file; 0 if none of its elements does."""
+    """Return the offset in its file of the first element of a box; 0 if no element lies in a file."""
     begins = (
         files.locations[name].begin + copy.source * files.locations[name].dtype.itemsize
         for name, copy, _ in view.copies(box, box.shape)

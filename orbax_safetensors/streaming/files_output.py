@@ -1,4 +1,4 @@
-"""Safetensors files in a directory of a file system, as what is made of any source of tiles."""
+"""Safetensors files in a directory of a file system as the output of a conversion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FilesOutput:
         groups: Iterable[tuple[str, ...]],
         memory_bytes: int,
     ) -> None:
-        """Decides on tiles. Leaves are those of `files`; `groups` are leaves that interleave in these.
+        """Cut the leaves of `files` into tiles; `groups` are leaves that interleave in the files.
 
         Raises `SafetensorsError` if memory does not suffice.
         """

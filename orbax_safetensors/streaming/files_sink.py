@@ -25,18 +25,18 @@ from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 
 
 class FilesSink(JointSink):
-    """Files in a directory, which every process writes its tiles of."""
+    """Files in a directory; every process writes its tiles into them."""
 
     def __init__(self, path: str, source_path: str, files: Files, model_files: ModelFiles, memory_bytes: int) -> None:
-        """Touches nothing. Requests take a share of `memory_bytes`."""
+        """Touch nothing. Requests take a share of `memory_bytes`."""
         self.path = path
         self._source_path, self._files, self._model_files = source_path, files, model_files
         self._store = LocalStore()
         self._writer = Writer(self._create, pace(self._store.cost, memory_bytes).requests)
-        self._created = False  # a file whose name may not be on the disk
+        self._created = False  # whether a file was created whose name may not be on the disk
 
     def start(self, units: Sequence[Unit], identity: str, *, resume: bool) -> None:
-        """Begins, together with all other processes, to write the tiles of a source of this `identity`."""
+        """Begin, together with all other processes, to write the tiles of a source of this `identity`."""
         self._units = units
         self._numbers = {tile: number for number, tile in enumerate(tile for unit in units for tile in chain(*unit))}
 
@@ -49,7 +49,7 @@ class FilesSink(JointSink):
         self._start("convert", plan, resume=resume)
 
     def check_place(self) -> None:
-        """Raises `StorageError` if something is in the way; touches nothing."""
+        """Raise `StorageError` if something is in the way; touch nothing."""
         directory = PartialDirectory(self.path, "", "")
         self._check_outside(directory)
         directory.check_place()
@@ -67,7 +67,7 @@ class FilesSink(JointSink):
         self._directory.open(self._process)
 
     def _see(self) -> str:
-        # Shares follow from it. A network file system may show a process less, and then nobody would move some tiles.
+        # Processes share the rest. A network file system may show one of them less; then no process moves some.
         self._done = self._directory.done()
         return hashlib.sha256(repr(sorted(self._done)).encode()).hexdigest()
 
@@ -96,9 +96,9 @@ class FilesSink(JointSink):
         return self._writer.counters.nbytes
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """See `TileSink`. The disk has the tiles before they are recorded, and the record never says too much.
+        """See `TileSink`. The disk has the tiles before the record has them, so the record never says too much.
 
-        That is not left to the end: what the system could not flush it forgets, and says so only once.
+        Every batch is synced: the system forgets bytes that it could not flush, and reports the failure only once.
         """
         self.check_others()
         self._directory.check()
@@ -111,7 +111,7 @@ class FilesSink(JointSink):
         self._directory.add([self._numbers[tile] for tile in tiles])
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Files have the paths that they will have in the end."""
+        """See `PlannedSink`. Files have their final paths."""
         _, plan = self._planned(tiles, dtypes)
         final = [os.path.join(self.path, name) for name, _ in self._files.layout.files]
         return traffic_of(plan, final, self._writer.useful_threads(len(plan.files)))
@@ -124,7 +124,7 @@ class FilesSink(JointSink):
         return blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
 
     def _flush(self) -> None:
-        """Closes the files and the record, which may be what tells that a write failed."""
+        """Close the files and the record; a failed write may become known only then."""
         try:
             self._directory.close()
         finally:
@@ -133,9 +133,9 @@ class FilesSink(JointSink):
     _stop = _flush
 
     def _finish(self) -> None:
-        """Writes what belongs to the model, the index and then the headers, and gives the directory its name.
+        """Write the model's files, the index and then the headers, and give the directory its name.
 
-        All is on the disk before it has that name.
+        All bytes are on the disk before the directory has that name.
         """
         directory = self._directory.directory
         self._directory.check_complete(len(self._numbers))

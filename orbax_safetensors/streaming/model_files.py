@@ -1,4 +1,4 @@
-"""What belongs to a model besides its tensors: `config.json`, the tokenizer's files and their like."""
+"""Files that belong to a model besides its tensors: `config.json`, the tokenizer's files and their like."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from orbax_safetensors.storage.store import Store, read_small, write_small
 
 StorageOptions = Mapping[str, Any] | None
 
-# What `save_pretrained` of transformers writes for tokenizers, processors and generation. If a server does not list
-# what it has, the names without a star are looked for.
+# Files that `save_pretrained` of transformers writes for tokenizers, processors and generation. If a server does not
+# list its files, `files_of_model` looks for the names without a star.
 _PATTERNS = (
     "added_tokens.json",
     "chat_template*",
@@ -48,7 +48,7 @@ _MAX_BYTES = 2**30
 class ModelFiles:
     """The content of `config.json`, None if there is none, and files to copy: paths or URLs by name.
 
-    `storage_options` are how to reach the files to copy.
+    `storage_options` are for the store of the files to copy.
     """
 
     config: Mapping[str, Any] | None = None
@@ -57,11 +57,11 @@ class ModelFiles:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all files."""
+        """The names of all files."""
         return frozenset(self.copies) | ({CONFIG_NAME} if self.config is not None else frozenset())
 
     def write(self, store: Store, directory: str) -> None:
-        """Writes all files; returns when they are on the disk."""
+        """Write all files; return when they are on the disk."""
         for name, path in self.copies.items():
             write_small(store, posixpath.join(directory, name), self._read(path))
         if self.config is not None:
@@ -73,7 +73,7 @@ class ModelFiles:
         return read_small(store.open(path), _MAX_BYTES)
 
     def stored_as(self, dtype: np.dtype) -> ModelFiles:
-        """Return the same for tensors that are all cast to `dtype`, in which transformers then loads the model."""
+        """Return the same files for tensors that are all cast to `dtype`; transformers then loads the model in it."""
         if self.config is None:
             return self
         config = dict(self.config)
@@ -86,11 +86,11 @@ class ModelFiles:
 
 
 def model_files_of(config: Any, storage_options: StorageOptions) -> ModelFiles:
-    """Return what a caller's `config` stands for.
+    """Return the model's files that a caller's `config` stands for.
 
-    `config` is the content of a `config.json`, something with a `to_dict` that gives it, the path or URL of such a
-    file, or of a directory with one, whose tokenizer's files and their like are copied too. Raises `MappingError` if
-    it is not a config, and `StorageError` if it cannot be read.
+    `config` is the content of a `config.json`, an object whose `to_dict` returns that, the path or a URL of such a
+    file, or of a directory with one; of a directory, the tokenizer's files and their like are also copied. Raises
+    `MappingError` if it is not a config, and `StorageError` if it cannot be read.
     """
     if not isinstance(config, str | os.PathLike):
         return ModelFiles(as_config(config))
@@ -102,9 +102,9 @@ def model_files_of(config: Any, storage_options: StorageOptions) -> ModelFiles:
 
 
 def files_of_model(directory: str, storage_options: StorageOptions) -> ModelFiles:
-    """Return the files of a directory that belong to a model besides its tensors, to be copied.
+    """Return the files of a directory to copy, which belong to a model besides its tensors.
 
-    If a server does not list its names, these are the files that most models have.
+    If a server does not list its files, the result has those of the usual names that it has.
     """
     store, directory = store_of(directory, storage_options)
     if not store.lists:

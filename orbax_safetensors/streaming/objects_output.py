@@ -1,7 +1,7 @@
-"""Safetensors files on an object store, as what is made of any source of tiles.
+"""Safetensors files on an object store as the output of a conversion.
 
-An object has one writer and appears when all of its bytes have come, best in their order. So processes are dealt whole
-files, and move what is in each in the order of its bytes as far as that goes; what comes early waits in memory.
+An object has one writer and appears when all of its bytes have come, best in their order. So each process gets whole
+files, and moves the tiles of each in the order of its bytes as far as possible; tiles that come early wait in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orbax_safetensors.streaming.objects_sink import ObjectsSink
 from orbax_safetensors.streaming.pipeline import TileSource, bundle_bytes
 from orbax_safetensors.streaming.work import Unit
 
-# A batch is half of what it may be, because what comes early waits besides.
+# A batch is half of its limit, because tiles that come early wait beside it.
 _PARTS_OF_BATCH = 2
 
 
@@ -35,17 +35,17 @@ class ObjectsOutput:
         model_files: ModelFiles,
         memory_bytes: int,
     ) -> None:
-        """Decides on tiles. Leaves are those of `files`."""
+        """Cut the leaves of `files` into tiles."""
         self.path, self.files = path, files.planned
         self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._source, self._store, self._files, self._model_files = source, store, files, model_files
         self._of_files = list(file_units(files, source, self.batch_bytes))
         self.units: Sequence[Unit] = [unit.bundles for unit in self._of_files]
-        # What stands in the place of the last object is replaced when all others are there: the index, or a file.
+        # The record stands in the place of the last object, the index or a file, until all other objects are there.
         self.last = len(self.units) - 1 if files.layout.index is None else None
 
     def _sink(self) -> ObjectsSink:
-        # Parts that are on their way may take as much as a batch, which is a quarter of this.
+        # Parts in flight may take as much as a batch, which is a quarter of this.
         requests = self._store.cost.pace(None, None, 4 * self.batch_bytes).requests
         return ObjectsSink(
             self._source, self._store, self.path, self._files, self._model_files, self._of_files, requests

@@ -1,4 +1,4 @@
-"""Safetensors files on an object store as a sink of tiles: every process writes files of its own."""
+"""Safetensors files on an object store as a sink of tiles: each file is written by one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ObjectsSink(JointSink):
         units: Sequence[FileUnit],
         requests: int,
     ) -> None:
-        """Touches nothing. `units` are what goes into each of `files`; at most `requests` are in flight."""
+        """Touch nothing. `units` has the unit of each of `files`; at most `requests` are in flight."""
         self.path = path
         self._source, self._store, self._files, self._units = source, store, files, units
         self._model_files = model_files
@@ -53,17 +53,17 @@ class ObjectsSink(JointSink):
         self._expected: list[int] = []
         self._coming: Iterator[int] = iter(())  # the file of each tile
         self._kept: list[tuple[int, Tile, np.ndarray]] = []
-        # Of a plan.
+        # For `traffic` only.
         self._kept_bytes = self._part_bytes = 0
 
     @cached_property
     def _unfinished(self) -> UnfinishedObjects:
-        # A file that is there is whole, however it was cut.
+        # A file that is there is whole, however it was cut into tiles.
         digest = self._files.digest(self._source.identity, self._model_files, ())
         return UnfinishedObjects(self._store, self.path, self._files, self._model_files, digest)
 
     def start(self, last: int | None, *, resume: bool) -> None:
-        """Begins, together with all other processes; `last` is the number of the file that is written last."""
+        """Begin, together with all other processes; `last` is the number of the file that is written last."""
         self._last = last
 
         def plan() -> str:
@@ -73,7 +73,7 @@ class ObjectsSink(JointSink):
         self._start("convert", plan, resume=resume)
 
     def check_place(self) -> None:
-        """Raises `StorageError` if something is in the way; touches nothing."""
+        """Raise `StorageError` if something is in the way; touch nothing."""
         self._check_outside()
         self._unfinished.check()
 
@@ -107,7 +107,7 @@ class ObjectsSink(JointSink):
             )
 
     def take(self, units: Sequence[int]) -> None:
-        """Says which files come next."""
+        """Expect the tiles of these files next, in this order."""
         self._expected = list(units)
         sizes = [self._files.layout.files[unit][1].file_bytes for unit in units]
         self._part_bytes = max((held_bytes(size, self._requests_of_file) for size in sizes), default=0)
@@ -148,7 +148,7 @@ class ObjectsSink(JointSink):
             self._writer.run(plan, blocks, memory)
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Files are written one after the other, in parts, while the batch before is kept."""
+        """See `PlannedSink`. Files are written one after the other, in parts, while the previous batch is kept."""
         coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
         streams = self._writer.useful_threads(1)
         of_file = [traffic_of(plan, self._paths, streams) for _, plan in self._planned(coming)]
@@ -173,7 +173,7 @@ class ObjectsSink(JointSink):
             yield blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
 
     def _flush(self) -> None:
-        """Writes what was kept, and waits until the files are there, those without tensors as well."""
+        """Write the kept batch, and wait until the files are there, also files without tensors."""
         self._write_kept([unit for unit in self._expected if unit != self._last])
 
     def _write_kept(self, files: Sequence[int]) -> None:
@@ -191,5 +191,5 @@ class ObjectsSink(JointSink):
             write_small(self._store, posixpath.join(self.path, INDEX_NAME), index.encode())
 
     def _release(self) -> None:
-        """Gives up what is not whole."""
+        """Give up files that are not whole."""
         self._writer.close()

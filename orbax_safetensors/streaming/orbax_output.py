@@ -1,4 +1,4 @@
-"""A checkpoint that Orbax reads, as what is made of any source of tiles."""
+"""A checkpoint of Orbax as the output of a conversion."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from orbax_safetensors.streaming.work import Unit
 
 @dataclass(frozen=True)
 class OrbaxContent:
-    """What a checkpoint is to hold, and where.
+    """The content and place of a checkpoint.
 
     Attributes:
-      path: its directory.
-      items: by name, as `OrbaxSink` has them, with an `OrbaxLeaf` for each leaf of the source, which has the name that
-        the sink gives it, and whose chunks are its shards; they are cut where they are too large.
-      names: of each leaf of the source, the item that it is in and the name by which a caller's rules find it.
-      metadata, others, compression: as `OrbaxSink` has them.
-      chunk_bytes: a chunk has at most this many bytes.
+      path: the checkpoint's directory.
+      items: by name, as for `OrbaxSink`, with an `OrbaxLeaf` for each leaf of the source, which has the sink's name for
+        the leaf. Its chunks are its shards; `OrbaxOutput` cuts chunks that are too large.
+      names: for each leaf of the source, its item and the name by which a caller's rules find it.
+      metadata, others, compression: as for `OrbaxSink`.
+      chunk_bytes: the most bytes of a chunk.
     """
 
     path: str
@@ -51,9 +51,10 @@ class OrbaxOutput:
     def __init__(
         self, source: TileSource, content: OrbaxContent, groups: Iterable[tuple[str, ...]], memory_bytes: int
     ) -> None:
-        """Decides on chunks and tiles. `groups` are leaves that interleave in the source.
+        """Cut arrays into chunks and tiles. `groups` are leaves that interleave in the source.
 
-        Raises what `OrbaxSink` raises of what cannot be stored, and `SafetensorsError` if memory does not suffice.
+        Raises the errors of `OrbaxSink` for a tree that it cannot store, and `SafetensorsError` if memory does not
+        suffice.
         """
         self.path, self._content, self._identity = content.path, content, source.identity
         groups = list(groups)
@@ -93,7 +94,7 @@ class OrbaxOutput:
 
     @property
     def leaves(self) -> Mapping[str, OrbaxLeaf]:
-        """The arrays that are made, with their chunks, by name."""
+        """The arrays of the checkpoint, with their chunks, by name."""
         return self._layout.leaves
 
     @property

@@ -27,9 +27,9 @@ class OrbaxSource:
     def __init__(
         self, checkpoint: OrbaxCheckpoint | OrbaxStep, stored: Mapping[str, Stored], memory_bytes: int
     ) -> None:
-        """`stored` has the array of each leaf. A chunk has to fit a batch of `memory_bytes`.
+        """Take leaves: `stored` has the array of each. `check` looks at all files of `checkpoint`.
 
-        `check` is for all that is in `checkpoint`.
+        Raises `SafetensorsError` if a chunk does not fit into `memory_bytes`.
         """
         self.path = checkpoint.path
         self._checkpoint, self._stored = checkpoint, stored
@@ -49,7 +49,7 @@ class OrbaxSource:
         return self._checkpoint.stored_bytes()
 
     def order(self, name: str) -> tuple[int, ...]:
-        """Return the axes, those along which there are few chunks first."""
+        """Return the axes, those with the fewest chunks first."""
         grid = self._arrays[name].grid
         return tuple(sorted(range(len(grid)), key=lambda axis: (grid[axis], -axis)))
 
@@ -79,7 +79,7 @@ class OrbaxSource:
         return arrays
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:
-        """See `TileSource`. Bytes are decoded ones, and of chunks that a tile touches in part all of them are read."""
+        """See `TileSource`. Bytes are decoded bytes; a chunk that a tile touches in part is read whole."""
         touched = sum(touched_nbytes(tile.box, self._arrays[tile.name]) for tile in tiles)
         largest = max((self._arrays[tile.name].chunk_nbytes for tile in tiles), default=0)
         return Traffic(
@@ -91,7 +91,7 @@ class OrbaxSource:
         )
 
     def _in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
-        items = {item.path: item for item, _ in self._stored.values()}.values()  # which share their memory
+        items = {item.path: item for item, _ in self._stored.values()}.values()  # items share their memory
         return max((item.in_flight_bytes(nbytes, chunk_nbytes) for item in items), default=0)
 
     def check(self) -> None:

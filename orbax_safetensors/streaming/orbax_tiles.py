@@ -1,4 +1,4 @@
-"""An Orbax checkpoint as a sink of tiles, which are whole chunks."""
+"""A checkpoint of Orbax as a sink of tiles, which are whole chunks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from orbax_safetensors.streaming.work import Unit
 
 
 class OrbaxTiles:
-    """A checkpoint under way that is written in tiles; see `OutputSink`."""
+    """An unfinished checkpoint that is written in tiles; see `OutputSink`."""
 
     def __init__(self, sink: OrbaxSink, units: Sequence[Unit]) -> None:
-        """Tiles, those of `units`, have the names of the sink's arrays."""
+        """Take the tiles of `units`, which have the names of the sink's arrays."""
         self._sink, self._units = sink, units
         self.requests = self.nbytes = 0
 
@@ -60,11 +60,11 @@ class PlannedOrbaxTiles:
     """A checkpoint that tiles would be written to."""
 
     def __init__(self, layout: OrbaxLayout) -> None:
-        """Tiles have the names of its arrays."""
+        """Take tiles that have the names of the arrays of `layout`."""
         self._layout = layout
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Bytes are those before they are encoded, which takes as much memory again at most."""
+        """See `PlannedSink`. Bytes count before the encoding, which takes at most as much memory again."""
         leaves = self._layout.leaves
         written = sum(touched_nbytes(tile.box, leaves[tile.name]) for tile in tiles)
         return Traffic(

@@ -1,15 +1,15 @@
-"""A directory that is being written: beside its destination until all is there, with a record of what is done.
+"""An unfinished directory: it lies beside its destination until all is there, with a record of the work done.
 
-    <destination>.partial.lock                 held as long as a run is at work
-    <destination>.partial/run-<id>/record.json what is written, and of what: a digest
+    <destination>.partial.lock                 held while a run is at work
+    <destination>.partial/run-<id>/record.json digest of the source and the layout
     <destination>.partial/run-<id>/done-<p>    numbers of tiles that process p has written, a JSON list in each line
     <destination>.partial/run-<id>/files/      becomes the destination
 
-What is recorded is on the disk: neither a kill of the processes nor a crash of the machine undoes it.
+Recorded tiles are on the disk: neither a kill of the processes nor a crash of the machine undoes them.
 
-One run at a time has all of it. Where the file system has no locks, whoever begins takes it away from the run before:
-`run-<id>` is renamed, to be taken up or to be deleted, and a run whose directory has another name can neither create a
-file, nor record a tile of a file that is new to it, nor give the directory its final name.
+One run at a time has the directory. If the file system has no locks, a run that begins takes the directory away from
+the run before: it renames `run-<id>`, to take it up or to delete it. A run whose directory has another name can neither
+create a file, nor record a tile of a file that is new to it, nor give the directory its final name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 
 
 class PartialDirectory:
-    """`begin`, `check_complete` and `finish` are called by one process, the others by all of them."""
+    """One process calls `begin`, `check_complete` and `finish`; all processes call the other methods."""
 
     def __init__(self, destination: str, digest: str, run: str) -> None:
-        """Touches nothing. `digest` tells what is written apart from all else, `run` this run from all others."""
+        """Touch nothing. `digest` identifies the content that is written, `run` this run."""
         self.destination = os.path.abspath(destination)
         self.path = f"{self.destination}.partial"
         self._run_path = os.path.join(self.path, f"{_RUN}{run}")
@@ -45,10 +45,10 @@ class PartialDirectory:
         self._done: TextIO | None = None
 
     def begin(self, *, resume: bool) -> None:
-        """Makes the directory, and those that it is in, anew unless `resume` finds one; no other run has it then.
+        """Make the directory and its parents, or with `resume` take up an unfinished one; no other run has it then.
 
-        Raises `StorageError` where the destination is there, another run is at work, or something else is in the place
-        of the draft, and `TensorMismatchError` where another was begun.
+        Raises `StorageError` if the destination is there, another run is at work, or something else is in the
+        directory's place, and `TensorMismatchError` if another conversion was begun there.
         """
         try:
             check_makeable(self.path)
@@ -71,7 +71,7 @@ class PartialDirectory:
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def check_place(self) -> None:
-        """Raises the `StorageError` of `begin` where something is there that is in the way; touches nothing."""
+        """Raise the `StorageError` of `begin` if something is in the way; touch nothing."""
         try:
             check_makeable(self.path)
             self._check_free()
@@ -82,7 +82,7 @@ class PartialDirectory:
             raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def release(self) -> None:
-        """Lets other runs begin."""
+        """Let other runs begin."""
         if self._lock is not None:
             self._lock.release()
 
@@ -91,26 +91,26 @@ class PartialDirectory:
             raise StorageError(f"{self.destination}: already exists")
 
     def _check_place(self) -> None:
-        """Raises `StorageError` where there is what no draft has; links are not followed, to wherever they lead."""
+        """Raise `StorageError` if the place holds a file that no unfinished directory has; follow no links."""
         _check_directory(self.path)
         for run in self._runs():
             _check_directory(run)
             _check_directory(os.path.join(run, _FILES))
             known = (_RECORD, f"{_RECORD}.new", _FILES)
             if other := [name for name in os.listdir(run) if name not in known and not name.startswith(_DONE)]:
-                raise StorageError(f"{run}: is no unfinished conversion, it holds {other[0]!r}; move it away")
+                raise StorageError(f"{run}: is not an unfinished conversion, it holds {other[0]!r}; move it away")
 
     def _runs(self) -> list[str]:
-        """The directories of runs: one, or more of runs that began at once without locks."""
+        """Return the directories of runs: one, or several if runs began at once without locks."""
         if not os.path.lexists(self.path):
             return []
         names = sorted(os.listdir(self.path))
         if other := [name for name in names if not name.startswith(_RUN)]:
-            raise StorageError(f"{self.path}: is no unfinished conversion, it holds {other[0]!r}; move it away")
+            raise StorageError(f"{self.path}: is not an unfinished conversion, it holds {other[0]!r}; move it away")
         return [os.path.join(self.path, name) for name in names]
 
     def _take_over(self, *, resume: bool) -> bool:
-        """Takes everything away from all runs before; whether one of them is taken up."""
+        """Take the directory away from all earlier runs; return whether this run takes one of them up."""
         taken = False
         for run in self._runs():
             if resume and not taken and self._is_begun(run):
@@ -121,7 +121,7 @@ class PartialDirectory:
         return taken
 
     def _is_begun(self, run: str) -> bool:
-        """Whether there is something that can be taken up."""
+        """Return whether `run` can be taken up; raise `TensorMismatchError` if it is another conversion."""
         record = os.path.join(run, _RECORD)
         try:
             with open(record, encoding="utf-8") as file:
@@ -134,13 +134,13 @@ class PartialDirectory:
             raise StorageError(f"{record}: expected a dict, found {begun!r:.80}; begin anew without resume")
         if begun != {"digest": self._digest}:
             raise TensorMismatchError(
-                f"{self.path}: cannot be taken up again: it was begun of another source, or with other "
+                f"{self.path}: cannot be resumed: it was begun from another source, or with other "
                 "arguments; begin anew without resume"
             )
-        return os.path.isdir(os.path.join(run, _FILES))  # it may have become a destination, which was then moved
+        return os.path.isdir(os.path.join(run, _FILES))  # they may have become a destination, which was then moved
 
     def _delete(self, run: str) -> None:
-        """Deletes what was begun, the record first: what has none is not taken up."""
+        """Delete the directory of a run, its record first: a run without a record is not taken up."""
         old = f"{self._run_path}-old"
         self._rename(run, old)
         record = os.path.join(old, _RECORD)
@@ -160,7 +160,7 @@ class PartialDirectory:
         self._store.sync(self._run_path)
 
     def _rename(self, old: str, new: str) -> None:
-        """Gives a directory another name, where it still has its own."""
+        """Rename a directory; raise `StorageError` if another run has renamed it."""
         try:
             os.rename(old, new)
         except FileNotFoundError as error:
@@ -172,14 +172,14 @@ class PartialDirectory:
         return StorageError(f"{self.destination}: another conversion is writing here")
 
     def check(self) -> None:
-        """Raises `StorageError` where another run has taken over: sooner, and clearer, than what else would fail."""
+        """Raise `StorageError` if another run has taken over: sooner and clearer than the next write would."""
         if not os.path.isdir(self.directory):
             raise self._taken()
 
     def open(self, process: int) -> None:
-        """Opens the record of a process. `done` is called after all processes have.
+        """Open the record of a process. All processes have done so before `done` is called.
 
-        It is kept open, so that no tile that was written for this run is recorded for another.
+        The record stays open, so that no tile that this run has written is recorded for another run.
         """
         self.check()
         path = os.path.join(self._run_path, f"{_DONE}{process}")
@@ -190,7 +190,7 @@ class PartialDirectory:
             raise StorageError(f"{path}: {error}") from error
 
     def done(self) -> set[int]:
-        """The numbers of all tiles that any process has written before."""
+        """Return the numbers of all tiles that any process has recorded."""
         done: set[int] = set()
         try:
             for entry in os.scandir(self._run_path):
@@ -206,7 +206,7 @@ class PartialDirectory:
         return done
 
     def add(self, numbers: Sequence[int]) -> None:
-        """Records tiles that this process has written, and that are on the disk."""
+        """Record tiles that this process has written and that are on the disk."""
         assert self._done is not None
         try:
             self._done.write(f"{json.dumps(list(numbers))}\n")
@@ -215,7 +215,7 @@ class PartialDirectory:
             raise StorageError(f"{self._done.name}: {error}") from error
 
     def close(self) -> None:
-        """Closes the record; all stays as it is."""
+        """Close the record and keep it."""
         if self._done is not None:
             done, self._done = self._done, None
             try:
@@ -224,7 +224,7 @@ class PartialDirectory:
                 raise StorageError(f"{done.name}: {error}") from error
 
     def check_complete(self, count: int) -> None:
-        """Raises `StorageError` where one of `count` tiles is not recorded. Asks the disk, after all have closed."""
+        """Raise `StorageError` unless the disk has a record of all `count` tiles; all processes have closed theirs."""
         self.check()
         if lacking := set(range(count)) - self.done():
             raise StorageError(
@@ -232,7 +232,7 @@ class PartialDirectory:
             )
 
     def finish(self) -> None:
-        """Gives the directory, whose files are on the disk, its name; returns when that is on the disk too."""
+        """Give the directory, whose files are on the disk, its name; return when the disk has the name."""
         self.check()
         self._store.sync(self.directory)
         self._check_free()
@@ -250,4 +250,4 @@ class PartialDirectory:
 def _check_directory(path: str) -> None:
     if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
         kind = "link" if os.path.islink(path) else "file"
-        raise StorageError(f"{path}: is a {kind} and no unfinished conversion; move it away")
+        raise StorageError(f"{path}: is a {kind} and not an unfinished conversion; move it away")

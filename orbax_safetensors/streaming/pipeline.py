@@ -1,4 +1,4 @@
-"""Tiles on their way from a source to a sink: what both have to offer, and the loop that keeps both busy."""
+"""Tiles on their way from a source to a sink: the protocols of both, and the loop that keeps both busy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 Progress = Callable[[int, int], None]
 
-_BUNDLES = 4  # for which there has to be memory
+_BUNDLES = 4  # that have to fit into memory
 
 
 class Tile(NamedTuple):
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its own shape."""
+        """The shape of the box."""
         return self.box.shape
 
 
@@ -49,45 +49,45 @@ class TileSource(Protocol):
 
     @property
     def leaves(self) -> Mapping[str, Fact]:
-        """What there is, by name."""
+        """The shape and dtype of each leaf, by name."""
 
     @property
     def path(self) -> str:
-        """The file or directory that they are in."""
+        """The file or directory of the leaves."""
 
     @property
     def identity(self) -> str:
-        """Tells these leaves, what they are made of and the state that it is in apart from all others."""
+        """A digest of these leaves, of what they are made of and of its state."""
 
     @property
     def decoded(self) -> bool:
-        """Whether what `traffic` says of bytes is what they are once they are decoded."""
+        """Whether `traffic` counts decoded bytes."""
 
     @property
     def stored_bytes(self) -> int | None:
-        """Bytes of all files that they are in, None where that is not known."""
+        """Bytes of all files that hold the leaves, None if that is not known."""
 
     @property
     def requests(self) -> int:
-        """How many reads there were so far."""
+        """The number of reads so far."""
 
     def order(self, name: str) -> tuple[int, ...]:
-        """The axes of a leaf, that which is innermost in storage first."""
+        """Return the axes of a leaf, innermost in storage first."""
 
     def grain(self, name: str) -> tuple[int, ...]:
-        """The shape of what is better read as a whole; boxes begin at multiples of it."""
+        """Return the shape of the boxes that are best read whole; they begin at multiples of it."""
 
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
-        """The elements of tiles, each row-major in memory of its own."""
+        """Return the elements of tiles, each as a new row-major array."""
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:
-        """What `read` of the same tiles asks of storage. Nothing is read."""
+        """Return the cost in storage of a `read` of the same tiles; read nothing."""
 
     def check(self) -> None:
-        """Raises `StorageError` where what is stored has changed since it was opened."""
+        """Raise `StorageError` if the stored files have changed since they were opened."""
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Close all files."""
 
 
 class TileSink(Protocol):
@@ -95,36 +95,36 @@ class TileSink(Protocol):
 
     @property
     def requests(self) -> int:
-        """How many writes there were so far."""
+        """The number of writes so far."""
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """Writes tiles; when it returns, a later run that resumes will find them written."""
+        """Write tiles; when it returns, a later run that resumes will find them written."""
 
 
 class PlannedSink(Protocol):
     """A checkpoint that tiles would be written to."""
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """What `TileSink.write` of the same tiles, of these dtypes, asks of storage. Nothing is written."""
+        """Return the cost in storage of a `TileSink.write` of the same tiles with these dtypes; write nothing."""
 
 
 def bundle_bytes(memory_bytes: int) -> int:
-    """Of all memory, what may have to be moved at once.
+    """Return the part of all memory that the largest bundle may have.
 
-    It is read while something else is written, and each needs as much again on its way.
+    A bundle is read while another is written, and each needs as much memory again on its way.
     """
     return max(memory_bytes // _BUNDLES, 1)
 
 
 def batch_bytes(memory_bytes: int) -> int:
-    """Of all memory, what is moved at once where nothing needs more: libraries keep some of what they have freed."""
+    """Return the part of all memory for one batch; a larger bundle moves alone. Libraries keep some freed memory."""
     return max(memory_bytes // 6, 1)
 
 
 def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> int:
-    """What a tile may have of each of `names`, which are moved together.
+    """Return the most bytes of a tile of each of `names`, which move together.
 
-    That is their part of a batch; or, where what is decoded as one has more, what may have to be moved at once.
+    That is their part of a batch, or of the largest bundle if a grain that is decoded as a whole has more.
     """
     grain = max(prod(source.grain(name)) * source.leaves[name].dtype.itemsize for name in names)
     part = batch_bytes(memory_bytes) // len(names)
@@ -132,13 +132,13 @@ def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> i
 
 
 def pace(cost: Cost, memory_bytes: int) -> Pace:
-    """How to ask a store, so that what requests hold, and what is staged for them, is no more than a batch."""
+    """Return a pace of requests whose memory, staging included, is at most a batch."""
     held = MAX_STAGED_BYTES + (cost.max_request_bytes if cost.held_in_flight else 0)
     return cost.pace(max(1, min(cost.requests, batch_bytes(memory_bytes) // held)), None, memory_bytes)
 
 
 def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
-    """Raises `SafetensorsError` where what a leaf is moved in at least is more than may be moved at once."""
+    """Raise `SafetensorsError` if the smallest unit in which a leaf moves, of `nbytes`, exceeds the largest bundle."""
     if nbytes > bundle_bytes(memory_bytes):
         raise SafetensorsError(
             f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
@@ -147,7 +147,7 @@ def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
 
 
 def is_below(path: str, directory: str) -> bool:
-    """Whether `path` is `directory` or in it, whatever links lead there."""
+    """Return whether `path` is `directory` or in it, whatever links lead there."""
     inner, outer = os.path.realpath(path), os.path.realpath(directory)
     return os.path.commonpath([inner, outer]) == outer
 
@@ -156,17 +156,17 @@ Bundle = tuple[Tile, ...]  # tiles that interleave in storage, and are best move
 
 
 def nbytes(tiles: Iterable[Tile], leaves: Mapping[str, Fact]) -> int:
-    """Bytes of tiles in memory."""
+    """Return the bytes of tiles in memory."""
     return sum(prod(tile.shape) * leaves[tile.name].dtype.itemsize for tile in tiles)
 
 
 def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: int) -> list[_T]:
-    """What one of `count` processes moves: items that follow one another, of about as many bytes as the others'."""
+    """Return the share of one of `count` processes: consecutive items, in bytes about as many as each other share."""
     sizes = [size(item) for item in items]
     total, before = sum(sizes), 0
     shared = []
     for item, nbytes in zip(items, sizes, strict=True):
-        # The process in whose part of all bytes the middle of the item is.
+        # An item belongs to the process in whose part of all bytes its middle lies.
         if min((2 * before + nbytes) * count // max(2 * total, 1), count - 1) == process:
             shared.append(item)
         before += nbytes
@@ -174,7 +174,7 @@ def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: i
 
 
 def planned(source: TileSource, sink: PlannedSink, bundles: Sequence[Bundle], batch_bytes: int) -> tuple[Batch, ...]:
-    """What `stream` of the same asks of storage, batch by batch."""
+    """Return the cost in storage of `stream` with the same arguments, batch by batch."""
     out = []
     for batch in batches(_sized(source, bundles), batch_bytes):
         tiles = [tile for bundle in batch for tile in bundle]
@@ -191,14 +191,14 @@ def _sized(source: TileSource, bundles: Sequence[Bundle]) -> list[tuple[Bundle, 
 def stream(
     source: TileSource, sink: TileSink, bundles: Sequence[Bundle], batch_bytes: int, progress: Progress | None
 ) -> int:
-    """Moves all tiles; returns their bytes. At most `batch_bytes`, or one bundle, are read while as many are written.
+    """Move all tiles; return their bytes. At most `batch_bytes`, or one bundle, are read while as many are written.
 
     `progress` is called after each batch that has been written, with the bytes so far and those of all `bundles`.
     """
     sized = _sized(source, bundles)
     total = sum(size for _, size in sized)
     done = 0
-    # Freed memory that libraries keep serves the next batch, until all there is would be more than may be used.
+    # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
     most = resident() + 5 * batch_bytes
     if progress is not None:
         progress(0, total)

@@ -1,4 +1,4 @@
-"""Safetensors files, as they are or as a family sees them, as a source of tiles."""
+"""Safetensors files as a source of tiles, as stored or as a family maps them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer.engine import Reader
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 
-# What is read in shorter runs than this is read at a fraction of the speed.
+# Shorter runs are read at a fraction of the speed.
 _RUN_BYTES = 4096
 
 
 class SafetensorsSource:
-    """The leaves of a checkpoint, cast to `dtypes` where they are given. Its files stay open until `close`."""
+    """The leaves of a checkpoint; those with an entry in `dtypes` are cast. Its files stay open until `close`."""
 
     decoded = False
 
@@ -32,7 +32,7 @@ class SafetensorsSource:
         dtypes: Mapping[str, np.dtype],
         memory_bytes: int,
     ) -> None:
-        """`views` are leaves of the checkpoint, by any name. Requests take a share of `memory_bytes`."""
+        """Take leaves: `views` of the checkpoint, by any name. Requests take a share of `memory_bytes`."""
         self.path = checkpoint.path
         self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
@@ -45,7 +45,7 @@ class SafetensorsSource:
 
     @property
     def requests(self) -> int:
-        """Reads so far."""
+        """The number of reads so far."""
         return self._reader.counters.num_requests
 
     def order(self, name: str) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class SafetensorsSource:
         return storage_order(self._views[name])
 
     def grain(self, name: str) -> tuple[int, ...]:
-        """Rows as they are stored, and more of them where one is short."""
+        """Return the shape of a stored row, or of several rows if one is short."""
         shape, dtype = self.leaves[name]
         out = [1] * len(shape)
         run = dtype.itemsize

@@ -1,7 +1,8 @@
-"""The record of files on an object store that are not all there.
+"""The record of an unfinished conversion on an object store.
 
-An object that is there is done: that is the record of the work. What the work is stands in the place of the object that
-is written last, the index or the last file. Neither of these is what a reader expects, so nothing opens before the end.
+Finished objects record the work done: an object that is there is done. A record of what is converted stands in the
+place of the object that is written last, the index or the last file. No reader accepts it, so nothing opens before the
+end.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _MAX_RECORD_BYTES = 1 << 20
 
 
 class UnfinishedObjects:
-    """What is unfinished in a directory. `begin` is called by one process."""
+    """An unfinished conversion in a directory. One process calls `begin`."""
 
     def __init__(self, store: Store, path: str, files: Files, model_files: ModelFiles, digest: str) -> None:
-        """Touches nothing. `digest` tells what is written apart from all else."""
+        """Touch nothing. `digest` identifies the content that is written."""
         self._store, self._path, self.digest = store, path, digest
         self._names = [name for name, _ in files.layout.files]
         self._all_names = sorted({*self._names, *model_files.names, INDEX_NAME})
@@ -32,7 +33,7 @@ class UnfinishedObjects:
         self._record = posixpath.join(path, self._last_name)
 
     def check(self) -> dict[str, Any] | None:
-        """Return the record of what was begun in its place, if anything; touches nothing.
+        """Return the record of a conversion that was begun in this place, or None; touch nothing.
 
         Raises `StorageError` if something else is there.
         """
@@ -41,7 +42,7 @@ class UnfinishedObjects:
         names = self._store.list(self._path) or []
         begun = self._begun(self._record)
         if other := sorted(set(names).difference(begun["names"] if begun else ())):
-            # Other layouts have their record in other places: the index, or the last file.
+            # Other layouts have their record in another place: the index, or the last file.
             last = max((name for name in names if name.endswith(".safetensors")), default=INDEX_NAME)
             if any(self._begun(posixpath.join(self._path, name)) for name in {INDEX_NAME, last} & {*other}):
                 raise StorageError(
@@ -52,15 +53,15 @@ class UnfinishedObjects:
         return begun
 
     def begin(self, *, resume: bool) -> None:
-        """Makes the record, unless `resume` finds one; what else has begun there and is not finished is deleted.
+        """Make the record, or with `resume` go on with the one there; delete any other unfinished conversion.
 
-        Raises `StorageError` if something else is there, and `TensorMismatchError` if something else was begun.
+        Raises `StorageError` if other files are there, and `TensorMismatchError` if `resume` finds another conversion.
         """
         begun = self.check()
         if resume and begun is not None:
             if begun["unfinished"] != self.digest:
                 raise TensorMismatchError(
-                    f"{self._path}: cannot be taken up again: it was begun of another source, or with other "
+                    f"{self._path}: cannot be resumed: it was begun from another source, or with other "
                     "arguments; begin anew without resume"
                 )
             return
@@ -70,7 +71,7 @@ class UnfinishedObjects:
         write_small(self._store, self._record, json.dumps(record).encode())
 
     def _begun(self, path: str) -> dict[str, Any] | None:
-        """Return the record of what was begun, if there is one."""
+        """Return the record in a file; None if the file is not there or is not a record."""
         file = self._store.find(path)
         if file is None:
             return None
@@ -84,6 +85,6 @@ class UnfinishedObjects:
         return record if isinstance(record, dict) and {"unfinished", "names"} == record.keys() else None
 
     def done(self) -> set[int]:
-        """Return the numbers of the files that are there, without the one that is written last."""
+        """Return the numbers of the files that are there, except the file that is written last."""
         names = set(self._store.list(self._path) or ())
         return {number for number, name in enumerate(self._names) if name in names and name != self._last_name}

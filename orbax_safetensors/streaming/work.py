@@ -1,4 +1,4 @@
-"""`Work`: a conversion that is decided on, of any source into any output; it is planned, or done by all processes."""
+"""`Work`: a conversion from any source into any output, which all processes plan or run together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Unit = tuple[Bundle, ...]  # what one process moves, in this order
 
 
 class Moved(NamedTuple):
-    """What this process has moved: where to, bytes of arrays that it has written, and requests to either side."""
+    """What this process has moved: the destination, bytes of arrays that it wrote, and requests to both sides."""
 
     path: str
     nbytes: int
@@ -33,17 +33,17 @@ class Moved(NamedTuple):
 
 
 class OutputSink(TileSink, Protocol):
-    """A checkpoint under way, which all processes have begun; see `JointSink`."""
+    """An unfinished checkpoint that all processes have begun; see `JointSink`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of arrays that this process has written."""
 
     def has(self, unit: int) -> bool:
-        """Whether a unit was written before this run, which resumes another."""
+        """Return whether a unit was written before this run, which resumes another."""
 
     def expect(self, units: Sequence[int]) -> None:
-        """Says which units this process will write, in this order."""
+        """Expect this process to write these units, in this order."""
 
     def commit(self, last: Callable[[], None]) -> None:
         """See `JointSink`."""
@@ -56,12 +56,12 @@ class OutputSink(TileSink, Protocol):
 
 
 class Output(Protocol):
-    """What is to be made of all leaves of a source. Nothing is touched until `begin`.
+    """The checkpoint that a conversion makes of all leaves of a source. Nothing is touched until `begin`.
 
     Attributes:
-      path: where it will be.
-      units: into which the work is dealt.
-      batch_bytes: what is moved at once.
+      path: where the checkpoint will be.
+      units: the units of work that processes share.
+      batch_bytes: the bytes that move at once.
     """
 
     path: str
@@ -74,33 +74,33 @@ class Output(Protocol):
 
     @property
     def files(self) -> tuple[PlannedFile, ...]:
-        """The files that are made; none of Orbax."""
+        """The safetensors files of the checkpoint; empty for Orbax."""
 
     @property
     def arrays(self) -> tuple[PlannedArray, ...]:
-        """The arrays that are made, of Orbax."""
+        """The arrays of a checkpoint of Orbax; empty for safetensors files."""
 
     def check_place(self) -> None:
-        """Raises `StorageError` if something is in the way."""
+        """Raise `StorageError` if something is in the way."""
 
     def planned(self, units: Sequence[int]) -> PlannedSink:
-        """Return what tells the cost of writing units."""
+        """Return a sink that tells the cost of writing units."""
 
     def begin(self, *, resume: bool) -> OutputSink:
-        """Return the sink that it is written through. Called by every process, in which it begins or fails."""
+        """Begin the checkpoint and return its sink. Every process calls this; it succeeds or fails in all of them."""
 
 
 class Work:
-    """A conversion: which process moves which units. The source is to be closed."""
+    """A conversion: which process moves which units. The caller closes `source`."""
 
     def __init__(self, source: TileSource, output: Output) -> None:
-        """Nothing is touched yet."""
+        """Touch nothing."""
         self.source, self.output = source, output
 
     def plan(self, process_count: int) -> ConversionPlan:
-        """Return what `run` in so many processes costs each of them.
+        """Return the cost of `run` for each of `process_count` processes.
 
-        Raises what `run` does if something is in the way at the destination.
+        Raises the errors of `run` if something is in the way at the destination.
         """
         source, output = self.source, self.output
         output.check_place()
@@ -125,9 +125,9 @@ class Work:
         )
 
     def run(self, *, resume: bool, progress: Progress | None) -> Moved:
-        """Does it, together with all other processes.
+        """Convert, together with all other processes.
 
-        Raises in every process if one fails; what has been written stays, for a run that resumes.
+        Raises in every process if one fails; the bytes written so far stay, for a run that resumes.
         """
         source, output = self.source, self.output
         with output.begin(resume=resume) as sink:
@@ -159,7 +159,7 @@ class Work:
         return [bundle for unit in units for bundle in self.output.units[unit]]
 
     def _share_of(self, units: Sequence[int], process: int, count: int) -> tuple[list[int], list[int]]:
-        """Return which of `units` a process moves with the others, and which when these are done: of the first one."""
+        """Return the units that a process moves with the others; and the last unit, which process 0 moves later."""
         last = self.output.last
         early = share([unit for unit in units if unit != last], self._nbytes, process, count)
         return early, [unit for unit in units if unit == last and process == 0]

@@ -184,11 +184,7 @@ def transfer_plan(
             if name is None:
                 constants.append(Constant(End(number, ops), copy))
             else:
-                use = number, ops, copy
-                if name in uses:
-                    uses[name].append(use)
-                else:
-                    uses[name] = [use]
+                uses.setdefault(name, []).append((number, ops, copy))
     located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
     ranges: list[tuple[int, int, Direct, int]] = []  # file, offset in it, range, block
     parts: list[Part] = []

@@ -80,7 +80,7 @@ def assign(destination: np.ndarray, source: np.ndarray) -> None:
 def copy_applying(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
     """Assign the result of `ops` on `source`, cast to the destination's dtype as NumPy does.
 
-    With `lossless`, numbers that do not fit an integer and finite numbers that become infinite, or NaN where a dtype
+    With `lossless`, numbers that do not fit an integer and finite numbers that become infinite, or NaN if a dtype
     has no infinity, raise `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded,
     silently.
     """

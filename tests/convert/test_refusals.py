@@ -185,7 +185,7 @@ def test_what_is_no_draft_is_never_deleted(tmp_path, source, resume):
     (tmp_path / "new.partial").mkdir(exist_ok=True)
     (tmp_path / "new.partial" / "mine").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    message = "is no unfinished conversion" if source == "elsewhere" else "which is what becomes"
+    message = "is not an unfinished conversion" if source == "elsewhere" else "which is what becomes"
     with pytest.raises(ost.StorageError, match=message):
         ost.reshard(tmp_path / source, tmp_path / "new", resume=resume)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

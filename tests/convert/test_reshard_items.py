@@ -270,7 +270,7 @@ def test_other_items_that_change(root):
     with pytest.raises(InterruptedError):
         ost.reshard(root / "from", root / "to", memory_bytes=SMALL, progress=stop)
     file.write_text("{}")
-    with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again: it was begun of another source"):
+    with pytest.raises(ost.TensorMismatchError, match="cannot be resumed: it was begun from another source"):
         ost.reshard(root / "from", root / "to", memory_bytes=SMALL, resume=True)
 
     def change(done, total):

@@ -143,7 +143,7 @@ def test_a_file_that_changes_meanwhile(beside, source, tmp_path):
         refused(ost.StorageError, "00001-of-00002.safetensors: .*(changed|is not what)", source, to)
     assert not os.path.exists((to or source) / "_METADATA")
     path.write_bytes(before[path.name])
-    refused(ost.TensorMismatchError, "was begun of other files or with other arguments", source, to, resume=True)
+    refused(ost.TensorMismatchError, "was begun from other files or with other arguments", source, to, resume=True)
     ost.link(source, to)
     assert_same(read(to or source), arrays())
     assert {name: text for name, text in content(source).items() if name in before} == before
@@ -269,7 +269,7 @@ def test_killed_and_begun_anew(beside, tmp_path):
     with interrupted(renames[-1], killed, dies=True), pytest.raises(KilledError):
         ost.link(source, to, family=FAMILY)
     assert not (place / "_METADATA").exists()
-    refused(ost.TensorMismatchError, "was begun of other files or with other arguments", source, to, resume=True)
+    refused(ost.TensorMismatchError, "was begun from other files or with other arguments", source, to, resume=True)
     ost.link(source, to)
     assert_same(read(place), arrays())
 

@@ -222,7 +222,7 @@ def test_interrupted_and_resumed(name, url, objects):
         ost.link(url, family=FAMILY)
     assert ("model/_METADATA" in objects) == (name == "commit_success.txt")
     assert "model/commit_success.txt" not in objects
-    refused(ost.TensorMismatchError, "was begun of other files or with other arguments", url, resume=True)
+    refused(ost.TensorMismatchError, "was begun from other files or with other arguments", url, resume=True)
     told = []
     ost.link(url, family=FAMILY, resume=True, progress=lambda *now: told.append(now))
     assert told == []

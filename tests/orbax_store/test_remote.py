@@ -194,7 +194,7 @@ def test_begun_anew(url, objects):
 def test_what_was_left_behind_by_another_sink(url, objects):
     give_up(url, LEAVES)
     before = dict(objects)
-    with pytest.raises(TensorMismatchError, match="gs://.*cannot be taken up again: it was begun of another source"):
+    with pytest.raises(TensorMismatchError, match="gs://.*cannot be resumed: it was begun from another source"):
         step_sink(url, tree_of(leaf_of), resume=True, source="another")
     assert objects == before
 

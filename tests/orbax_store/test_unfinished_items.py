@@ -67,14 +67,14 @@ def test_what_was_left_behind_is_deleted_unless_it_is_wanted(tmp_path):
         ({"ocdbt": False}, "ocdbt was True when it was begun and is False now"),
         ({"zarr3": False}, "zarr3 was True"),
         ({"compression": False}, "compression was True"),
-        ({"source": "another"}, "it was begun of another source, or with other arguments; begin anew"),
+        ({"source": "another"}, "it was begun from another source, or with other arguments; begin anew"),
     ],
 )
 def test_what_was_left_behind_by_another_sink(tmp_path, change, why):
     with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         fill(sink, values())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(TensorMismatchError, match=f"cannot be taken up again: {why}"):
+    with pytest.raises(TensorMismatchError, match=f"cannot be resumed: {why}"):
         step_sink(tmp_path, change.pop("tree", tree_of(leaf_of)), resume=True, **change)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -165,7 +165,7 @@ def test_another_conversion_is_not_mixed_in(source, place, tmp_path):
         with pytest.raises(InterruptedError, match="^enough$"):
             CALLS["files"](source, to, progress=stop_halfway)
         if not again:
-            with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
+            with pytest.raises(ost.TensorMismatchError, match="cannot be resumed"):
                 ost.reshard(source, to, max_file_bytes=9000, resume=True)
     ost.reshard(source, to, max_file_bytes=9000)
     ost.reshard(source, tmp_path / "to", max_file_bytes=9000)

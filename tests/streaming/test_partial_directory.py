@@ -111,7 +111,7 @@ def test_what_is_no_directory(draft, tmp_path, place, kind, resume):
     else:
         path.symlink_to("nothing" if place == "dangling" else "other.partial")
     before = everything(tmp_path)
-    with pytest.raises(StorageError, match=f"{path}: is a {kind} and no unfinished conversion; move it away"):
+    with pytest.raises(StorageError, match=f"{path}: is a {kind} and not an unfinished conversion; move it away"):
         draft().begin(resume=resume)
     assert everything(tmp_path) == before
 
@@ -123,7 +123,7 @@ def test_what_somebody_else_has_there(draft, tmp_path, inside, resume):
     path.mkdir(exist_ok=True)
     (path / "mine").write_text("mine")
     before = everything(tmp_path)
-    with pytest.raises(StorageError, match=f"{path}: is no unfinished conversion, it holds 'mine'; move it away"):
+    with pytest.raises(StorageError, match=f"{path}: is not an unfinished conversion, it holds 'mine'; move it away"):
         draft().begin(resume=resume)
     assert everything(tmp_path) == before
 
@@ -137,8 +137,8 @@ def test_what_somebody_else_has_there(draft, tmp_path, inside, resume):
         (b"\xff", StorageError, "is not JSON"),
         (b'["of this"]', StorageError, r"expected a dict, found \['of this'\]; begin anew"),
         (b"null", StorageError, "expected a dict, found None"),
-        (b'{"digest": "of that"}', TensorMismatchError, "cannot be taken up again: it was begun of another source"),
-        (b"{}", TensorMismatchError, "cannot be taken up again"),
+        (b'{"digest": "of that"}', TensorMismatchError, "cannot be resumed: it was begun from another source"),
+        (b"{}", TensorMismatchError, "cannot be resumed"),
     ],
 )
 def test_records_that_are_not_of_this(draft, text, error, message):

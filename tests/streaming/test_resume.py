@@ -61,7 +61,7 @@ def test_another_source_is_not_mixed_in(kind, tmp_path):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
     killed(kind, source, destination, 3)
     make_source(kind, tmp_path / "from", seed=1)
-    with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
+    with pytest.raises(ost.TensorMismatchError, match="cannot be resumed"):
         CALLS[kind](source, destination, resume=True)
     CALLS[kind](source, destination)
     check(kind, destination, seed=1)
@@ -100,7 +100,7 @@ TWICE = family_of(lambda: tensor("w0", (16, 64)).scale(2))
 def test_other_arguments_are_not_mixed_in(begun, now, tmp_path):
     source, small = make_source("to_orbax", tmp_path / "from"), {"to": "orbax", "memory_bytes": 5_000}
     stopped(ost.convert, source, tmp_path / "to", **small, **begun)
-    with pytest.raises(ost.TensorMismatchError, match="cannot be taken up again"):
+    with pytest.raises(ost.TensorMismatchError, match="cannot be resumed"):
         ost.convert(source, tmp_path / "to", resume=True, **small, **now)
     moved = ost.convert(source, tmp_path / "to", resume=True, **small, **begun).nbytes
     leaves = open_orbax(tmp_path / "to").leaves.values()
