@@ -27,7 +27,7 @@ _PIECE = "\ud800"
 _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A tensor of a file: `file` is its position in `Checkpoint.files`, `start` where it begins in the whole tensor."""
 
     file: int
@@ -40,7 +40,7 @@ class StoredTensor(NamedTuple):
 
     stored_dtype: DType
     stored_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class Checkpoint:
         _, piece = self._piece(name)
         return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
 
-    def _piece(self, name: str) -> tuple[StoredTensor, Piece]:
+    def _piece(self, name: str) -> tuple[StoredTensor, StoredPiece]:
         tensor = self.tensors.get(name)
         if tensor is not None:
             return tensor, tensor.pieces[0]

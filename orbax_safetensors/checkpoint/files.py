@@ -19,7 +19,7 @@ from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Head
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
-from orbax_safetensors.orbax_store.directories import is_remote
+from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import fingerprint
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
@@ -43,7 +43,7 @@ class StoredFile:
 
 def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Return whether `path`, which may be a `gs://` URL, is a checkpoint of Orbax: a directory without safetensors."""
-    if is_remote(path):
+    if is_on_gcs(path):
         if path.endswith(SUFFIX):  # a reader of an object may not be allowed to list its neighbours
             return False
         store, path = store_of(path, storage_options)
@@ -60,7 +60,7 @@ def checkpoint_files(
     store: Store, path: str, report: Callable[[SafetensorsError], None]
 ) -> tuple[list[str], Index | None]:
     """Return the paths of a checkpoint's files, and the index that names them if there is one."""
-    if path.endswith(SUFFIX) and not store.maps:  # a reader of an object may not be allowed to list its neighbours
+    if path.endswith(SUFFIX) and not store.is_local:  # a reader of an object may not be allowed to list its neighbours
         return [path], None
     index: Index | None
     if not store.lists:
@@ -74,7 +74,7 @@ def checkpoint_files(
         return [path], None
     index_name = _index_name(path, names)
     index = None if index_name is None else _read_index(store.open(posixpath.join(path, index_name)))
-    if index is None and not store.maps:
+    if index is None and not store.is_local:
         _check_set(path, names)
     return [posixpath.join(path, name) for name in _file_names(path, names, index, report)], index
 
@@ -164,7 +164,7 @@ def read_headers(store: Store, paths: Sequence[str]) -> Iterator[StoredFile | Sa
         except SafetensorsError as fault:
             return fault
 
-    if store.maps or len(paths) == 1:
+    if store.is_local or len(paths) == 1:
         yield from map(read, paths)
         return
     with ThreadPoolExecutor(min(store.cost.requests, len(paths)), "safetensors") as pool:

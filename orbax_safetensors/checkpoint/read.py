@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Piece, StoredTensor
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers
 from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
@@ -81,7 +81,7 @@ def _tensors(
     path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
 ) -> dict[str, StoredTensor]:
     """Return the tensors of `files` by name, only those that the index names if there is one."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
         base_name = posixpath.basename(stored.path)
@@ -89,9 +89,11 @@ def _tensors(
             if index is not None and index.weight_map.get(name) != base_name:
                 continue
             if name not in pieces:
-                pieces[name] = [Piece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])]
+                pieces[name] = [
+                    StoredPiece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])
+                ]
             elif offsets is not None:
-                pieces[name].append(Piece(number, entry, offsets[name]))
+                pieces[name].append(StoredPiece(number, entry, offsets[name]))
             else:
                 other = files[pieces[name][0].file].path
                 report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
@@ -112,7 +114,7 @@ def _tensors(
     return tensors
 
 
-def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTensor:
+def _whole(name: str, pieces: list[StoredPiece], files: list[StoredFile]) -> StoredTensor:
     """Return the tensor that `pieces` make up; raises `IndexFileError` if they do not tile it."""
     first, first_file = pieces[0].entry, pieces[0].file
     for piece in pieces:
@@ -146,7 +148,7 @@ def _whole(name: str, pieces: list[Piece], files: list[StoredFile]) -> StoredTen
     return StoredTensor(first.dtype, shape, filled or tuple(pieces[:1]))
 
 
-def _end(piece: Piece, axis: int) -> int:
+def _end(piece: StoredPiece, axis: int) -> int:
     return piece.start[axis] + piece.entry.shape[axis]
 
 

@@ -10,7 +10,7 @@ from orbax_safetensors.checkpoint.read import examine
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
-from orbax_safetensors.orbax_store.directories import is_remote
+from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.paths import PathLike, place
@@ -35,7 +35,7 @@ def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list
     if isinstance(checkpoint, list):
         return checkpoint
     # TensorStore finds an object store without options only.
-    index_opens = checkpoint.store.maps or (is_remote(checkpoint.path) and not storage_options)
+    index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not storage_options)
     return _index_faults(checkpoint, index_opens)
 
 

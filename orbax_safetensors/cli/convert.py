@@ -13,7 +13,7 @@ from orbax_safetensors import Conversion, Link, TensorMismatchError, convert, pl
 from orbax_safetensors.cli import cluster, convert_plan, family
 from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, parse_rule
 from orbax_safetensors.cli.progress import Reporter
-from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
+from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
 from orbax_safetensors.convert.request import MEMORY_BYTES
 from orbax_safetensors.streaming.casts import Casts
@@ -143,7 +143,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Convert `args.source` and print what was done, or what would be."""
     for_one = _TO_SAFETENSORS if args.to == "orbax" else _TO_ORBAX
     for name, flag in for_one.items():
@@ -195,7 +195,7 @@ def conversion_facts(done: Conversion) -> Facts:
 
 
 def report(
-    args: argparse.Namespace, output: Output, call: Callable[[Reporter], _Done], facts: Callable[[_Done], Facts]
+    args: argparse.Namespace, output: Printer, call: Callable[[Reporter], _Done], facts: Callable[[_Done], Facts]
 ) -> int:
     """Run `call`, say on stderr how far it is, and print what was done; process 0 alone says and prints."""
     first, processes = jax.process_index() == 0, jax.process_count()

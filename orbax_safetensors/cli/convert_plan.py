@@ -9,7 +9,7 @@ import posixpath
 from orbax_safetensors import ConversionPlan, TimeEstimate
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_tables import files_read
-from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
+from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size, shape_text
 
 _FOR_A_PLAN = ("processes", "files", "bandwidth", "latency", "write_bandwidth", "write_latency")
 
@@ -30,7 +30,7 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for an estimate of the time, which also needs --bandwidth")
 
 
-def report(args: argparse.Namespace, output: Output, plan: ConversionPlan) -> int:
+def report(args: argparse.Namespace, output: Printer, plan: ConversionPlan) -> int:
     """Print a plan."""
     time = None
     speeds = {
@@ -99,7 +99,7 @@ def _facts(plan: ConversionPlan, time: TimeEstimate | None) -> list[tuple[str, C
     return facts
 
 
-def _files(plan: ConversionPlan, output: Output) -> None:
+def _files(plan: ConversionPlan, output: Printer) -> None:
     """Print what each process reads and writes of each file; of Orbax, the arrays that are made instead."""
     if not plan.from_orbax:
         files_read(output, "reads", [cost.reads for cost in plan.processes])

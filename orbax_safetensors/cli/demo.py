@@ -25,7 +25,7 @@ import numpy as np
 from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.heat_map import draw, stretches
-from orbax_safetensors.cli.tables import Output, Share, Size, clean
+from orbax_safetensors.cli.tables import Printer, Share, Size, clean
 from orbax_safetensors.cost.heat import Heat
 
 PROCESSES = 2
@@ -68,7 +68,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Restore `args.path`, or the installed weights, and write the picture to `args.output`."""
     if importlib.util.find_spec("safetensors") is None:
         raise SafetensorsError(
@@ -231,7 +231,7 @@ def _sizes(checkpoint: Checkpoint) -> list[int]:
     return [file.header.file_bytes for file in checkpoint.files]
 
 
-def _print(checkpoint: Checkpoint, reports: list[dict[str, Any]], output: Output) -> None:
+def _print(checkpoint: Checkpoint, reports: list[dict[str, Any]], output: Printer) -> None:
     size = sum(_sizes(checkpoint))
     output.facts(
         [

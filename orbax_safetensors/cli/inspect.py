@@ -14,7 +14,7 @@ from orbax_safetensors.checkpoint.files import StoredFile, is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli import inspect_orbax, inspect_tree
 from orbax_safetensors.cli.family import add_family
-from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
+from orbax_safetensors.cli.tables import Cell, Printer, Size, shape_text
 from orbax_safetensors.storage.paths import place
 
 # argparse leaves this text as it is.
@@ -33,7 +33,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the tensors of `args.path`, or the leaves that a family makes of them, and totals."""
     if is_orbax(place(args.path)):
         return inspect_orbax.run(args, output)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _print_tensors(checkpoint: Checkpoint, output: Output) -> None:
+def _print_tensors(checkpoint: Checkpoint, output: Printer) -> None:
     """Print every tensor. On a terminal files are numbers, explained below the table, to leave room for the names."""
     files = [_name(file) for file in checkpoint.files]
 

@@ -8,12 +8,12 @@ from math import prod
 from typing import Any
 
 from orbax_safetensors.cli.partition import UsageError
-from orbax_safetensors.cli.tables import Cell, Output, Size, shape_text
+from orbax_safetensors.cli.tables import Cell, Printer, Size, shape_text
 from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxStep, array_name, open_step
 from orbax_safetensors.orbax_store.leaf import STRING
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the arrays of `args.path`, with its scalars, and totals."""
     if args.family is not None or args.variant:
         raise UsageError("--family is for safetensors, and PATH is a checkpoint of Orbax")

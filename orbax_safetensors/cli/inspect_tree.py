@@ -11,11 +11,11 @@ from typing import Any
 from orbax_safetensors import Checkpoint, open_checkpoint
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.family import full_name, switches_text, variant
-from orbax_safetensors.cli.tables import Output, Size, shape_text
+from orbax_safetensors.cli.tables import Printer, Size, shape_text
 from orbax_safetensors.geometry.view import View
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the leaves that `args.family` makes of `args.path`, and totals."""
     switches = variant(args)
     checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)

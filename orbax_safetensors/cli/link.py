@@ -13,7 +13,7 @@ from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.convert import add_mesh, given_spec, report
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_orbax import over_reads
-from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
+from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
 from orbax_safetensors.cli.units import parse_bytes, parse_count
 from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
 
@@ -64,7 +64,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Link `args.source` and print what was made, or what would be."""
     arguments: dict[str, Any] = {
         "family": args.family,
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     )
 
 
-def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Output) -> int:
+def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> int:
     if args.json:
         output.json(json.loads(plan.to_json()))
         return 0
@@ -139,7 +139,7 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Output) -> int
     return 0
 
 
-def _print_made(plan: LinkPlan, output: Output) -> None:
+def _print_made(plan: LinkPlan, output: Printer) -> None:
     """Print what has to be made: on a terminal arrays whose names differ in numbers alone are one line."""
     made = {array.name: array for array in plan.arrays if array.made is not None}
     rows = [(name, [name]) for name in made]

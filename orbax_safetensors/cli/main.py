@@ -12,7 +12,7 @@ from orbax_safetensors import SafetensorsError
 from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.progress import Warnings
-from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.cli.tables import Printer, clean
 from orbax_safetensors.devices.rules import RuleError
 
 _COMMANDS = {
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with Warnings(partial(print, file=sys.stderr)):
-            status: int = _COMMANDS[args.command].run(args, Output(sys.stdout))
+            status: int = _COMMANDS[args.command].run(args, Printer(sys.stdout))
         sys.stdout.flush()
         return status
     except UsageError as error:

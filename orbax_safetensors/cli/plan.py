@@ -40,7 +40,7 @@ from orbax_safetensors.cli.partition import (
 )
 from orbax_safetensors.cli.plan_picture import draw_plan
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
-from orbax_safetensors.cli.tables import Output, clean
+from orbax_safetensors.cli.tables import Printer, clean
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
 from orbax_safetensors.cost.estimate import estimate
 from orbax_safetensors.restore.plan import distribution
@@ -121,7 +121,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the plan for restoring all of `args.path` on each of `args.mesh`."""
     counts = _process_counts(args)
     if args.latency is not None and args.bandwidth is None:
@@ -176,7 +176,7 @@ def _run_save(
     options: SafetensorsOptions,
     tree: Facts,
     named: dict[str, Any],
-    output: Output,
+    output: Printer,
 ) -> int:
     """Print what saving the tree costs."""
     (mesh,) = args.mesh

@@ -12,7 +12,7 @@ from math import prod
 from orbax_safetensors import TimeEstimate
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, UsageError, mesh_text, spread
-from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size, shape_text
+from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size, shape_text
 from orbax_safetensors.cost.estimate import estimate
 from orbax_safetensors.cost.orbax_restore import OrbaxLeafOverRead, OrbaxRestorePlan, plan_orbax_restore
 from orbax_safetensors.devices.partition import Partition, partition
@@ -25,7 +25,7 @@ from orbax_safetensors.orbax_store.leaf import ARRAYS
 _WORST = 10
 
 
-def run(args: argparse.Namespace, count: int, output: Output) -> int:
+def run(args: argparse.Namespace, count: int, output: Printer) -> int:
     """Print the plan for restoring all of `args.path` on the mesh in `count` processes."""
     for option in ("family", "variant", "save", "files", "picture"):
         if getattr(args, option):
@@ -87,7 +87,7 @@ def _print(
     plan: OrbaxRestorePlan,
     time: TimeEstimate | None,
     mesh: dict[str, int],
-    output: Output,
+    output: Printer,
 ) -> None:
     facts: list[tuple[str, Cell]] = [
         ("path", checkpoint.path),
@@ -119,7 +119,7 @@ def _print(
     )
 
 
-def over_reads(plan: OrbaxRestorePlan, output: Output) -> None:
+def over_reads(plan: OrbaxRestorePlan, output: Printer) -> None:
     """Print the worst leaves: on a terminal grouped, if shapes are equal too, and only some; elsewhere all."""
     leaves = {leaf.name: leaf for leaf in plan.over_reads}
     rows: list[tuple[str, list[OrbaxLeafOverRead]]] = []

@@ -11,7 +11,7 @@ from math import prod
 from orbax_safetensors import RestorePlan, SavePlan, TimeEstimate
 from orbax_safetensors.cli.braces import in_braces
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
-from orbax_safetensors.cli.tables import Cell, Output, Seconds, Size
+from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
 from orbax_safetensors.cost.advice import Instead
 from orbax_safetensors.cost.figures import FileReads, OverRead, Reads
 from orbax_safetensors.cost.restore import ProcessCost
@@ -62,7 +62,7 @@ def _even(shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int]) -> bool:
 Facts = Sequence[tuple[str, Cell]]
 
 
-def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> None:
+def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) -> None:
     """Print all there is to say of one mesh; `tree` are facts about the tree that is restored."""
     plan, time = scenario.plan, scenario.estimate
     largest, smallest = plan.largest_shard, plan.smallest_shard
@@ -120,7 +120,7 @@ def details(scenario: Scenario, tree: Facts, output: Output, *, files: bool) -> 
 
 
 def saved(
-    mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Output, *, files: bool
+    mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Printer, *, files: bool
 ) -> None:
     """Print what a save writes: the files, and what each process writes into them."""
     facts: list[tuple[str, Cell]] = [
@@ -158,7 +158,7 @@ def saved(
         )
 
 
-def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Output) -> None:
+def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Printer) -> None:
     """Print a row for each mesh. If processes differ, the one that has most counts."""
     plan = scenarios[0].plan
     output.facts(
@@ -197,7 +197,7 @@ def _compared(scenario: Scenario) -> list[Cell]:
     return [*row, Seconds(scenario.estimate.seconds)] if scenario.estimate is not None else row
 
 
-def _together(scenarios: Sequence[Scenario], output: Output) -> None:
+def _together(scenarios: Sequence[Scenario], output: Printer) -> None:
     """Print what `cooperative=True` reads, if that is less: for each process, or of several meshes the most of any."""
     rows: list[list[Cell]] = []
     for scenario in scenarios:
@@ -233,7 +233,7 @@ def _memory(cost: ProcessCost) -> int:
     return cost.staging_bytes + cost.destination_bytes
 
 
-def files_read(output: Output, requests: str, processes: Sequence[Sequence[FileReads]]) -> None:
+def files_read(output: Printer, requests: str, processes: Sequence[Sequence[FileReads]]) -> None:
     """Print a table of what each process reads of each file; `requests` is the head of that column."""
     output.table(
         ("process", "file", "needed", "read", "over-read", requests),
@@ -284,7 +284,7 @@ def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
     return sorted(out, key=lambda row: row.needed_bytes - row.read_bytes)
 
 
-def _over_reads(scenario: Scenario, output: Output) -> None:
+def _over_reads(scenario: Scenario, output: Printer) -> None:
     """Print the worst leaves: on a terminal grouped and only some, elsewhere all."""
     rows = worst_leaves(scenario, grouped=output.for_people)
     more = len(rows) - _WORST if output.for_people else 0

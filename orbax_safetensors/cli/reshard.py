@@ -10,7 +10,7 @@ from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli import cluster, convert_plan
 from orbax_safetensors.cli.convert import add_common_arguments, common, conversion_facts, report
 from orbax_safetensors.cli.partition import UsageError
-from orbax_safetensors.cli.tables import Output
+from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.cli.units import parse_bytes
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
@@ -54,7 +54,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Store `args.source` anew and print what was done, or what would be."""
     arguments = common(args)
     if args.max_file_bytes is not None and args.mesh is not None:

@@ -69,7 +69,7 @@ def _for_programs(cell: Cell) -> str:
     return clean(cell) if isinstance(cell, str) else f"{cell:.6g}" if isinstance(cell, float) else str(int(cell))
 
 
-class Output:
+class Printer:
     """Where a command prints its results: blocks, with an empty line between them."""
 
     def __init__(self, stream: TextIO) -> None:

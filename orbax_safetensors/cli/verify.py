@@ -8,7 +8,7 @@ from collections.abc import Callable
 from orbax_safetensors import verify
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli.tables import Output
+from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.paths import place
@@ -28,7 +28,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Printer) -> int:
     """Print one line for each fault of `args.path`, or that there is none."""
     faults = verify(args.path)
     for fault in faults:

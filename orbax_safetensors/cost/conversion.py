@@ -30,7 +30,7 @@ _FIGURES = (
 )
 
 
-class FileTraffic(NamedTuple):
+class PathTraffic(NamedTuple):
     """The traffic of one file; see `Traffic`."""
 
     file: str
@@ -57,7 +57,7 @@ class Traffic:
     num_requests: int
     staging_bytes: int
     streams: int
-    files: tuple[FileTraffic, ...] = ()
+    files: tuple[PathTraffic, ...] = ()
 
 
 def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_bytes: int = 0) -> Traffic:
@@ -72,7 +72,7 @@ def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_byte
         plan.num_requests,
         staging_bytes=at_once * plan.window_bytes + min(at_once * held_bytes, plan.moved_bytes),
         streams=streams,
-        files=tuple(FileTraffic(files[number], *figures) for number, *figures in plan.files),
+        files=tuple(PathTraffic(files[number], *figures) for number, *figures in plan.files),
     )
 
 
@@ -260,14 +260,14 @@ class ConversionPlan:
         )
 
 
-def _by_file(traffic: Iterable[Traffic]) -> list[FileTraffic]:
+def _by_file(traffic: Iterable[Traffic]) -> list[PathTraffic]:
     """Return the traffic of each file, all batches together, in the order of the names."""
     totals: dict[str, tuple[int, int, int]] = {}
     for of_batch in traffic:
         for name, *figures in of_batch.files:
             needed, moved, requests = map(sum, zip(totals.get(name, (0, 0, 0)), figures, strict=True))
             totals[name] = needed, moved, requests
-    return [FileTraffic(name, *figures) for name, figures in sorted(totals.items())]
+    return [PathTraffic(name, *figures) for name, figures in sorted(totals.items())]
 
 
 def _seconds(traffic: Traffic, bandwidth: float, latency: float) -> float:

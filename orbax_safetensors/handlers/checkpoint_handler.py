@@ -87,7 +87,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         Orbax makes the directory. On an object store it can exist before, and is refused if it holds a checkpoint
         unless `existing` says otherwise.
         """
-        plan = self._plan(directory, args, existing)
+        plan = self._prepare(directory, args, existing)
         write_save(plan, Shards.of(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
@@ -95,7 +95,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         The future that it returns is done when all processes have written.
         """
-        plan = self._plan(directory, args)
+        plan = self._prepare(directory, args)
         shards = Shards.copied(plan)
 
         async def commit() -> None:
@@ -103,7 +103,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
-    def _plan(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
+    def _prepare(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
         args = _checked(args, SafetensorsSave)
         return prepare_save(
             args.item,

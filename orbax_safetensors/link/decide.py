@@ -30,7 +30,7 @@ from orbax_safetensors.orbax_store.addressed_item import (
     misread,
     scalar_entries,
 )
-from orbax_safetensors.orbax_store.directories import is_remote
+from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.leaf import SCALAR
 from orbax_safetensors.orbax_store.ocdbt import Entry
 from orbax_safetensors.streaming.bundles import interleaved
@@ -135,7 +135,7 @@ def decide(request: LinkRequest) -> Decision:
     Raises the errors of `convert` for a source, a family or a spec, and `StorageError` for files that are not local.
     """
     checkpoint = read_checkpoint(request.source)
-    if is_remote(request.source) and checkpoint.files[0].path == request.source:
+    if is_on_gcs(request.source) and checkpoint.files[0].path == request.source:
         raise StorageError(f"{request.source}: is one object; below gs:// a link is of a directory")
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensor")

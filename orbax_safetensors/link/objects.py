@@ -18,7 +18,7 @@ from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.link.staging import NAMES, RECORD, Staging
 from orbax_safetensors.orbax_store.addressed_item import STEP_FILES
-from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, read_json, remove
+from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.orbax_store.operations import storage_errors
@@ -129,4 +129,4 @@ class ObjectStaging:
 
 def staging_of(request: LinkRequest) -> Staging | ObjectStaging:
     """Return the staging in which a link is made."""
-    return ObjectStaging(request) if is_remote(request.destination) else Staging(request)
+    return ObjectStaging(request) if is_on_gcs(request.destination) else Staging(request)

@@ -12,7 +12,7 @@ from typing import Any
 from orbax_safetensors.checkpoint.family import AskedFamily
 from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, partition
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_remote
+from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_on_gcs
 from orbax_safetensors.storage.paths import PathLike, is_url, place
 
 CHUNK_BYTES = 16 * 2**20
@@ -46,7 +46,7 @@ class LinkRequest:
     def __post_init__(self) -> None:
         _ = self.partition
         for path in (self.source, self.destination):
-            if is_url(path) and not (is_remote(path) and self.in_source):
+            if is_url(path) and not (is_on_gcs(path) and self.in_source):
                 raise StorageError(
                     f"{path}: a link is between files of one file system, or lies beside the objects of a gs:// "
                     "directory; download the files first, or restore from the URL, which needs no link"
@@ -94,7 +94,7 @@ def link_places(source: PathLike, destination: PathLike | None) -> dict[str, str
 
 def _absolute(path: PathLike) -> str:
     text = place(path)
-    return absolute(text) if is_remote(text) else text
+    return absolute(text) if is_on_gcs(text) else text
 
 
 def _directory(path: str) -> str:

@@ -34,7 +34,7 @@ _SMALL_BYTES = 64 << 10
 _DENSE = 6
 
 
-def is_remote(path: PathLike) -> bool:
+def is_on_gcs(path: PathLike) -> bool:
     """Return whether a path is on an object store, where nothing can be renamed and no directory is empty."""
     return os.fspath(path).startswith(_REMOTE)
 
@@ -49,7 +49,7 @@ def absolute(path: PathLike) -> str:
         path = os.path.abspath(path)
         check_literal(path)
         return path
-    if not path.removeprefix(_REMOTE).strip("/") or not is_remote(path):
+    if not path.removeprefix(_REMOTE).strip("/") or not is_on_gcs(path):
         raise StorageError(f"{path}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
     if not any(importlib.util.find_spec(name) for name in _CLIENTS):
         raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install 'orbax-safetensors[gcs]'")
@@ -70,7 +70,7 @@ def check_literal(path: str) -> None:
         meaning = repr(others.pop()) if others else ""
     except Exception as error:  # no library says what it raises
         meaning = f"no path ({type(error).__name__})"
-    if "**" in path or (is_remote(path) and glob.has_magic(path)):
+    if "**" in path or (is_on_gcs(path) and glob.has_magic(path)):
         meaning = "a pattern"
     if meaning:
         raise StorageError(f"{path}: cannot hold a checkpoint of Orbax, whose libraries take this path for {meaning}")
@@ -94,7 +94,7 @@ def fresh(path: PathLike) -> epath.Path:
 
 def names(directory: epath.Path, *, directories: bool = False) -> list[str]:
     """Return the sorted names in a directory, or of the directories in it; none if an object store has none."""
-    if not is_remote(directory):
+    if not is_on_gcs(directory):
         with os.scandir(directory) as entries:  # `epath` leaves out names that end with a tilde
             return sorted(entry.name for entry in entries if not directories or entry.is_dir())
     try:
@@ -107,7 +107,7 @@ def names(directory: epath.Path, *, directories: bool = False) -> list[str]:
 
 def requests_at_once(path: str) -> int:
     """Return how many requests a process has in flight at most: Orbax's limit for files, TensorStore's for `gs://`."""
-    return 32 if is_remote(path) else 128
+    return 32 if is_on_gcs(path) else 128
 
 
 def read_bytes(path: epath.Path) -> bytes | None:
@@ -183,7 +183,7 @@ def copy(source: epath.Path, destination: epath.Path) -> None:
         return
     with source.open("rb") as reading, destination.open("wb") as writing:
         shutil.copyfileobj(reading, writing, _COPY_BYTES)
-        if not is_remote(destination):
+        if not is_on_gcs(destination):
             writing.flush()
             os.fsync(writing.fileno())
 
@@ -198,7 +198,7 @@ def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.K
 
 def state(directory: str) -> dict[str, Any]:
     """Return what tells whether a file has changed, by the path of each file in a directory; equal on all hosts."""
-    if not is_remote(directory):
+    if not is_on_gcs(directory):
         return dict(_local_state(directory))
     store = kvstore(directory, ts.Context())
     # A read of no bytes returns the generation alone.
@@ -208,7 +208,7 @@ def state(directory: str) -> dict[str, Any]:
 
 def file_bytes(directory: str) -> int | None:
     """Return the bytes of all files in a directory; None below `gs://`, where each would take a request."""
-    return None if is_remote(directory) else sum(size for _, (size, _) in _local_state(directory))
+    return None if is_on_gcs(directory) else sum(size for _, (size, _) in _local_state(directory))
 
 
 def _local_state(root: str) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -14,7 +14,7 @@ from etils import epath
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.orbax_store._compat import serialize_step_metadata
-from orbax_safetensors.orbax_store.directories import fresh, is_remote, names, read_json
+from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json
 
 TREE_FILE = "_METADATA"
 STEP_FILE = "_CHECKPOINT_METADATA"
@@ -171,7 +171,7 @@ def _is_step(path: epath.Path) -> bool:
 
 def _is_finished(path: epath.Path) -> bool:
     """Return whether an item or a step is finished. Orbax renames those of file systems, so their names tell."""
-    return not is_remote(path) or FINISHED_FILE in names(path)
+    return not is_on_gcs(path) or FINISHED_FILE in names(path)
 
 
 def _check_finished(path: epath.Path) -> None:

@@ -26,7 +26,7 @@ from etils import epath
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.orbax_store._compat import run_sync
-from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_remote, make, names, remove
+from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_on_gcs, make, names, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem
 from orbax_safetensors.orbax_store.operations import storage_errors
@@ -67,7 +67,7 @@ class UnfinishedCheckpoint:
         }
         self._record = self._step_path.get() / RECORD_FILE
         # Whether the finished checkpoint has the same path, so that only a file in it tells it from an unfinished one.
-        self._in_place = is_remote(self.path)
+        self._in_place = is_on_gcs(self.path)
         self._fsync = fsync
         self._run = secrets.token_hex(8)
         self._lock: Lock | None = None

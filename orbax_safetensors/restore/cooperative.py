@@ -58,21 +58,23 @@ class Decided(NamedTuple):
     key: str = ""
 
 
-def decide(resolve: Callable[[], tuple[Checkpoint, Request]], options: SafetensorsOptions, key: str | None) -> Decided:
-    """Open a checkpoint, resolve the request, and decide how to restore it.
+def decide(
+    open_request: Callable[[], tuple[Checkpoint, Request]], options: SafetensorsOptions, key: str | None
+) -> Decided:
+    """Open a checkpoint and resolve the request, as `open_request` does, and decide how to restore it.
 
     With a `key`, which no other restore has, all processes decide together on the same request: if one fails, all
     raise, and devices may exchange leaves. Without a `key`, this process restores alone.
 
-    Raises what `resolve` raises, and `TensorMismatchError` if the processes do not restore the same.
+    Raises what `open_request` raises, and `TensorMismatchError` if the processes do not restore the same.
     """
     if key is None:
-        return Decided(*resolve())
+        return Decided(*open_request())
     earlier = _left.copy()
     try:
         with collectives.ended_by_sigterm():
             decided = together(
-                f"{key}/decided", lambda: _decided(*resolve(), options, key), _facts, otherwise=_OTHERWISE
+                f"{key}/decided", lambda: _decided(*open_request(), options, key), _facts, otherwise=_OTHERWISE
             )
     finally:
         _left.add(key)
@@ -156,7 +158,7 @@ def _facts(decided: Decided) -> str:
         return ""
     store, files = decided.checkpoint.store, decided.checkpoint.files
     # Hosts that have mounted one file system may see different versions of one file.
-    stored = [file.stamp.nbytes if store.maps else (file.stamp.nbytes, file.stamp.version) for file in files]
+    stored = [file.stamp.nbytes if store.is_local else (file.stamp.nbytes, file.stamp.version) for file in files]
     leaves = [(decided.request.targets[at], decided.swaps[at]) for batch in decided.batches for at in batch]
     exchanges = [
         (

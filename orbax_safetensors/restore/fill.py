@@ -122,7 +122,7 @@ def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Fil
     """
     started = time.perf_counter()
     store = checkpoint.store
-    if options.alias and not store.maps:
+    if options.alias and not store.is_local:
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )

@@ -21,7 +21,7 @@ from orbax_safetensors.restore.plan import cooperates
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike, as_text
-from orbax_safetensors.storage.schemes import moves
+from orbax_safetensors.storage.schemes import is_unpinned
 
 
 def restore(
@@ -125,7 +125,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
         return False
     spread = [leaf for leaf in requests.leaf_requests(item, restore_args) if len(leaf.processes) > 1]
     everywhere = [leaf for leaf in spread if len(leaf.processes) == count]
-    if spread and moves(path):
+    if spread and is_unpinned(path):
         if not everywhere:
             raise TensorMismatchError(
                 f"{path}: arrays over devices of some of {count} processes could be of different commits; name its "
@@ -141,7 +141,7 @@ def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | N
     The first process to come here decides on the commit; no process waits for another.
     """
     checkpoint = read_checkpoint(path, storage_options)
-    if key is None or not moves(path):
+    if key is None or not is_unpinned(path):
         return checkpoint
     pinned = first(f"{key}/commit", checkpoint.path)
     return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)

@@ -72,8 +72,10 @@ def not_found(scheme: str) -> str:
         places = f"AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile in ~/.aws (AWS_PROFILE{boto3})"
     elif scheme in GCS:
         places = "GOOGLE_APPLICATION_CREDENTIALS, a login of gcloud"
-    else:
+    elif scheme in AZURE:
         places = "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, AZURE_STORAGE_CONNECTION_STRING"
+    else:
+        places = "the environment"
     return f"found no credentials in storage_options, {places}, or a role of this machine; {_PUBLIC}"
 
 

@@ -20,7 +20,7 @@ from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage import hub_path
 from orbax_safetensors.storage.event_loop import Requests
 from orbax_safetensors.storage.hub_api import Contents, HubApi, cached_copy
-from orbax_safetensors.storage.links import Link, Links, link_to
+from orbax_safetensors.storage.links import FileLink, Links, link_to
 from orbax_safetensors.storage.local import LocalFile
 from orbax_safetensors.storage.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
 from orbax_safetensors.storage.retries import Retries, WrongAnswerError
@@ -60,7 +60,7 @@ class CachedFile(LocalFile):
 class HubStore:
     """The files of one commit; see `store.Store`. A path is an `hf://` URL with the commit as its revision."""
 
-    maps = False
+    is_local = False
     lists = True
     whole = True
     writes = False
@@ -145,7 +145,7 @@ class HubStore:
     async def _fetch(self, path: str, stamp: Stamp, offset: int, nbytes: int) -> Bytes:
         key = self._key(path)
 
-        async def find() -> Link:
+        async def find() -> FileLink:
             now, link = await self._place(path, key)
             if now != stamp:
                 raise changed(path, stamp, f"{now.nbytes} bytes of version {now.version}")
@@ -164,11 +164,11 @@ class HubStore:
             path, f"reading {nbytes} bytes at offset {offset}", lambda: self._links.use(key, find, ranged)
         )
 
-    async def _place(self, path: str, key: str) -> tuple[Stamp, Link]:
+    async def _place(self, path: str, key: str) -> tuple[Stamp, FileLink]:
         """Ask the Hub for a file: for its state, and a link to it."""
         contents = self._contents
 
-        async def attempt() -> tuple[Stamp, Link]:
+        async def attempt() -> tuple[Stamp, FileLink]:
             place = await self._api.place(contents.repository, contents.commit, key)
             # Headers are for the Hub: neither they nor the token go to where it sends us.
             link = link_to("the Hub", place.url, place.headers, self._client, expires=True)

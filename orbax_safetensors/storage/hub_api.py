@@ -52,7 +52,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Place:
+class FileAddress:
     """Where a file's bytes are.
 
     Attributes:
@@ -99,7 +99,7 @@ class HubApi:
             raise _not_understood()
         return Contents(name, commit, files)
 
-    async def place(self, repository: str, commit: str, file: str) -> Place:
+    async def place(self, repository: str, commit: str, file: str) -> FileAddress:
         """Return where a file of a commit is now."""
         url = hf_hub_url(repository, file, revision=commit, endpoint=self._endpoint)
         metadata = await self._ask(
@@ -115,7 +115,7 @@ class HubApi:
         # Older versions give the length of an answer that only leads elsewhere, which is none.
         if metadata.size is None or (metadata.size == 0 and not of_the_hub):
             raise WrongAnswerError("the Hub does not tell the size of the file")
-        return Place(metadata.location, self._headers if of_the_hub else {}, metadata.size)
+        return FileAddress(metadata.location, self._headers if of_the_hub else {}, metadata.size)
 
     async def _ask(self, repository: str, revision: str, function: Callable[[], _T]) -> _T:
         """Return what a function of `huggingface_hub` returns; one that blocks.

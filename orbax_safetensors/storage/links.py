@@ -24,20 +24,20 @@ _EXPIRED = (400, 401, 403)
 
 
 @dataclass(frozen=True, eq=False)
-class Link:
+class FileLink:
     """Where ranges of a file can be had; with `expires`, until it is refused."""
 
     objects: HTTPStore
     expires: bool
 
 
-def link_to(server: str, url: str, headers: Mapping[str, Any], client: Mapping[str, Any], *, expires: bool) -> Link:
+def link_to(server: str, url: str, headers: Mapping[str, Any], client: Mapping[str, Any], *, expires: bool) -> FileLink:
     """Make a link of what `server` has said; `WrongAnswerError` if that is not a URL of a file."""
     options: Any = {**client, "default_headers": headers}
     try:
         if urlsplit(url).scheme not in HTTP:
             raise ValueError
-        return Link(HTTPStore(url, client_options=options, retry_config={"max_retries": 0}), expires)
+        return FileLink(HTTPStore(url, client_options=options, retry_config={"max_retries": 0}), expires)
     except Exception:  # which would tell the link
         pass
     raise WrongAnswerError(f"{server} gave a link that cannot be used")
@@ -47,15 +47,15 @@ class Links:
     """The links to files, by their keys. To be used on the event loop's thread only."""
 
     def __init__(self) -> None:
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, FileLink] = {}
         self._renewing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def keep(self, key: str, link: Link) -> None:
+    def keep(self, key: str, link: FileLink) -> None:
         """Have a link used from now on."""
         self._links[key] = link
 
     async def use(
-        self, key: str, find: Callable[[], Awaitable[Link]], request: Callable[[HTTPStore], Awaitable[_T]]
+        self, key: str, find: Callable[[], Awaitable[FileLink]], request: Callable[[HTTPStore], Awaitable[_T]]
     ) -> _T:
         """Return what `request` does of a link, once more of another link if the first has expired.
 
@@ -69,7 +69,7 @@ class Links:
                 raise
         return await request((await self._link(key, find, link)).objects)
 
-    async def _link(self, key: str, find: Callable[[], Awaitable[Link]], refused: Link | None) -> Link:
+    async def _link(self, key: str, find: Callable[[], Awaitable[FileLink]], refused: FileLink | None) -> FileLink:
         async with self._renewing[key]:
             link = self._links.get(key)
             if link is None or link is refused:

@@ -171,7 +171,7 @@ class LocalStore:
     """The file systems of this machine; see `store.Store`."""
 
     cost = COST
-    maps = True
+    is_local = True
     lists = True
     whole = False
     writes = True

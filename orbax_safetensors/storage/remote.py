@@ -115,7 +115,7 @@ class RemoteFile:
         return nbytes
 
     def map(self) -> memoryview:
-        """Raise `StorageError`, see `RemoteStore.maps`."""
+        """Raise `StorageError`, see `RemoteStore.is_local`."""
         raise StorageError(f"{self.path}: is not on a local file system, and cannot be mapped into memory")
 
     def check(self, stamp: Stamp) -> None:
@@ -176,7 +176,7 @@ class RemoteStore:
     A path is the URL of a file without a query, user or password, as users see it; `objects` knows these secrets.
     """
 
-    maps = False
+    is_local = False
     whole = True
 
     def __init__(

@@ -131,10 +131,10 @@ def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple
     return store, f"{root}/{key.strip('/')}".rstrip("/")
 
 
-def moves(path: str) -> bool:
-    """Whether a path is of a state that `store_of` finds and pins, so that processes may find different ones.
+def is_unpinned(path: str) -> bool:
+    """Return whether a path names a branch or tag of a repository: processes may find different commits there.
 
-    Raises `StorageError` if it is a URL of no repository.
+    `store_of` pins the commit that it finds. Raises `StorageError` if the URL does not name a repository.
     """
     return path.partition("://")[0] in HUB and not _COMMIT.fullmatch(hub_path.parse(path).revision)
 

@@ -119,7 +119,7 @@ class Store(Protocol):
     """A place where files are."""
 
     cost: Cost
-    maps: bool  # whether files can be mapped into memory
+    is_local: bool  # whether files are on a file system of this machine, and can be mapped into memory
     lists: bool  # whether the store can list the names in a directory
     # Whether one process writes a new file, which appears as a whole after its last byte. Best written in order.
     whole: bool

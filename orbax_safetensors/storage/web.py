@@ -10,7 +10,7 @@ from urllib.parse import quote
 import obstore
 
 from orbax_safetensors.storage.event_loop import in_thread
-from orbax_safetensors.storage.links import Link, Links, link_to
+from orbax_safetensors.storage.links import FileLink, Links, link_to
 from orbax_safetensors.storage.redirects import Client
 from orbax_safetensors.storage.remote import RemoteStore
 from orbax_safetensors.storage.retries import RefusedError, Retries, code_of
@@ -44,7 +44,7 @@ class WebStore(RemoteStore):
             key, lambda: self._find(key), lambda objects: obstore.get_async(objects, "", options=options)
         )
 
-    async def _find(self, key: str) -> Link:
+    async def _find(self, key: str) -> FileLink:
         """Ask where a file is.
 
         The request is a GET, for which the URL may be signed. It has no range, as the server may sign a link for the

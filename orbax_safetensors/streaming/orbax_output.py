@@ -15,7 +15,7 @@ from orbax_safetensors.cost.figures import PlannedFile
 from orbax_safetensors.geometry.tiling import chunk_shape
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLayout, OrbaxLeaf, OrbaxSink, array_name
 from orbax_safetensors.streaming.bundles import bundles
-from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles, PlannedOrbaxTiles
+from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink, PlannedOrbaxTileSink
 from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, check_fits, tile_bytes
 from orbax_safetensors.streaming.work import Unit
 
@@ -117,11 +117,11 @@ class OrbaxOutput:
         """See `Output`."""
         self._layout.unfinished.check_place()
 
-    def planned(self, units: Sequence[int]) -> PlannedOrbaxTiles:
+    def planned(self, units: Sequence[int]) -> PlannedOrbaxTileSink:
         """See `Output`."""
-        return PlannedOrbaxTiles(self._layout)
+        return PlannedOrbaxTileSink(self._layout)
 
-    def begin(self, *, resume: bool) -> OrbaxTiles:
+    def begin(self, *, resume: bool) -> OrbaxTileSink:
         """See `Output`."""
         content = self._content
         sink = OrbaxSink(
@@ -134,4 +134,4 @@ class OrbaxOutput:
             resume=resume,
             source=self._identity,
         )
-        return OrbaxTiles(sink, self.units)
+        return OrbaxTileSink(sink, self.units)

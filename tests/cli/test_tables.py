@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from orbax_safetensors.cli.tables import Output, Share, Size, clean, human_bytes
+from orbax_safetensors.cli.tables import Printer, Share, Size, clean, human_bytes
 
 
 class Terminal(io.StringIO):
@@ -36,7 +36,7 @@ def test_clean():
 
 def test_programs_get_exact_numbers():
     stream = io.StringIO()
-    Output(stream).table(("n", "size", "share", "ratio"), [(12345678, Size(12345678), Share(0.5), 1 / 3)])
+    Printer(stream).table(("n", "size", "share", "ratio"), [(12345678, Size(12345678), Share(0.5), 1 / 3)])
     assert stream.getvalue() == "n\tsize\tshare\tratio\n12345678\t12345678\t0.5\t0.333333\n"
 
 
@@ -45,7 +45,7 @@ def test_a_terminal_gets_a_table_that_fits_and_holds_everything(monkeypatch, col
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    output = Output(stream)
+    output = Printer(stream)
     name = "model.layers.10.block_sparse_moe.experts.63.w1.weight[bold]"
     output.table(("name", "bytes", "share"), [(name, Size(90_868_376), Share(0.49994)), ("b", Size(1), Share(1))])
     output.facts([("parameters", 12_345_678)])
@@ -65,7 +65,7 @@ LISTED = (
 
 def test_a_listing_for_programs():
     stream = io.StringIO()
-    Output(stream).listing(*LISTED)
+    Printer(stream).listing(*LISTED)
     assert stream.getvalue() == (
         "leaf\tshape\tbytes\tmade of\n"
         "params.decoder.layers.mlp.wi_0.kernel[bold]\t[2,3]\t2048\tlayers.{0..2}.gate.weight, x\\x1b\n"
@@ -107,19 +107,19 @@ def test_a_listing_on_a_terminal(monkeypatch, columns, lines):
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    Output(stream).listing(*LISTED)
+    Printer(stream).listing(*LISTED)
     assert re.sub(r"\x1b\[\d*m", "", stream.getvalue()).splitlines() == lines
 
 
 def test_a_listing_of_nothing(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    Output(stream).listing(("leaf", "made of"), [], [])
+    Printer(stream).listing(("leaf", "made of"), [], [])
     assert "leaf" in stream.getvalue()
 
 
 @pytest.mark.process
 def test_a_terminal_is_what_the_stream_says():
-    code = "import sys; from orbax_safetensors.cli.tables import Output; print(Output(sys.stdout).for_people)"
+    code = "import sys; from orbax_safetensors.cli.tables import Printer; print(Printer(sys.stdout).for_people)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"FORCE_COLOR": "1"})
     assert done.stdout == "False\n"

@@ -16,7 +16,7 @@ from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.streaming.files_sink import FilesSink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
-from orbax_safetensors.streaming.orbax_tiles import OrbaxTiles
+from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
 from orbax_safetensors.streaming.pipeline import Tile
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from tests.support.files import write
@@ -163,7 +163,7 @@ def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
 
     for kind_of in (OrbaxSource, SafetensorsSource):
         counted(kind_of, "read", read)
-    for kind_of in (OrbaxTiles, FilesSink):
+    for kind_of in (OrbaxTileSink, FilesSink):
         counted(kind_of, "write", written)
     getattr(ost, call)(source, tmp_path / "to", memory_bytes=SMALL, **asked)
     assert [(batch.num_tiles, batch.read.num_requests) for batch in cost.batches] == read

@@ -43,7 +43,7 @@ def path(tmp_path):
 
 def at(store, checkpoint, **more):
     """The checkpoint as if it were in a store."""
-    path = checkpoint.path if store.maps else f"gs://bucket{checkpoint.path}"
+    path = checkpoint.path if store.is_local else f"gs://bucket{checkpoint.path}"
     return replace(checkpoint, store=store, path=path, **more)
 
 

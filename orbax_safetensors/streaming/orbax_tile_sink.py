@@ -16,7 +16,7 @@ from orbax_safetensors.streaming.pipeline import Tile
 from orbax_safetensors.streaming.work import Unit
 
 
-class OrbaxTiles:
+class OrbaxTileSink:
     """An unfinished checkpoint that is written in tiles; see `OutputSink`."""
 
     def __init__(self, sink: OrbaxSink, units: Sequence[Unit]) -> None:
@@ -56,7 +56,7 @@ class OrbaxTiles:
         self.nbytes += sum(array.nbytes for array in arrays)
 
 
-class PlannedOrbaxTiles:
+class PlannedOrbaxTileSink:
     """A checkpoint that tiles would be written to."""
 
     def __init__(self, layout: OrbaxLayout) -> None:
