@@ -58,8 +58,8 @@ def restore(
         elif everything:
             if jax.process_count() > 1:
                 raise TensorMismatchError(
-                    f"{checkpoint.path}: {jax.process_count()} processes restore with item or restore_args only, which "
-                    "say where each array goes"
+                    f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each "
+                    "array a sharding with item or restore_args"
                 )
             request = requests.everything(checkpoint)
         else:
@@ -128,7 +128,7 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
     if spread and is_unpinned(path):
         if not everywhere:
             raise TensorMismatchError(
-                f"{path}: arrays over devices of some of {count} processes could be of different commits; name its "
+                f"{path}: arrays over devices of some of {count} processes could come from different commits; name its "
                 "commit, which is in the path of open_checkpoint"
             )
         return True

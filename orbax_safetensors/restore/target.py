@@ -204,8 +204,8 @@ def _dtype(
     if dtype != held and (packed := [kept.name for kept in stored if kept.numpy is None]):
         raise TensorMismatchError(f"{where}: {packed[0]} is held packed as {held} and cannot be cast to {dtype}")
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
-        wanted = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
-        raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {wanted}")
+        requested = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
+        raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {requested}")
     try:
         if dtype != held:
             np.zeros(1, held).astype(dtype)
