@@ -1,6 +1,6 @@
 """The private names of Orbax that handlers need, each with its reason and the public name that it waits for.
 
-Nothing else in the room imports a private module of Orbax: what a new version of Orbax may break stands here.
+Nothing else in this room imports a private module of Orbax: what a new version of Orbax may break stands here.
 """
 
 # The metadata that a save left, with that of the item. The public `ocp.metadata.get_step_metadata` reads paths of file

@@ -1,6 +1,6 @@
 """The private names of Orbax that this room needs, each with its reason and the public name that it waits for.
 
-Nothing else in the room imports a private module of Orbax: what a new version of Orbax may break stands here.
+Nothing else in this room imports a private module of Orbax: what a new version of Orbax may break stands here.
 """
 
 # `Checkpointer.save` creates directories, saves and finishes in one call, and would leave the other processes waiting

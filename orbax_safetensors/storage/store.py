@@ -1,4 +1,4 @@
-"""The interface of storage: `local` implements it for file systems, `remote` for object stores and HTTP servers."""
+"""The protocols of storage, which `local`, `remote` (object stores), `web` (HTTP servers) and `hub` implement."""
 
 from __future__ import annotations
 
