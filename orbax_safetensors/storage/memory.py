@@ -1,4 +1,4 @@
-"""The memory that bytes are read into: fresh buffers from few large mappings, freed memory back to the system, and a pause of the collector."""
+"""The memory that bytes are read into: buffers from few large mappings, freed memory back to the system, no collection."""
 
 from __future__ import annotations
 
