@@ -1,4 +1,4 @@
-"""The memory that bytes are read into: buffers from few large mappings, freed memory back to the system, no collection."""
+"""The memory that bytes are read into: buffers from few large mappings, freed memory back to the system."""
 
 from __future__ import annotations
 
