@@ -33,7 +33,7 @@ _FIELD_DEPTH = 3  # level of nesting of the values in a tensor's entry
 _INTEGER = "(?:0|[1-9][0-9]{0,18})"
 # A tensor as writers usually spell it, with or without a space after commas and colons. Other spellings take longer.
 _USUAL = re.compile(
-    rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}}+)?)\], ?'
+    rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\], ?'
     rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}'
 )
 _MAX_SHOWN = 200  # characters of a file's text in a message: a hostile name can be 100 MB long

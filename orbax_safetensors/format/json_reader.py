@@ -15,16 +15,19 @@ from typing import NoReturn
 MAX_DEPTH = 127
 """Levels of nesting that the reference's parser follows."""
 
+# Groups are repeated a bounded number of times, and not possessively: a repetition without bound takes memory for each
+# time, and before Python 3.11.5 possessive groups match wrongly (https://github.com/python/cpython/issues/106052).
+_MANY = "{0,50}"
 _SPACE = r"[ \t\n\r]*+"
-_NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][-+]?[0-9]++)?+"
+_NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?"
 _INTEGER = "(?:0|[1-9][0-9]{0,18}+)"
 # Simple values, and lists and objects with at most one member of them: skipped in one match, however many.
 _LEVELS = 3
 _TEXT = r'"[^"\\\x00-\x1f]*+"'
-_PLAIN = rf"(?:-?(?:0|[1-9][0-9]{{0,18}}+)(?:\.[0-9]++)?+(?![0-9eE])|true|false|null|{_TEXT})"
+_PLAIN = rf"(?:-?(?:0|[1-9][0-9]{{0,18}}+)(?:\.[0-9]++)?(?![0-9eE])|true|false|null|{_TEXT})"
 for _ in range(_LEVELS):
-    _LIST = rf"\[{_SPACE}(?:{_PLAIN}{_SPACE}(?:,{_SPACE}{_PLAIN}{_SPACE})*+)?+\]"
-    _OBJECT = rf"\{{{_SPACE}(?:{_TEXT}{_SPACE}:{_SPACE}{_PLAIN}{_SPACE})?+\}}"
+    _LIST = rf"\[{_SPACE}(?:{_PLAIN}{_SPACE}(?:,{_SPACE}{_PLAIN}{_SPACE}){_MANY})?\]"
+    _OBJECT = rf"\{{{_SPACE}(?:{_TEXT}{_SPACE}:{_SPACE}{_PLAIN}{_SPACE})?\}}"
     _PLAIN = rf"(?:{_PLAIN}|{_LIST}|{_OBJECT})"
 
 _space = re.compile(_SPACE)
@@ -32,8 +35,8 @@ _string = re.compile(r'"([^"\\\x00-\x1f]*+)"')
 _next_key = re.compile(rf',{_SPACE}"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}')
 _number = re.compile(_NUMBER)
 _constant = re.compile("true|false|null")
-_plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE})*+")
-_integers = re.compile(rf"(?:{_INTEGER}{_SPACE},{_SPACE}){{1,1000}}+")
+_plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE}){_MANY}")
+_integers = re.compile(rf"(?:{_INTEGER}{_SPACE},{_SPACE}){{1,1000}}")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _SHOWN = 60  # characters of the text in a message
 

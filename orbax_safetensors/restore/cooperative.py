@@ -1,4 +1,4 @@
-"""Cooperative restores: processes read in parts what several of them need, and their devices exchange the parts.
+"""What every restore passes through, and cooperative restores: processes read parts, and devices exchange them.
 
 With `SafetensorsOptions(cooperative=True)`, processes read a leaf in parts if that saves bytes (`exchanges` decides),
 and directly otherwise. All processes agree on these leaves once each has opened the checkpoint. Then, for each batch,

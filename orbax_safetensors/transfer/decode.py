@@ -73,7 +73,7 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
 
 
 def _look_up(dtype: str, codes: np.ndarray, out: np.ndarray) -> None:
-    """Return the values of codes without their scales, as float32."""
+    """Write the values of codes without their scales, as float32."""
     values, pair = _CODES[dtype]
     even = out.size & ~1
     whole = codes[: codes.size // pair.itemsize * pair.itemsize]
