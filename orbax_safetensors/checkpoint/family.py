@@ -22,12 +22,12 @@ from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
 from orbax_safetensors.mapping.inference import fit
 from orbax_safetensors.mapping.quantization import quantization
 
-AskedFamily = Family | str | None
+FamilyLike = Family | str | None
 
 
 def mapped(
     checkpoint: Checkpoint,
-    asked: AskedFamily,
+    asked: FamilyLike,
     variant: Mapping[str, Any] | None,
     *,
     complete: bool,
@@ -145,7 +145,7 @@ TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by
 
 
 def taken_apart(
-    leaves: Sequence[Leaf], asked: AskedFamily, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+    leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import AskedFamily, mapped
+from orbax_safetensors.checkpoint.family import FamilyLike, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
@@ -18,7 +18,7 @@ from orbax_safetensors.storage.paths import PathLike
 def open_checkpoint(
     path: PathLike,
     *,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     options: SafetensorsOptions | None = None,
 ) -> Checkpoint:

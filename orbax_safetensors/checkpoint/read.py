@@ -31,7 +31,7 @@ def read_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = 
     def fail(fault: SafetensorsError) -> None:
         raise fault
 
-    return _open(path, storage_options, fail)
+    return _read(path, storage_options, fail)
 
 
 def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | list[SafetensorsError]:
@@ -41,7 +41,7 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
     """
     faults: list[SafetensorsError] = []
     try:
-        checkpoint = _open(path, storage_options, faults.append)
+        checkpoint = _read(path, storage_options, faults.append)
     except StorageError:
         raise
     except SafetensorsError as fault:
@@ -49,7 +49,7 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
     return faults or checkpoint
 
 
-def _open(
+def _read(
     path: PathLike,
     storage_options: Mapping[str, Any] | None,
     report: Callable[[SafetensorsError], None],

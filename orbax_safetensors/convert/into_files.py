@@ -59,7 +59,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     ]
     viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
     max_file_bytes = MAX_FILE_BYTES
-    if store_of(request.destination, request.storage_options)[0].whole:
+    if not store_of(request.destination, request.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.
         max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
         # A chunk is read for every file that has a part of it, so tensors that are stored together go into one file.
@@ -122,7 +122,7 @@ def _to_files(
     """Return the work that writes files; `groups` are leaves that interleave in them."""
     store, destination = store_of(request.destination, request.storage_options)
     output: Output
-    if store.whole:
+    if not store.is_local:
         output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
     else:
         output = FilesOutput(source, destination, files, model_files, groups, request.memory_bytes)

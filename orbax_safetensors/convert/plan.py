@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.convert.decide import decide
 from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
 from orbax_safetensors.cost.conversion import ConversionPlan
-from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
@@ -23,11 +23,11 @@ def plan_convert(
     destination: PathLike,
     *,
     to: str,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     dtype: Any = None,
-    mesh: AskedMesh = None,
+    mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
     step: int = 0,
@@ -71,7 +71,7 @@ def plan_reshard(
     source: PathLike,
     destination: PathLike,
     *,
-    mesh: AskedMesh = None,
+    mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,

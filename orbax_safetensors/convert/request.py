@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from orbax_safetensors.checkpoint.family import AskedFamily
-from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, partition
+from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.devices.partition import MeshLike, Partition, Spec, partition
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.family import Family
@@ -50,7 +50,7 @@ class _Request:
 
     source: str
     destination: str
-    mesh: AskedMesh
+    mesh: MeshLike
     spec: Mapping[str, Spec] | None
     like: Any = field(repr=False)
     compression: bool
@@ -117,7 +117,7 @@ class ConvertRequest(_Request):
     """The arguments of `convert`."""
 
     to: str
-    family: AskedFamily
+    family: FamilyLike
     variant: Mapping[str, Any] | None
     config: Any = field(repr=False)
     dtype: Any

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.convert.decide import decide
 from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
 from orbax_safetensors.devices.agreement import forget, new_key, together
-from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
@@ -53,11 +53,11 @@ def convert(
     destination: PathLike,
     *,
     to: str,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     dtype: Any = None,
-    mesh: AskedMesh = None,
+    mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
     step: int = 0,
@@ -131,7 +131,7 @@ def reshard(
     source: PathLike,
     destination: PathLike,
     *,
-    mesh: AskedMesh = None,
+    mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,

@@ -29,7 +29,7 @@ from orbax_safetensors.format.names import same
 from orbax_safetensors.geometry.box import Box
 
 Spec = Sequence[str | Sequence[str] | None] | PartitionSpec
-AskedMesh = Mapping[str, int] | Mesh | AbstractMesh | None
+MeshLike = Mapping[str, int] | Mesh | AbstractMesh | None
 
 # The mesh of unsharded arrays, with the only axis of MaxText's converter.
 _UNSHARDED = {"checkpoint_sharding_axis": 1}
@@ -115,7 +115,7 @@ class Partition:
         return device_boxes(NamedSharding(mesh, PartitionSpec(*self.spec(name, shape))), shape)
 
 
-def partition(mesh: AskedMesh, patterns: Mapping[str, Spec] | None, like: Any = None) -> Partition:
+def partition(mesh: MeshLike, patterns: Mapping[str, Spec] | None, like: Any = None) -> Partition:
     """Return the checked partition; without a mesh, it shards nothing. `like` is a tree whose shardings say both."""
     if like is not None:
         if mesh is not None or patterns:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.cost.orbax_restore import OrbaxRestorePlan, plan_arrays
-from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.decide import decide, nbytes
 from orbax_safetensors.link.objects import staging_of
@@ -89,9 +89,9 @@ def plan_link(
     source: PathLike,
     destination: PathLike | None = None,
     *,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
-    mesh: AskedMesh = None,
+    mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
     chunk_bytes: int = CHUNK_BYTES,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from orbax_safetensors.checkpoint.family import AskedFamily
-from orbax_safetensors.devices.partition import AskedMesh, Partition, Spec, partition
+from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.devices.partition import MeshLike, Partition, Spec, partition
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_on_gcs
 from orbax_safetensors.storage.paths import PathLike, is_url, place
@@ -34,9 +34,9 @@ class LinkRequest:
 
     source: str
     destination: str
-    family: AskedFamily
+    family: FamilyLike
     variant: Mapping[str, Any] | None
-    mesh: AskedMesh
+    mesh: MeshLike
     spec: Mapping[str, Spec] | None
     like: Any
     chunk_bytes: int

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.agreement import forget, new_key, together
-from orbax_safetensors.devices.partition import AskedMesh, Spec
+from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.decide import Decision, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
@@ -63,9 +63,9 @@ def link(
     source: PathLike,
     destination: PathLike | None = None,
     *,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
-    mesh: AskedMesh = None,
+    mesh: MeshLike = None,
     spec: Mapping[str, Spec] | None = None,
     like: Any = None,
     chunk_bytes: int = CHUNK_BYTES,

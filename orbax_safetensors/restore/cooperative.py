@@ -110,24 +110,24 @@ def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
     """
     targets = decided.request.targets
     values: dict[int, Any] = {}
-    with filling(decided.checkpoint, options) as fillings:
+    with filling(decided.checkpoint, options) as under_way:
         # Exchanges come first: a process that fails in its direct reads then leaves no other process waiting.
         if decided.batches:
             with collectives.ended_by_sigterm():
-                values |= _exchanged(fillings, decided)
+                values |= _exchanged(under_way, decided)
         rest = [at for at in range(len(targets)) if at not in values]
-        values |= zip(rest, replicas.fill(fillings, [targets[at] for at in rest]), strict=True)
+        values |= zip(rest, replicas.fill(under_way, [targets[at] for at in rest]), strict=True)
     return [values[at] for at in range(len(targets))]
 
 
-def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
+def _exchanged(under_way: Filling, decided: Decided) -> dict[int, jax.Array]:
     """Return the leaves that devices exchange, by number."""
     values: dict[int, jax.Array] = {}
     sent: list[jax.Array] = []
     before = f"{decided.key}/decided"
     for number, batch in enumerate(decided.batches):
         leaves = [(decided.request.targets[at], decided.swaps[at]) for at in batch]
-        parts = together(f"{decided.key}/{number}", partial(_read, fillings, leaves))
+        parts = together(f"{decided.key}/{number}", partial(_read, under_way, leaves))
         forget(before)
         before = f"{decided.key}/{number}"
         # Frees the device memory of the previous batch's parts.
@@ -138,11 +138,11 @@ def _exchanged(fillings: Filling, decided: Decided) -> dict[int, jax.Array]:
     return values
 
 
-def _read(fillings: Filling, leaves: Sequence[tuple[Target, Swap]]) -> list[jax.Array]:
+def _read(under_way: Filling, leaves: Sequence[tuple[Target, Swap]]) -> list[jax.Array]:
     """Read this process's parts."""
-    parts = fillings.fill([_part(target, swap) for target, swap in leaves])
+    parts = under_way.fill([_part(target, swap) for target, swap in leaves])
     # Other processes are about to receive them.
-    fillings.check()
+    under_way.check()
     return parts
 
 

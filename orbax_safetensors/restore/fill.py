@@ -128,17 +128,17 @@ def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Fil
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
     with Reader(checkpoint.open_file, pace.requests) as reader:
-        restore = Filling(checkpoint, options, pace, reader)
-        yield restore
-        restore.check()
+        under_way = Filling(checkpoint, options, pace, reader)
+        yield under_way
+        under_way.check()
         counters = reader.counters
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
-    jax.monitoring.record_scalar(EVENT_NUM_READS, float(restore.num_reads))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
     seconds = time.perf_counter() - started
     logger.info(
         "Restored %d arrays from %s: %d bytes read in %d requests, %.2f s, %.2f GB/s",
-        restore.num_arrays,
+        under_way.num_arrays,
         checkpoint.path,
         counters.nbytes,
         counters.num_requests,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import AskedFamily, mapped
+from orbax_safetensors.checkpoint.family import FamilyLike, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead
 from orbax_safetensors.cost.counter import ShardedLeaf
@@ -32,7 +32,7 @@ def plan_restore(
     path: PathLike,
     target: Any,
     *,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,

@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import AskedFamily, fitted, mapped
+from orbax_safetensors.checkpoint.family import FamilyLike, fitted, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.agreement import first, new_key
 from orbax_safetensors.errors import TensorMismatchError
@@ -30,7 +30,7 @@ def restore(
     restore_args: Any = None,
     *,
     partial_restore: bool = False,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     options: SafetensorsOptions,
 ) -> Any:

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
-from orbax_safetensors.checkpoint.family import AskedFamily
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
@@ -60,7 +60,7 @@ class SavedTree:
 
 
 def saved_tree(
-    path: str, checkpoint: Checkpoint, family: AskedFamily, variant: Mapping[str, Any] | None
+    path: str, checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None
 ) -> SavedTree | None:
     """Return the tree that the checkpoint at `path` was saved as.
 

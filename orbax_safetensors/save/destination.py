@@ -31,7 +31,7 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
 
     Raises `StorageError` if there is such a file and `existing` does not delete it, or if nothing can be written there.
     """
-    if not store.whole:  # a file system
+    if store.is_local:  # a file system
         _check_text(directory)
         # Orbax deletes what a killed save has left in a temporary directory, perhaps in the background.
         if not os.path.isdir(directory) or ocp.path.atomicity.TMP_DIR_SUFFIX in directory:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.config import as_config
-from orbax_safetensors.checkpoint.family import AskedFamily, taken_apart
+from orbax_safetensors.checkpoint.family import FamilyLike, taken_apart
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.cost.counter import Count, Counter, ShardedLeaf
 from orbax_safetensors.cost.figures import FileWrites, PlannedFile
@@ -60,7 +60,7 @@ def plan_save(
     save_args: Any = None,
     metadata: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     process_count: int | None = None,
@@ -108,7 +108,7 @@ def plan_save(
             for leaf, writers in group
         ]
         store, _ = store_of(path, options.storage_options)
-        if not (store.whole and store.writes):
+        if store.is_local or not store.writes:
             return _to_shared_files(written, layout, count)
         if count == 1:
             return _to_objects([layout.files])

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orbax_safetensors.checkpoint.config import as_config
-from orbax_safetensors.checkpoint.family import AskedFamily, TensorTypes, taken_apart
+from orbax_safetensors.checkpoint.family import FamilyLike, TensorTypes, taken_apart
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import placement
@@ -75,7 +75,7 @@ def prepare_save(
     directory: PathLike,
     metadata: Mapping[str, str] | None,
     max_file_bytes: int,
-    family: AskedFamily = None,
+    family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     options: SafetensorsOptions,
@@ -105,10 +105,10 @@ def prepare_save(
         groups = tuple(written_here(grouped(leaves)))
         save = Save(layout, text, groups, key, options, locations(layout), None)
         plan = _SharedSave(leaves, tensors, save, *store_of(directory, options.storage_options), saved)
-        if plan.store.whole and jax.process_count() > 1:
+        if not plan.store.is_local and jax.process_count() > 1:
             return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
-        if not plan.store.whole and jax.process_index() == 0:
+        if plan.store.is_local and jax.process_index() == 0:
             make_room(plan.store, plan.path, existing)
         return plan
 
@@ -116,7 +116,7 @@ def prepare_save(
         return _indexed(item, plan, layout, index)
 
     plan = together(f"{key}/plan", shared_save, _digest)
-    if not plan.store.whole:
+    if plan.store.is_local:
         return plan.save
     in_pieces = jax.process_count() > 1 and not options.whole_tensors
 

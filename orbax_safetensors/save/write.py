@@ -51,7 +51,7 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
     def data() -> tuple[Store, str, int]:
         store, path = store_of(directory, save.options.storage_options)
-        if store.whole and jax.process_index() == 0:
+        if not store.is_local and jax.process_index() == 0:
             _write_config(save, path, store)
         return store, path, _write_data(save, shards, path, store)
 
@@ -81,12 +81,12 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int
     def create(number: int) -> NewFile:
         name, header = save.layout.files[number]
         file = store.create(posixpath.join(directory, name), header.file_bytes, of_each)
-        if store.whole:
+        if not store.is_local:
             file.write(0, [memoryview(header.encode())])
         return file
 
     num_writes = 0
-    with (WholeFileWriter if store.whole else Writer)(create, requests) as writer:
+    with (Writer if store.is_local else WholeFileWriter)(create, requests) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
@@ -109,7 +109,7 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
 
     On a store whose files appear whole, config and headers are there already, and only the indexes are written.
     """
-    if store.whole:
+    if not store.is_local:
         _write_index(save, directory, store)
         if save.index is not None:
             save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))

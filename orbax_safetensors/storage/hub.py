@@ -62,7 +62,6 @@ class HubStore:
 
     is_local = False
     lists = True
-    whole = True
     writes = False
 
     def __init__(self, api: HubApi, contents: Contents, client: Mapping[str, Any], retries: Retries) -> None:

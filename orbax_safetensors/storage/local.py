@@ -173,7 +173,6 @@ class LocalStore:
     cost = COST
     is_local = True
     lists = True
-    whole = False
     writes = True
 
     def list(self, path: str) -> list[str] | None:

@@ -177,7 +177,6 @@ class RemoteStore:
     """
 
     is_local = False
-    whole = True
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class File(Protocol):
 
 
 class NewFile(Protocol):
-    """A file that is being written. Several processes may write different ranges, unless its store is `whole`."""
+    """A file that is being written. In a local store, several processes may write different ranges."""
 
     path: str
 
@@ -119,10 +119,11 @@ class Store(Protocol):
     """A place where files are."""
 
     cost: Cost
-    is_local: bool  # whether files are on a file system of this machine, and can be mapped into memory
+    # Whether files are on a file system of this machine: they can be mapped into memory, and several processes write
+    # ranges of them in any order. Elsewhere one process writes a new file, best in order, and the file appears after
+    # its last byte.
+    is_local: bool
     lists: bool  # whether the store can list the names in a directory
-    # Whether one process writes a new file, which appears as a whole after its last byte. Best written in order.
-    whole: bool
     writes: bool  # whether files can be made and deleted
 
     def list(self, path: str) -> list[str] | None:
@@ -143,7 +144,7 @@ class Store(Protocol):
     def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewFile:
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
-        `nbytes` is the final size, which a `whole` store has to know. There, at most `requests` requests may hold bytes
+        `nbytes` is the final size. In a store that is not local, at most `requests` requests may hold bytes
         of the file in memory.
         """
 

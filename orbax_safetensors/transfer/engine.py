@@ -361,7 +361,7 @@ class Writer(_Transfer[NewFile]):
 
 
 class WholeFileWriter(Writer):
-    """Writes every file from its first byte to its last, a few at a time: for stores that are `whole`."""
+    """Writes every file from its first byte to its last, a few at a time: for stores that are not local."""
 
     def __init__(self, open_file: Callable[[int], NewFile], requests: int) -> None:
         """See `_Transfer`; `files_at_once` divides all `requests` among the open files."""

@@ -33,7 +33,7 @@ class AnyOperations(RuleBasedStateMachine):
 
     def made(self, directory):
         self.store.make(self.at(directory))
-        if not self.store.whole:  # elsewhere, directories are there by the files in them
+        if self.store.is_local:  # elsewhere, directories are there by the files in them
             self.directories |= {
                 "/".join(directory.split("/")[: depth + 1]) for depth in range(directory.count("/") + 1)
             }
@@ -49,9 +49,9 @@ class AnyOperations(RuleBasedStateMachine):
         finally:
             file.close()
         # A file that is there already is written over, as several processes do; an object is replaced.
-        self.files[path] = content if self.store.whole else content + self.files.get(path, b"")[len(content) :]
+        self.files[path] = content if not self.store.is_local else content + self.files.get(path, b"")[len(content) :]
 
-    @precondition(lambda self: self.store.whole)
+    @precondition(lambda self: not self.store.is_local)
     @rule(path=paths, content=contents.filter(bool))
     def gives_up(self, path, content):
         file = self.store.create(self.at(path), len(content))
@@ -96,7 +96,7 @@ class AnyOperations(RuleBasedStateMachine):
 
     @rule(directory=st.sampled_from(DIRECTORIES))
     def deletes(self, directory):
-        if not self.store.whole and directory not in self.directories:
+        if self.store.is_local and directory not in self.directories:
             with pytest.raises(StorageError, match="cannot be deleted"):
                 self.store.delete(self.at(directory))
             return
@@ -111,7 +111,7 @@ class AnyOperations(RuleBasedStateMachine):
             names = {
                 path.removeprefix(f"{directory}/").split("/")[0] for path in there if path.startswith(f"{directory}/")
             }
-            if names or self.store.whole or directory in self.directories:
+            if names or not self.store.is_local or directory in self.directories:
                 assert (self.store.list(self.at(directory)) or []) == sorted(names)
         for path in self.files:
             assert self.store.list(self.at(path)) is None
