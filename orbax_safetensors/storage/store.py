@@ -144,8 +144,8 @@ class Store(Protocol):
     def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewFile:
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
-        `nbytes` is the final size. In a store that is not local, at most `requests` requests may hold bytes
-        of the file in memory.
+        `nbytes` is the final size, which only a local store can do without. In others, at most `requests` requests may
+        hold bytes of the file in memory.
         """
 
     def make(self, path: str) -> None:
