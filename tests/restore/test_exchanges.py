@@ -19,8 +19,8 @@ from orbax_safetensors.storage import local, remote
 
 SHAPES = {"big": (2**17, 8192), "bias": (8192,), "scalar": (), "stack.0": (4096, 4096), "stack.1": (4096, 4096)}
 MESH = AbstractMesh((4, 2), ("process", "local"))
-REMOTE = SimpleNamespace(cost=remote.COST, maps=False)
-MOUNTED = SimpleNamespace(cost=local.COST, maps=True)
+REMOTE = SimpleNamespace(cost=remote.COST, is_local=False)
+MOUNTED = SimpleNamespace(cost=local.COST, is_local=True)
 
 
 def write(directory, shapes):
