@@ -14,6 +14,8 @@ from orbax_safetensors.mapping import Family, View, stack, tensor
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.strategies import file_of
 
+pytestmark = pytest.mark.memory
+
 MANY = 10**9
 SIZE = 1_000_000  # characters of what is monstrous in a file here
 LONGEST = 5000  # characters of a message

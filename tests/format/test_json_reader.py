@@ -66,6 +66,7 @@ def test_nesting_has_a_limit(brackets: str) -> None:
     assert not skips(opening * 1_000_000)
 
 
+@pytest.mark.memory
 @pytest.mark.parametrize(
     "item",
     [
@@ -96,6 +97,7 @@ def test_what_is_skipped_takes_no_memory(item: str) -> None:
     assert peak < len(text) // 4  # with what a thread of pytest-xdist has received meanwhile
 
 
+@pytest.mark.memory
 def test_integers_take_a_small_multiple_of_their_text() -> None:
     text = f"[{','.join(['1000'] * 100_000)}]".encode()
     reader = JsonReader(text)

@@ -1,6 +1,6 @@
-"""Which tests are slow, and why: the marks `process`, `server` and `full_size`.
+"""Which tests are slow, and why: the marks in `MARKS`.
 
-    python -m pytest            the fast tier: what needs none of the three
+    python -m pytest            the fast tier: what has none of the marks
     python -m pytest -m ''      everything
     python -m pytest PATH...    everything in these files and folders
 
@@ -26,6 +26,7 @@ MARKS = {
     "server": "needs a server on this machine",
     "full_size": "takes as many tensors as the largest models have",
     "cross": "is of a cross of parameters that other cases cover",
+    "memory": "traces memory, which slows down all that runs",
 }
 _FOLDERS = {"multiprocess": "process", "servers": "server"}
 _FIXTURES = {
