@@ -15,8 +15,8 @@ from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, p
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
-from orbax_safetensors.convert.request import MEMORY_BYTES
 from orbax_safetensors.streaming.casts import Casts
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
 
 # Options that mean something in one direction only.
 _TO_ORBAX = {"mesh": "--mesh", "spec": "--spec", "step": "--step", "no_compression": "--no-compression"}

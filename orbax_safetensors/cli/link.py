@@ -15,7 +15,8 @@ from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.plan_orbax import over_reads
 from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
 from orbax_safetensors.cli.units import parse_bytes, parse_count
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES
+from orbax_safetensors.link.request import CHUNK_BYTES
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\

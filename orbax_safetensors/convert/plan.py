@@ -9,13 +9,14 @@ import jax
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.convert.decide import decide
-from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
+from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest, location
 from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
 
 
 def plan_convert(

@@ -16,10 +16,7 @@ from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import AZURE, GCS, HTTP, HUB, S3, PathLike, is_url, place, shown
 from orbax_safetensors.streaming.casts import Casts
-from orbax_safetensors.streaming.pipeline import is_below
-
-MEMORY_BYTES = 2 * 2**30
-_LEAST_MEMORY_BYTES = 4  # a quarter of them holds one byte
+from orbax_safetensors.streaming.pipeline import check_memory, is_below
 
 
 def location(argument: str, path: PathLike) -> str:
@@ -58,10 +55,7 @@ class _Request:
     options: SafetensorsOptions = field(repr=False)
 
     def __post_init__(self) -> None:
-        if type(self.memory_bytes) is not int or self.memory_bytes < _LEAST_MEMORY_BYTES:
-            raise SafetensorsError(
-                f"memory_bytes is {self.memory_bytes!r}, must be an integer of at least {_LEAST_MEMORY_BYTES}"
-            )
+        check_memory(self.memory_bytes)
 
     @cached_property
     def partition(self) -> Partition | None:

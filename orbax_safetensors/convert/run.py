@@ -10,7 +10,7 @@ from typing import Any
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.convert.decide import decide
-from orbax_safetensors.convert.request import MEMORY_BYTES, ConvertRequest, ReshardRequest, location
+from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest, location
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import StorageError
@@ -18,7 +18,7 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.pipeline import Progress
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES, Progress
 from orbax_safetensors.streaming.work import Work
 
 logger = logging.getLogger(__name__)

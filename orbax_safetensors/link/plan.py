@@ -13,11 +13,12 @@ from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.link.decide import decide, nbytes
 from orbax_safetensors.link.objects import staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_places
+from orbax_safetensors.link.request import CHUNK_BYTES, LinkRequest, link_places
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.addressed_item import item_files
 from orbax_safetensors.orbax_store.ocdbt import write_references
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from orbax_safetensors.devices.partition import MeshLike, Partition, Spec, parti
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.orbax_store.directories import absolute, check_literal, is_on_gcs
 from orbax_safetensors.storage.paths import PathLike, is_url, place
+from orbax_safetensors.streaming.pipeline import check_memory
 
 CHUNK_BYTES = 16 * 2**20
-MEMORY_BYTES = 2 * 2**30
 # The smallest valid `chunk_bytes`: each chunk costs an entry of the index, and a request.
 _LEAST_CHUNK_BYTES = 2**16
 # The Hugging Face Hub's cache: the files of a snapshot belong to the Hub's library.
@@ -52,10 +52,11 @@ class LinkRequest:
                     "directory; download the files first, or restore from the URL, which needs no link"
                 )
         check_literal(self.destination)
-        for name, least in (("chunk_bytes", _LEAST_CHUNK_BYTES), ("memory_bytes", 4)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise SafetensorsError(f"{name} is {value!r}, must be an integer of at least {least}")
+        check_memory(self.memory_bytes)
+        if type(self.chunk_bytes) is not int or self.chunk_bytes < _LEAST_CHUNK_BYTES:
+            raise SafetensorsError(
+                f"chunk_bytes is {self.chunk_bytes!r}, must be an integer of at least {_LEAST_CHUNK_BYTES}"
+            )
         if self.in_source and _SNAPSHOT.fullmatch(self.destination):
             raise StorageError(
                 f"{self.destination}: is a snapshot in the Hub's cache, where nothing may be added; pass a destination"

@@ -19,7 +19,7 @@ from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.decide import Decision, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
-from orbax_safetensors.link.request import CHUNK_BYTES, MEMORY_BYTES, LinkRequest, link_places
+from orbax_safetensors.link.request import CHUNK_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.addressed_item import item_files, step_files
@@ -28,7 +28,7 @@ from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.streaming.model_files import files_of_model
-from orbax_safetensors.streaming.pipeline import Progress
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES, Progress
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ _T = TypeVar("_T")
 
 Progress = Callable[[int, int], None]
 
+MEMORY_BYTES = 2 * 2**30  # all that a conversion or link takes unless the caller says
 _BUNDLES = 4  # that have to fit into memory
 
 
@@ -106,6 +107,12 @@ class PlannedSink(Protocol):
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
         """Return the cost in storage of a `TileSink.write` of the same tiles with these dtypes; write nothing."""
+
+
+def check_memory(memory_bytes: int) -> None:
+    """Raise `SafetensorsError` unless `memory_bytes` is an integer of which each bundle has at least a byte."""
+    if type(memory_bytes) is not int or memory_bytes < _BUNDLES:
+        raise SafetensorsError(f"memory_bytes is {memory_bytes!r}, must be an integer of at least {_BUNDLES}")
 
 
 def bundle_bytes(memory_bytes: int) -> int:
