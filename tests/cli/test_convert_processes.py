@@ -12,6 +12,7 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.support.cli_conversions import (
+    AFTER_BATCHES,
     HF,
     NBYTES,
     ORBAX,
@@ -51,22 +52,6 @@ def handling(handler):
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# A signal to the process itself after some batches. Programs that a shell starts in the background ignore interrupts.
-AFTER_BATCHES = """
-import os, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from orbax_safetensors.cli import progress
-told, batches = progress.Reporter.__call__, 0
-def call(self, done, total):
-    global batches
-    told(self, done, total)
-    batches += 1
-    if batches == 5:
-        os.kill(os.getpid(), signal.{})
-progress.Reporter.__call__ = call
-"""
 
 
 @pytest.mark.process

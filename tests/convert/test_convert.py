@@ -34,6 +34,7 @@ from tests.support.conversions import (
     tensors,
     variant_of,
 )
+from tests.support.disks import file_system
 from tests.support.files import random_bits, write
 from tests.support.roots import TESTDATA
 from tests.support.tiers import cross
@@ -227,14 +228,7 @@ def test_what_is_beside_comes_along(tmp_path):
 
 def test_a_disk_that_is_full(tmp_path):
     checkpoint(tmp_path / "from", large=np.zeros((64, 1 << 14), np.uint8))
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
-    try:
+    with file_system(tmp_path / "disk", "512k") as disk:
         with pytest.raises(ost.StorageError, match="No space left"):
             ost.reshard(tmp_path / "from", disk / "to", memory_bytes=100_000)
         with pytest.raises(ost.StorageError, match=r"(?i)no space left"):
@@ -242,8 +236,6 @@ def test_a_disk_that_is_full(tmp_path):
         assert sorted(path.name for path in disk.iterdir()) == ["orbax", "to.partial"]
         with pytest.raises(ost.StorageError, match="finished"):
             open_orbax(disk / "orbax")
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_a_target_says_the_chunks(tmp_path):

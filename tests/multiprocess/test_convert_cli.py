@@ -19,6 +19,7 @@ import pytest
 
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.orbax_store import open_orbax
+from tests.support.cli_conversions import AFTER_BATCHES
 from tests.support.roots import ROOT
 
 HF = ROOT / "testdata" / "maxtext" / "qwen3" / "hf"
@@ -42,21 +43,6 @@ import sys
 from orbax_safetensors.cli.main import main
 {code}
 sys.exit(main([*sys.argv[1:], "--distributed"]))
-"""
-
-# A signal to the process itself after some batches. Programs that a shell starts in the background ignore interrupts.
-AFTER_BATCHES = """
-import os, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from orbax_safetensors.cli import progress
-told, batches = progress.Reporter.__call__, 0
-def call(self, done, total):
-    global batches
-    told(self, done, total)
-    batches += 1
-    if batches == 4:
-        os.kill(os.getpid(), signal.{})
-progress.Reporter.__call__ = call
 """
 
 # How long jax.distributed takes a process that is silent for a living one.

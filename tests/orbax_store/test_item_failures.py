@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -21,6 +20,7 @@ from orbax_safetensors.orbax_store import (
     operations,
     unfinished,
 )
+from tests.support.disks import file_system
 from tests.support.orbax_items import (
     BF16,
     LEAVES,
@@ -112,22 +112,8 @@ def test_a_commit_that_fails(tmp_path, stage, ocdbt, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
-    yield disk
-    # TensorStore closes files in threads of its own, perhaps a moment later.
-    for _ in range(100):
-        unmounted = subprocess.run(["umount", disk], capture_output=True, text=True, check=False)
-        if not unmounted.returncode:
-            return
-        time.sleep(0.1)
-    raise AssertionError(unmounted.stderr)
+    with file_system(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 @all_formats

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 from unittest import mock
@@ -24,6 +23,7 @@ from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save import prepare, shards, write
 from orbax_safetensors.save.prepare import prepare_save
 from orbax_safetensors.storage import local
+from tests.support.disks import file_system
 from tests.support.files import nothing_left, random_bits, stored_arrays
 from tests.support.saves import BF16, RNG, TREE, assert_same_bits, save, sharded
 
@@ -206,16 +206,8 @@ def test_writes_that_are_short_are_continued(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"cannot mount a file system: {mount.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with file_system(tmp_path / "disk", "64k") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("rows", [20, 8])

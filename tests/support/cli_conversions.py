@@ -17,6 +17,21 @@ TO_ORBAX = ["--to", "orbax", *FAMILY]
 TO_SAFETENSORS = ["--to", "safetensors", *FAMILY, "--config", HF]
 SMALL = ["--memory", "40kB"]  # a dozen batches and more
 
+# A signal to the process itself after some batches. Programs that a shell starts in the background ignore interrupts.
+AFTER_BATCHES = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from orbax_safetensors.cli import progress
+told, batches = progress.Reporter.__call__, 0
+def call(self, done, total):
+    global batches
+    told(self, done, total)
+    batches += 1
+    if batches == 4:
+        os.kill(os.getpid(), signal.{})
+progress.Reporter.__call__ = call
+"""
+
 
 def stored(directory):
     """The tensors of all files, as the reference reader has them."""
