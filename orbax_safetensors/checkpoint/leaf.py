@@ -41,7 +41,7 @@ class Leaf:
 def leaves_of(item: Any, save_args: Any, *, abstract: bool = False) -> list[Leaf]:
     """Return the leaves of a tree in its order.
 
-    `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which `dtype` is heeded. It may have
+    `save_args` is None or a tree of `ocp.SaveArgs` of the same structure, of which only `dtype` counts. It may have
     entries at empty nodes. NumPy arrays of the other byte order are swapped. If `abstract`, leaves may be
     `jax.ShapeDtypeStruct`s in place of arrays of JAX, whose 64-bit dtypes count as 32 bits unless x64 is enabled.
 

@@ -24,7 +24,7 @@ def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list
 
     Data is not read: the format has no checksums, so any bytes are valid. `path` is as for `open_checkpoint`, and of
     `options`, `storage_options` count. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
-    checked. Of that, each array has to open, and chunks are not read.
+    checked. There, each array has to open, and chunks are not read.
 
     Raises `StorageError` if there is no checkpoint, or one that was never finished.
     """

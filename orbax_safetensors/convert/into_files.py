@@ -122,10 +122,10 @@ def _to_files(
     """Return the work that writes files; `groups` are leaves that interleave in them."""
     store, destination = store_of(request.destination, request.storage_options)
     output: Output
-    if not store.is_local:
-        output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
-    else:
+    if store.is_local:
         output = FilesOutput(source, destination, files, model_files, groups, request.memory_bytes)
+    else:
+        output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
     return Work(source, output)
 
 

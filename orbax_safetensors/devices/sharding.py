@@ -30,7 +30,7 @@ def default_sharding() -> jax.sharding.Sharding:
 
 def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
     """Return the sharding of a `Format`, or a sharding unchanged."""
-    return sharding.sharding if isinstance(sharding, Format) else sharding  # type: ignore[return-value]
+    return sharding.sharding if isinstance(sharding, Format) else sharding  # type: ignore[return-value]  # None only in layouts
 
 
 @lru_cache(maxsize=2**16)

@@ -184,7 +184,7 @@ class PartialDirectory:
         self.check()
         path = os.path.join(self._run_path, f"{_DONE}{process}")
         try:
-            self._done = open(path, "a", encoding="ascii")  # noqa: SIM115
+            self._done = open(path, "a", encoding="ascii")  # noqa: SIM115, open until `close`
             self._done.write("\n")  # the line before may have no end
         except OSError as error:
             raise StorageError(f"{path}: {error}") from error
