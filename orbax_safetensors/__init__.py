@@ -26,6 +26,7 @@ from orbax_safetensors.errors import (
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
 from orbax_safetensors.handlers.checkpointable_handler import SafetensorsCheckpointableHandler
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
+from orbax_safetensors.handlers.functions import load, save
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
 from orbax_safetensors.link.plan import LinkPlan, plan_link
@@ -60,6 +61,7 @@ __all__ = [
     "convert",
     "estimate_time",
     "link",
+    "load",
     "mapping",
     "open_checkpoint",
     "plan_convert",
@@ -69,6 +71,7 @@ __all__ = [
     "plan_save",
     "register",
     "reshard",
+    "save",
     "unregister",
     "verify",
 ]

@@ -73,7 +73,7 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
         "MY_FAMILY": Family("mine.model", ("MineForCausalLM",), my_tree),
     }
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 17
+    assert len(blocks) == 18
     found = {}
     for path in (tmp_path / "llama").iterdir():
         obstore.put(gcs.store(), f"llama/{path.name}", path.read_bytes())
@@ -88,40 +88,40 @@ def test_the_examples(tmp_path, mesh, unregistered, hub, gcs, monkeypatch):
         }
         for model in ("qwen3", "tuned")
     }
-    for number in (0, 2):
+    for number in (0, 2, 3):
         for name, array in llama.items():
             assert np.asarray(found[number]["params"][name]).tobytes() == array.tobytes()
     assert ost.plan_restore(tmp_path / "llama", found[0]["args"]).processes[0].over_read == 1
     assert found[0]["params"]["model.embed_tokens.weight"].sharding.spec == P("model")
     assert found[1]["arrays"]["model.norm.weight"].tobytes() == NORM.tobytes()
-    assert np.asarray(found[3]["state"].params["w"]).tobytes() == EMBEDDING.tobytes()
-    assert np.asarray(found[4]["norm"]["model"]["norm"]["weight"]).tobytes() == NORM.tobytes()
-    decoder = found[5]["state_params"]["params"]["decoder"]
+    assert np.asarray(found[4]["state"].params["w"]).tobytes() == EMBEDDING.tobytes()
+    assert np.asarray(found[5]["norm"]["model"]["norm"]["weight"]).tobytes() == NORM.tobytes()
+    decoder = found[6]["state_params"]["params"]["decoder"]
     assert decoder["layers"]["mlp"]["wi_0"]["kernel"].sharding.spec == P("model")
     gates = [stored["qwen3"][f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(3)]
     np.testing.assert_array_equal(decoder["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
     assert stored["tuned"].keys() == stored["qwen3"].keys()
     for name, array in stored["qwen3"].items():
         assert stored["tuned"][name].tobytes() == array.tobytes()
-    assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == found[6]["config"]
-    assert found[7]["my_params"]["embedding"].tobytes() == EMBEDDING.T.tobytes()
-    again = found[8]["state_params"]["params"]["decoder"]
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text()) == found[7]["config"]
+    assert found[8]["my_params"]["embedding"].tobytes() == EMBEDDING.T.tobytes()
+    again = found[9]["state_params"]["params"]["decoder"]
     assert again["layers"]["mlp"]["wi_0"]["kernel"].sharding.spec == P("model")
     np.testing.assert_array_equal(again["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
-    for directory, count in (("new", 1), ("two", 1)):
+    for directory, count in (("new", 1), ("two", 1), ("copy", 1)):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert len(saved.files) == count
         assert saved.metadata["format"] == "pt"
     assert "params.model.norm.weight" in ost.open_checkpoint(tmp_path / "tree").tensors
-    assert len(found[12]["plan"].processes) == 64
-    assert len(found[13]["plan"].processes) == 8
+    assert len(found[13]["plan"].processes) == 64
+    assert len(found[14]["plan"].processes) == 8
     assert not (tmp_path / "planned").exists()
     for name, array in llama.items():
-        assert np.asarray(found[14]["params"][name]).tobytes() == array.tobytes()
+        assert np.asarray(found[15]["params"][name]).tobytes() == array.tobytes()
     assert "new/commit_success.txt" in {one["path"] for one in obstore.list(gcs.store()).collect()}
-    of_the_hub = found[15]["params"]["params"]["decoder"]
+    of_the_hub = found[16]["params"]["params"]["decoder"]
     np.testing.assert_array_equal(of_the_hub["layers"]["mlp"]["wi_0"]["kernel"], np.stack(gates, axis=1))
-    assert len(found[16]["together"].cooperative) == 64
+    assert len(found[17]["together"].cooperative) == 64
 
     wanted = NamedSharding(jax.sharding.AbstractMesh((8,), ("fsdp",)), P("fsdp"))
     leaf = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]

@@ -103,6 +103,10 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
+    def clear(self, directory: epath.PathLike, args: SafetensorsSave) -> None:
+        """Delete what is in `directory`, once `args` have been checked for a save to it. Every process calls this."""
+        self._prepare(directory, args, "deleted")
+
     def _prepare(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
         args = _checked(args, SafetensorsSave)
         return prepare_save(

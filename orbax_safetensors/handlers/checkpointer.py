@@ -68,6 +68,8 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
           ValueError: `directory` is a path and exists.
         """
         if (url := _url(directory)) is None:
+            if force and os.path.isdir(directory):  # which Orbax would delete before it looks at the tree
+                self._handler.clear(directory, _as_args(SafetensorsSave, args, kwargs))
             super().save(directory, *args, force=force, custom_metadata=custom_metadata, **kwargs)
             return
         began = time.time_ns()

@@ -5,12 +5,13 @@ A wrong request is refused here, before memory is allocated or a tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
@@ -20,6 +21,9 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_same, nearest, some
 from orbax_safetensors.restore.target import LeafRequest, Target, as_stored, leaf_request, target
+
+# The sharding of an array, of its name and shape; None for a NumPy array.
+ShardingOf = Callable[[str, tuple[int, ...]], Any]
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,11 @@ def leaf_requests(item: Any, restore_args: Any) -> set[LeafRequest]:
     return {request for request in requests if request is not None}
 
 
-def everything(checkpoint: Checkpoint) -> Request:
-    """Return a request for the whole checkpoint as NumPy arrays: in a flat dict, or in the tree of its family."""
+def everything(checkpoint: Checkpoint, sharding_of: ShardingOf | None = None) -> Request:
+    """Return a request for the whole checkpoint, as NumPy arrays by default: a flat dict, or the tree of its family."""
+    if sharding_of is not None:
+        restore_args = checkpoint.tree(lambda name, view: args_of(sharding_of, name, view.shape))
+        return resolve(checkpoint, None, restore_args, partial=False)
     tree = checkpoint.tree(partial(as_stored, checkpoint))
     leaves, structure = jax.tree_util.tree_flatten(tree)
     return Request(tuple(leaves), structure)
@@ -141,6 +148,12 @@ def _without_placeholders(leaves: Mapping[str, Any], args: Mapping[str, Any]) ->
     for name, leaf in leaves.items():
         if leaf is not ocp.PLACEHOLDER and args.get(name) is not ocp.PLACEHOLDER:
             yield name, leaf
+
+
+def args_of(sharding_of: ShardingOf, name: str, shape: tuple[int, ...]) -> ocp.RestoreArgs:
+    """Return the restore arguments of an array that goes where `sharding_of` says."""
+    sharding = sharding_of(name, shape)
+    return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
 
 
 def exact_shape(args: ocp.RestoreArgs) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from orbax_safetensors.restore import cooperative
 from orbax_safetensors.restore import request as requests
 from orbax_safetensors.restore.exchanges import exchangeable
 from orbax_safetensors.restore.plan import cooperates
+from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike, as_text
@@ -29,12 +30,15 @@ def restore(
     item: Any = None,
     restore_args: Any = None,
     *,
+    sharding_of: ShardingOf | None = None,
     partial_restore: bool = False,
     family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     options: SafetensorsOptions,
 ) -> Any:
     """Restore a checkpoint; see `SafetensorsRestore` for the arguments.
+
+    Without `item` and `restore_args`, `sharding_of` returns the shardings of all arrays.
 
     Raises:
       TensorMismatchError: the request does not fit the checkpoint.
@@ -54,19 +58,19 @@ def restore(
             dequantize=options.dequantize,
         )
         if saved is not None:
-            request = requests.resolve(checkpoint, None, saved.restore_args(checkpoint), partial=False)
+            request = requests.resolve(checkpoint, None, saved.restore_args(checkpoint, sharding_of), partial=False)
         elif everything:
-            if jax.process_count() > 1:
+            if jax.process_count() > 1 and sharding_of is None:
                 raise TensorMismatchError(
                     f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each "
                     "array a sharding with item or restore_args"
                 )
-            request = requests.everything(checkpoint)
+            request = requests.everything(checkpoint, sharding_of)
         else:
             request = requests.resolve(checkpoint, item, restore_args, partial=partial_restore)
         return checkpoint, request
 
-    return _restored(path, item, restore_args, options, resolve)
+    return _restored(path, _all_together(path, item, restore_args, sharding_of, options), options, resolve)
 
 
 def restore_leaves(
@@ -87,22 +91,19 @@ def restore_leaves(
         restore_args = {paths[name]: args for name, args in leaves.items()}
         return checkpoint, requests.resolve(checkpoint, None, restore_args, partial=checkpoint.mapped is None)
 
-    restored = _restored(path, None, dict(leaves), options, resolve)
+    restored = _restored(path, _all_together(path, None, dict(leaves), None, options), options, resolve)
     return {name: restored[paths[name]] for name in leaves}
 
 
 def _restored(
     path: str,
-    item: Any,
-    restore_args: Any,
+    together: bool,
     options: SafetensorsOptions,
     resolve: Callable[[Checkpoint], tuple[Checkpoint, requests.Request]],
 ) -> Any:
-    """Restore the request that `resolve` returns for the checkpoint at `path`."""
-    key = None
-    if _all_together(path, item, restore_args, options):
-        # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
-        key = new_key("restore", path)
+    """Restore the request that `resolve` returns for the checkpoint at `path`, in all processes `together` or alone."""
+    # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
+    key = new_key("restore", path) if together else None
 
     def placed() -> tuple[Checkpoint, requests.Request]:
         stored = _read_for(path, options.storage_options, key)
@@ -114,7 +115,9 @@ def _restored(
     return decided.request.tree(cooperative.restore(decided, options))
 
 
-def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsOptions) -> bool:
+def _all_together(
+    path: str, item: Any, restore_args: Any, sharding_of: ShardingOf | None, options: SafetensorsOptions
+) -> bool:
     """Return whether all processes make this restore together; otherwise each one restores alone.
 
     A shared restore has arrays over devices of all processes, and these exchange parts or must read one commit. Raises
@@ -123,6 +126,8 @@ def _all_together(path: str, item: Any, restore_args: Any, options: SafetensorsO
     count = jax.process_count()
     if count == 1:
         return False
+    if sharding_of is not None:  # its arrays are not known before the checkpoint is open
+        return is_unpinned(path) or cooperates(options)
     spread = [leaf for leaf in requests.leaf_requests(item, restore_args) if len(leaf.processes) > 1]
     everywhere = [leaf for leaf in spread if len(leaf.processes) == count]
     if spread and is_unpinned(path):

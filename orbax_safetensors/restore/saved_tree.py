@@ -22,6 +22,7 @@ from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
 from orbax_safetensors.orbax_store.recorded_tree import RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
+from orbax_safetensors.restore.request import ShardingOf, args_of
 from orbax_safetensors.storage.store import read_small
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,20 @@ class SavedTree:
     _recorded: RecordedTree
     _shardings: Mapping[str, ocp.metadata.ShardingMetadata]
 
-    def restore_args(self, checkpoint: Checkpoint) -> Any:
-        """Return the tree with the `ocp.RestoreArgs` that restore each leaf as it was saved."""
-        return self._recorded.map(lambda name: self._of_leaf(checkpoint, name))
+    def restore_args(self, checkpoint: Checkpoint, sharding_of: ShardingOf | None = None) -> Any:
+        """Return the tree with the `ocp.RestoreArgs` that restore each leaf as it was saved.
 
-    def _of_leaf(self, checkpoint: Checkpoint, name: str) -> ocp.RestoreArgs:
+        `sharding_of` returns other shardings for all arrays, those of NumPy included.
+        """
+        return self._recorded.map(lambda name: self._of_leaf(checkpoint, name, sharding_of))
+
+    def _of_leaf(self, checkpoint: Checkpoint, name: str, sharding_of: ShardingOf | None) -> ocp.RestoreArgs:
         kind = self._recorded.leaves[name].kind
+        view = checkpoint.leaves.get(name)
+        if sharding_of is not None and kind != SCALAR and view is not None:
+            return args_of(sharding_of, name, view.shape)
         if kind == JAX_ARRAY:
             return _array(self._shardings.get(name), f"{checkpoint.path}: {name!r}")
-        view = checkpoint.leaves.get(name)
         if kind == SCALAR and view is not None and view.dtype.kind in _SCALARS:
             return ocp.RestoreArgs(restore_type=_SCALARS[view.dtype.kind])
         return ocp.RestoreArgs(restore_type=np.ndarray)

@@ -89,6 +89,9 @@ def test_what_is_there_is_kept_unless_forced(tmp_path, checkpointer, tree):
     with pytest.raises(ValueError, match="already exists"):
         checkpointer.save(tmp_path / "saved", {"other": B})
     assert_saved(tmp_path / "saved")
+    with ost.SafetensorsCheckpointer() as ours, pytest.raises(ost.TensorMismatchError, match="cannot be stored"):
+        ours.save(tmp_path / "saved", {"other": "text"}, force=True)
+    assert_saved(tmp_path / "saved")
     checkpointer.save(tmp_path / "saved", {"other": B}, force=True)
     assert_saved(tmp_path / "saved", {"other": B})
     assert sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors*")) == ["model.safetensors"]

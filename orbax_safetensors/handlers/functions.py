@@ -1,0 +1,104 @@
+"""`load` and `save`: a checkpoint in one call, for programs that do not use Orbax."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
+from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
+from orbax_safetensors.mapping import Family
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.request import ShardingOf, are_restore_args
+from orbax_safetensors.restore.run import restore
+from orbax_safetensors.storage.paths import PathLike, is_url, place
+
+
+def load(
+    path: PathLike,
+    target: Any = None,
+    *,
+    family: Family | str | None = None,
+    variant: Mapping[str, Any] | None = None,
+    options: SafetensorsOptions | None = None,
+) -> Any:
+    """Restore a directory of `.safetensors` files, or one file; each process reads the bytes of its own shards.
+
+    Args:
+      path: a path or URL, as for `open_checkpoint`.
+      target: where arrays go.
+        None returns what `SafetensorsRestore` does without arguments: the tree that was saved, or NumPy arrays.
+        A tree of arrays, `jax.ShapeDtypeStruct`s or `ocp.RestoreArgs`, as for `SafetensorsRestore`, comes back with
+        its leaves restored.
+        A `jax.sharding.Sharding`, or a function that returns the sharding of an array of its name and shape, returns
+        the same tree as None with all arrays sharded so; the function returns None for a NumPy array. A name is a
+        leaf's path in the tree, joined by dots.
+      family, variant: as for `SafetensorsRestore`.
+      options: how bytes are moved.
+
+    Raises:
+      TensorMismatchError: the target does not fit the checkpoint.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
+    """
+    options = options or SafetensorsOptions()
+    sharding_of = _sharding_of(target)
+    tree = None if sharding_of else target
+    item, restore_args = (None, tree) if are_restore_args(tree) else (tree, None)
+    return restore(path, item, restore_args, sharding_of=sharding_of, family=family, variant=variant, options=options)
+
+
+def _sharding_of(target: Any) -> ShardingOf | None:
+    """Return the shardings that a target stands for, None if it is a tree."""
+    if isinstance(target, jax.sharding.Sharding | Format):
+        return lambda name, shape: target
+    # A module may be a tree that can be called.
+    return target if callable(target) and jax.tree_util.all_leaves([target]) else None
+
+
+def save(
+    path: PathLike,
+    tree: Any,
+    *,
+    family: Family | str | None = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    metadata: Mapping[str, str] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    index: bool | None = None,
+    force: bool = False,
+    options: SafetensorsOptions | None = None,
+) -> None:
+    """Save a tree as a directory of `.safetensors` files; every process calls this and writes its own shards.
+
+    Args:
+      path: a directory that does not exist, or the URL of one on an object store.
+      tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
+      family, variant, config, metadata, max_file_bytes, index: as for `SafetensorsSave`.
+      force: delete what is in `path` once the tree has been checked.
+      options: how bytes are moved.
+
+    Raises:
+      TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored.
+      StorageError: `path` exists, and `force` is not set, or it cannot be written.
+    """
+    directory = place(path)
+    if not force and not is_url(directory) and os.path.lexists(directory):
+        raise StorageError(f"{directory}: exists already; pass force=True to replace it")
+    args = SafetensorsSave(
+        tree,
+        metadata=metadata,
+        max_file_bytes=max_file_bytes,
+        family=family,
+        variant=variant,
+        config=config,
+        index=index,
+    )
+    with SafetensorsCheckpointer(options=options) as checkpointer:
+        checkpointer.save(directory, args=args, force=force)

@@ -1,0 +1,228 @@
+"""`ost.load` and `ost.save`: a checkpoint in one call, the same bits as the reference reads and writes."""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+import orbax_safetensors as ost
+from tests.support.files import write
+from tests.support.roots import TESTDATA
+from tests.support.small_model import STEP, B, W
+
+MAXTEXT = TESTDATA / "maxtext" / "qwen3"
+CONFIG = json.loads((MAXTEXT / "hf" / "config.json").read_text())
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def same(tree, expected):
+    jax.tree.map(lambda leaf, array: np.testing.assert_equal(bits(leaf), bits(array)), tree, expected)
+
+
+@pytest.fixture
+def tree(line):
+    return {
+        "layer": {"w": jax.device_put(W, NamedSharding(line, P(None, "d"))), "b": B},
+        "steps": [7, None],
+    }
+
+
+def test_a_directory_without_a_target(directory):
+    same(ost.load(directory), {"layer.w": W, "layer.b": B, "step": STEP})
+
+
+def test_one_file(tmp_path):
+    file = tmp_path / "model.safetensors"
+    write(file, {"w": W})
+    same(ost.load(str(file)), load_file(file))
+
+
+def test_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ost.save("saved", {"w": W})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    same(ost.load("saved"), {"w": W})
+
+
+@pytest.mark.parametrize(
+    "of", [jax.ShapeDtypeStruct, lambda shape, dtype, sharding: ocp.ArrayRestoreArgs(sharding=sharding)]
+)
+def test_a_tree(directory, line, of):
+    shardings = {"w": NamedSharding(line, P("d")), "b": NamedSharding(line, P())}
+    layer = {name: of(array.shape, array.dtype, sharding=shardings[name]) for name, array in (("w", W), ("b", B))}
+    restored = ost.load(directory, {"layer": layer, "step": ocp.PLACEHOLDER})
+    assert restored["step"] is ocp.PLACEHOLDER
+    same(restored["layer"], {"w": W, "b": B})
+    assert {name: array.sharding for name, array in restored["layer"].items()} == shardings
+
+
+def test_one_sharding_for_all(directory, line):
+    replicated = NamedSharding(line, P())
+    restored = ost.load(directory, replicated)
+    same(restored, {"layer.w": W, "layer.b": B, "step": STEP})
+    assert {array.sharding for array in restored.values()} == {replicated}
+
+
+def test_a_layout_for_all(tmp_path):
+    write(tmp_path / "model.safetensors", {"w": W})
+    layout = jax.experimental.layout.Layout(major_to_minor=(1, 0))
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    restored = ost.load(tmp_path, jax.experimental.layout.Format(layout, single))["w"]
+    assert restored.format.layout.major_to_minor == (1, 0)
+    assert restored.devices() == {jax.devices()[3]}
+    same(restored, W)
+
+
+def test_a_function_of_name_and_shape(directory, line):
+    called = {}
+
+    def sharding(name, shape):
+        called[name] = shape
+        return NamedSharding(line, P("d")) if shape and shape[0] % 8 == 0 else None
+
+    restored = ost.load(directory, sharding)
+    assert called == {"layer.w": W.shape, "layer.b": B.shape, "step": STEP.shape}
+    same(restored, {"layer.w": W, "layer.b": B, "step": STEP})
+    assert {name: isinstance(array, jax.Array) for name, array in restored.items()} == {
+        name: bool(shape) and shape[0] % 8 == 0 for name, shape in called.items()
+    }
+
+
+def test_a_function_for_a_model_s_tree(line):
+    """Names are paths of the family's tree."""
+    with np.load(MAXTEXT / "mt_scanned.npz") as arrays:
+        expected = {name.replace("-", "."): arrays[name] for name in arrays}
+
+    def sharding(name, shape):
+        return NamedSharding(
+            line, P(*("d" if name.endswith("wo.kernel") and size % 8 == 0 else None for size in shape[:1]))
+        )
+
+    restored = ost.load(MAXTEXT / "hf", sharding, family="maxtext")
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
+    flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    assert flat.keys() == expected.keys()
+    for name, array in expected.items():
+        assert isinstance(flat[name], jax.Array)
+        assert np.asarray(flat[name]).tobytes() == array.tobytes()
+
+
+def test_the_tree_that_was_saved(tmp_path, tree, line):
+    ost.save(tmp_path / "saved", tree)
+    restored = ost.load(tmp_path / "saved")
+    same(restored, tree)
+    assert restored["layer"]["w"].sharding == tree["layer"]["w"].sharding
+    assert restored["steps"] == tree["steps"]
+
+
+def test_the_tree_that_was_saved_elsewhere(tmp_path, tree, line):
+    """A sharding for all arrays, those that were NumPy's as well; scalars stay scalars."""
+    ost.save(tmp_path / "saved", tree)
+    replicated = NamedSharding(line, P())
+    restored = ost.load(tmp_path / "saved", replicated)
+    same(restored, tree)
+    assert {array.sharding for array in restored["layer"].values()} == {replicated}
+    assert restored["steps"] == tree["steps"]
+
+
+def test_a_tree_that_can_be_called(directory):
+    """A module of Equinox, say, which is a tree with a `__call__`."""
+
+    @jax.tree_util.register_pytree_with_keys_class
+    class Module(dict):
+        def __call__(self):
+            raise AssertionError
+
+        def tree_flatten_with_keys(self):
+            return [(jax.tree_util.DictKey(name), leaf) for name, leaf in self.items()], tuple(self)
+
+        def tree_flatten(self):
+            return list(self.values()), tuple(self)
+
+        @classmethod
+        def tree_unflatten(cls, names, leaves):
+            return cls(zip(names, leaves, strict=True))
+
+    described = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in (("w", W), ("b", B))}
+    restored = ost.load(directory, Module(layer=Module(described), step=np.array(0)))
+    assert type(restored["layer"]) is Module
+    same(dict(restored["layer"]), {"w": W, "b": B})
+
+
+def test_a_save_is_what_the_reference_reads(tmp_path, tree):
+    ost.save(tmp_path / "saved", tree, metadata={"author": "me"}, options=ost.SafetensorsOptions(alignment=8))
+    same(load_file(tmp_path / "saved" / "model.safetensors"), {"layer.w": W, "layer.b": B, "steps.0": np.array(7)})
+    assert ost.open_checkpoint(tmp_path / "saved").metadata == {"format": "pt", "author": "me"}
+
+
+def test_a_save_in_several_files(tmp_path):
+    ost.save(tmp_path / "saved", {"w": W, "b": B}, max_file_bytes=W.nbytes, index=False)
+    names = sorted(path.name for path in (tmp_path / "saved").glob("model*"))
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    same(ost.load(tmp_path / "saved"), {"w": W, "b": B})
+
+
+def test_a_save_with_a_family(tmp_path):
+    params = ost.load(MAXTEXT / "hf", family="maxtext", variant={"scan_layers": False})
+    ost.save(tmp_path / "hf", params, family="maxtext", variant={"scan_layers": False}, config=CONFIG)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == CONFIG
+    stored = {name: array for file in (MAXTEXT / "hf").glob("*.safetensors") for name, array in load_file(file).items()}
+    same(load_file(tmp_path / "hf" / "model.safetensors"), stored)
+
+
+def test_an_existing_directory(tmp_path):
+    ost.save(tmp_path / "saved", {"w": W})
+    with pytest.raises(ost.StorageError, match="exists already; pass force=True"):
+        ost.save(tmp_path / "saved", {"w": B})
+    same(ost.load(tmp_path / "saved"), {"w": W})
+    with pytest.raises(ost.TensorMismatchError, match="no leaves"):
+        ost.save(tmp_path / "saved", {}, force=True)
+    same(ost.load(tmp_path / "saved"), {"w": W})
+    ost.save(tmp_path / "saved", {"w": B}, force=True)
+    same(ost.load(tmp_path / "saved"), {"w": B})
+
+
+def test_an_object_store(s3, line):
+    options = ost.SafetensorsOptions(storage_options=s3.options)
+    ost.save(f"{s3.url}/saved", {"w": W}, options=options)
+    restored = ost.load(f"{s3.url}/saved", NamedSharding(line, P("d")), options=options)["w"]
+    same(restored, W)
+    with pytest.raises(ost.StorageError, match="saved"):
+        ost.save(f"{s3.url}/saved", {"w": W}, options=options)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (lambda name, shape: 3, "expected a sharding, found 3"),
+        ({"layer": {"x": np.zeros(3)}}, "not in the checkpoint: 'layer.x'"),
+        ("sharded", "cannot be restored|not in the checkpoint"),
+    ],
+)
+def test_a_target_that_does_not_fit(directory, target, message):
+    with pytest.raises(ost.TensorMismatchError, match=message):
+        ost.load(directory, target)
+
+
+def test_a_sharding_that_does_not_fit(directory, line):
+    with pytest.raises(ost.TensorMismatchError, match="step"):
+        ost.load(directory, NamedSharding(line, P("d")))
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(ost.MissingError):
+        ost.load(tmp_path / "missing", epath.Path)
