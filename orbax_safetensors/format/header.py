@@ -232,6 +232,7 @@ def _read_fields(name: str, reader: JsonReader) -> TensorEntry:
         elif key in _FIELDS or in_order:
             break
         else:  # an unknown field, which may hold any JSON that the reference's parser can read
+            check_encodable(key)
             reader.skip(_FIELD_DEPTH)
     else:
         if len(found) == len(_FIELDS) and len(found["data_offsets"]) == 2:

@@ -53,6 +53,7 @@ REJECTED: dict[str, Crafted] = {
     "escaped surrogates in reverse": Crafted(file_of(GOOD.replace("good", "\\ude00\\ud83d"), ONE), "\\ude00\\ud83d"),
     "lone surrogate in metadata": Crafted(file_of('{"__metadata__":{"k":"\\ud800"}}')),
     "lone surrogate in an ignored field": tensor(extra='"x":{"\\ud800":1},'),
+    "lone surrogate in the name of an ignored field": tensor(extra='"\\ud800":1,'),
     # JSON.
     "list": Crafted(file_of("[]")),
     "null": Crafted(file_of("null")),
