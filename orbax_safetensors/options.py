@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from orbax_safetensors.errors import SafetensorsError
+
+Dequantize = bool | Literal["split"]
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -32,8 +34,11 @@ class SafetensorsOptions:
       alignment: the data of a saved file begins at a multiple of this many bytes, a multiple of 8. With 64, the file
         can be restored with `alias`; with 8, it is the same byte for byte as the reference writer's.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
-      dequantize: with a family, decode quantised tensors while they are read, as `quantization_config` of `config.json`
-        describes them. Without it, the family has to know their codes and scales.
+      dequantize: what a family makes of quantised tensors, which `quantization_config` of `config.json` describes.
+        True decodes them while they are read. "split" keeps codes and scales for programs that compute with them: a
+        leaf that is made of quantised tensors is two leaves below its path, `qvalue`, the codes, and `scale`, of as
+        many dimensions, whose sizes divide those of `qvalue`. False leaves it to the family, which then has to know the
+        stored codes and scales.
       max_gap_bytes: read two runs of one shard as one if the gap between them is at most this long. By default as much
         as the store reads in the time that a request takes: 16 KiB for files, 1 MiB for object stores.
       whole_tensors: for a save by several processes to an object store, where each file has one writer: first send
@@ -64,7 +69,7 @@ class SafetensorsOptions:
     max_gap_bytes: int | None = None
     alignment: int = 64
     fsync: bool = False
-    dequantize: bool = True
+    dequantize: Dequantize = True
     whole_tensors: bool = False
     cooperative: bool = False
     # Not shown and not hashed: the values may be secret, and a dict has no hash.
@@ -82,6 +87,10 @@ class SafetensorsOptions:
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
         _check_headers(self.storage_options or {})
+        if self.dequantize not in (True, False, "split"):
+            raise SafetensorsError(
+                f"SafetensorsOptions: dequantize is {self.dequantize!r}, must be True, False or 'split'"
+            )
         if not isinstance(self.cooperative, bool):
             raise SafetensorsError(f"SafetensorsOptions: cooperative is {self.cooperative!r}, must be True or False")
         if self.alignment % 8:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.config import quantization_config, read_config, stored_dtype
+from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.checkpoint.quantized import check_splits, quantized_tensors, scales_beside, split
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_same
 from orbax_safetensors.geometry.elementwise import Cast
@@ -20,7 +21,8 @@ from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
 from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
 from orbax_safetensors.mapping.inference import fit
-from orbax_safetensors.mapping.quantization import quantization
+from orbax_safetensors.mapping.quantization import Quantization
+from orbax_safetensors.options import Dequantize
 
 FamilyLike = Family | str | None
 
@@ -31,11 +33,11 @@ def mapped(
     variant: Mapping[str, Any] | None,
     *,
     complete: bool,
-    dequantize: bool,
+    dequantize: Dequantize,
 ) -> Checkpoint:
     """Return `checkpoint` as a family sees it: the one that is asked for, a registered one, or none.
 
-    With `dequantize`, quantised tensors are decoded to what the family expects. With `complete`, each stored tensor has
+    See `SafetensorsOptions` for `dequantize`. With `complete`, each stored tensor has
     to be used once; without it, leaves whose tensors are not all stored are left out, and there may be other tensors.
     Raises `MappingError` if there is no such family, or if config, variant and tensors disagree.
     """
@@ -53,7 +55,7 @@ def mapped(
         raise MappingError(f"{checkpoint.path}: {error}") from error
 
 
-def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: bool) -> tuple[Checkpoint, dict[str, str]]:
+def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize) -> tuple[Checkpoint, dict[str, str]]:
     """Return `checkpoint` as the registered family sees it whose tree has exactly these leaves, and their paths in it.
 
     If all leaves are stored tensors, or no family is registered, the checkpoint stays as it is. Raises `MappingError`
@@ -85,11 +87,15 @@ def _mapped(
     variant: Mapping[str, Any],
     *,
     complete: bool,
-    dequantize: bool,
+    dequantize: Dequantize,
 ) -> Checkpoint:
-    spared: Set[str] = frozenset()  # tensors that only quantised computation needs
-    if dequantize:
-        checkpoint, spared = _dequantized(checkpoint, config)
+    encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
+    spared = encoded.unused  # tensors that only quantised computation needs
+    if dequantize == "split":
+        spared |= check_splits(encoded)
+    elif dequantize:
+        dtype = stored_dtype(config, checkpoint.decoded_dtype)
+        checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
     described_as = {tensor: _renamed(family, tensor) for tensor in checkpoint.shapes}
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
@@ -103,7 +109,7 @@ def _mapped(
         if shapes.get(name) != shape:
             unbound[name] = shape
             return View.tensor(name, shape, UNKNOWN)
-        if dequantize and (scales := _scales_of(checkpoint, stored[name])):
+        if dequantize and stored[name] not in encoded.tensors and (scales := scales_beside(checkpoint, stored[name])):
             raise MappingError(
                 f"{name!r} has scales, {scales!r}, and quantization_config of config.json does not say how it is "
                 "quantised; a family that knows needs SafetensorsOptions(dequantize=False)"
@@ -119,26 +125,7 @@ def _mapped(
     if complete:
         needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
-    return replace(checkpoint, mapped=tree)
-
-
-def _dequantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[Checkpoint, Set[str]]:
-    """Return the checkpoint with its quantised tensors decoded, and the names of tensors that it then does not need."""
-    facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
-    encoding = quantization(quantization_config(config), facts)
-    for quantized in encoding.tensors.values():
-        for name in (quantized.codes, quantized.scales):
-            if len(checkpoint[name].pieces) > 1:
-                raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
-    dtype = stored_dtype(config, checkpoint.decoded_dtype)
-    return replace(checkpoint, quantized=encoding.tensors, decoded_dtype=dtype), encoding.unused
-
-
-def _scales_of(checkpoint: Checkpoint, name: str) -> str | None:
-    """Return the name of the stored scales of a tensor that is not decoded, None if there are none."""
-    if name in checkpoint.quantized:
-        return None
-    return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)
+    return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree)
 
 
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name

@@ -5,6 +5,7 @@ import re
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families import FAMILIES
@@ -49,10 +50,25 @@ def checkpoint(directory):
     return stored
 
 
+def quantized(source, directory):
+    """The same model with its projections in fp8, and ones for scales."""
+    directory.mkdir()
+    stored = load_file(source / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        stored[name] = stored[name].astype(ml_dtypes.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = np.ones([-(-size // 32) for size in stored[name].shape], np.float32)
+    write(directory / "model.safetensors", stored)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return stored
+
+
 def test_the_examples(tmp_path):
     stored = checkpoint(tmp_path / "llama")
+    in_fp8 = quantized(tmp_path / "llama", tmp_path / "fp8")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     names, found = {}, []
     try:
         for block in blocks:
@@ -68,6 +84,9 @@ def test_the_examples(tmp_path):
     assert found[4]["layers"]["1"]["mlp"]["in"].tobytes() == both.tobytes()
     assert np.asarray(found[5]["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
     assert "layers" in found[2]
+    codes = np.stack([in_fp8[f"model.layers.{i}.mlp.down_proj.weight"].T for i in range(2)])
+    assert np.asarray(names["out"]["qvalue"]).tobytes() == codes.tobytes()
+    assert (names["out"]["qvalue"].shape, names["out"]["scale"].shape) == ((2, HIDDEN, WIDTH), (2, 3, 2))
     for directory in ("tuned", "again"):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}

@@ -219,8 +219,6 @@ def one_file(site: Site) -> None:
 
 @scenario
 def load_with_a_function(site: Site) -> None:
-    """The same reads as a restore with these shardings, and as many when the processes read together or less."""
-
     def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         return NamedSharding(site.mesh(), SPECS[name]) if name in SPECS else None
 
@@ -228,9 +226,8 @@ def load_with_a_function(site: Site) -> None:
     site.check(restored, list(site.expected))
     for name, spec in SPECS.items():
         assert restored[name].sharding == NamedSharding(site.mesh(), spec), (name, restored[name].sharding)
-    together, less = measured(
-        lambda: ost.load(site.directory, sharding, options=ost.SafetensorsOptions(cooperative=True))
-    )
+    cooperative = ost.SafetensorsOptions(cooperative=True)
+    together, less = measured(lambda: ost.load(site.directory, sharding, options=cooperative))
     site.check(together, list(site.expected))
     assert sum(less["bytes_read"]) < sum(cost["bytes_read"]), (less, cost)
     assert "has no saved tree" in error_of(lambda: ost.load(site.directory))

@@ -1,0 +1,175 @@
+"""Quantised leaves restored as codes and scales: the stored bits, and together what decoding gives."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+import orbax_safetensors as ost
+from orbax_safetensors.mapping import Family, stack, tensor
+from tests.support.files import random_bits, write
+from tests.support.quantized_layers import BF16, EXPERTS, F8, FAMILY, FP8, GRIDS, HIDDEN, LAYERS, WIDTH, quantized, same
+from tests.support.roots import TESTDATA
+
+SPLIT = ost.SafetensorsOptions(dequantize="split")
+
+
+def spread(leaf):
+    """The scales of all elements."""
+    scale = np.asarray(leaf["scale"])
+    for axis, size in enumerate(leaf["qvalue"].shape):
+        assert size % scale.shape[axis] == 0
+        scale = scale.repeat(size // scale.shape[axis], axis)
+    return scale
+
+
+def names_of(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+@pytest.fixture(params=GRIDS)
+def model(request, tmp_path):
+    shape, expand = GRIDS[request.param]
+    stored, _ = quantized(np.random.default_rng(11), shape, expand)
+    write(tmp_path / "model.safetensors", stored)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    names = [[f"{n}.experts.{e}.weight" for n in range(LAYERS)] for e in range(EXPERTS)]
+    codes = np.array([[stored[name].T for name in of_expert] for of_expert in names])
+    scales = [
+        [np.broadcast_to(expand(stored[f"{name}_scale_inv"]), (HIDDEN, WIDTH)).T for name in of_expert]
+        for of_expert in names
+    ]
+    return tmp_path, codes, np.array(scales)
+
+
+def test_whole(model):
+    directory, codes, scales = model
+    layers = ost.load(directory, family=FAMILY, options=SPLIT)["layers"]
+    assert layers["up"].keys() == {"qvalue", "scale"}
+    assert layers["up"]["qvalue"].dtype == F8
+    assert layers["up"]["qvalue"].tobytes() == codes.tobytes()
+    assert layers["up"]["scale"].dtype == np.float32
+    np.testing.assert_array_equal(spread(layers["up"]), scales)
+    assert layers["norm"].dtype == BF16
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_sharded_alike(model, axis, mesh):
+    """Codes and scales over the same devices, wherever the sizes of both divide by the mesh."""
+    directory, codes, scales = model
+
+    def sharding(name, shape):
+        names = [None] * len(shape)
+        for at in range(axis, len(shape)):
+            names[at] = next((each for each in ("y", "x") if shape[at] % mesh.shape[each] == 0), None)
+            break
+        return NamedSharding(mesh, P(*names))
+
+    up = ost.load(directory, sharding, family=FAMILY, options=SPLIT)["layers"]["up"]
+    assert np.asarray(up["qvalue"]).tobytes() == codes.tobytes()
+    np.testing.assert_array_equal(spread(up), scales)
+
+
+def test_the_plan_and_the_metadata_know_both(model, scalars):
+    directory, codes, _ = model
+    leaves = ost.open_checkpoint(directory, family=FAMILY, options=SPLIT).leaves
+    assert set(leaves) == {"layers.up.qvalue", "layers.up.scale", "layers.norm"}
+    line = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    target = {
+        name: jax.ShapeDtypeStruct(
+            view.shape, view.dtype, sharding=NamedSharding(line, P(None, None, "x") if name.endswith("qvalue") else P())
+        )
+        for name, view in leaves.items()
+    }
+    planned = ost.plan_restore(directory, target, family=FAMILY, options=SPLIT).processes[0]
+    nested = {"layers": {"up": {"qvalue": target["layers.up.qvalue"], "scale": target["layers.up.scale"]}}}
+    nested["layers"]["norm"] = target["layers.norm"]
+    restored = ost.load(directory, nested, family=FAMILY, options=SPLIT)
+    assert scalars["/jax/orbax/read/safetensors/bytes_read"] == planned.read_bytes
+    assert np.asarray(restored["layers"]["up"]["qvalue"]).tobytes() == codes.tobytes()
+
+
+def quantize(array, block, rng):
+    """Codes and scales of a matrix, of any values."""
+    rows, columns = (-(-size // step) for size, step in zip(array.shape, block, strict=True))
+    return random_bits(rng, array.shape, F8), rng.uniform(0.5, 2, (rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("block", [(8, 16), (16, 16)], ids=str)
+def test_deepseek_in_maxtext_s_tree(tmp_path, scan_layers, block):
+    """Heads of 24 rows cut blocks of 16, and two heads of 32 columns lie in none: their scales stand more than once."""
+    rng = np.random.default_rng(3)
+    source = TESTDATA / "maxtext" / "deepseek3" / "hf"
+    tensors = {name: array for file in source.glob("*.safetensors") for name, array in load_file(file).items()}
+    for name in [name for name in tensors if re.search(r"_proj[\w.]*\.weight$", name)]:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensors[name], block, rng)
+    write(tmp_path / "model.safetensors", tensors)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family = {"family": "maxtext", "variant": {"scan_layers": scan_layers}}
+    decoded = names_of(ost.load(tmp_path, **family))
+    split = names_of(ost.load(tmp_path, **family, options=SPLIT))
+    kept = {name for name in decoded if f"{name}.qvalue" in split}
+    assert split.keys() == (decoded.keys() - kept) | {f"{name}.{part}" for name in kept for part in ("qvalue", "scale")}
+    assert len(kept) >= 10
+    for name, array in decoded.items():
+        if name not in kept:
+            same(split[name], array)
+            continue
+        leaf = {part: split[f"{name}.{part}"] for part in ("qvalue", "scale")}
+        assert leaf["qvalue"].dtype == F8
+        assert leaf["qvalue"].shape == array.shape
+        same((leaf["qvalue"].astype(np.float32) * spread(leaf)).astype(array.dtype), array)
+
+
+def refused(directory, tree, message):
+    family = Family("one", (), lambda config: tree())
+    with pytest.raises(ost.MappingError, match=message):
+        ost.load(directory, family=family, options=SPLIT)
+
+
+def test_what_cannot_be_kept(tmp_path):
+    rng = np.random.default_rng(0)
+    codes, scales = quantize(np.empty((32, 48)), (16, 16), rng)
+    tensors = {
+        "w": codes,
+        "w_scale": scales,
+        "v": codes,
+        "v_scale": scales.astype(np.float16),
+        "plain": codes.astype(BF16),
+    }
+    write(tmp_path / "model.safetensors", tensors)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    w, v, plain = (lambda name=name: tensor(name, (32, 48)) for name in ("w", "v", "plain"))
+    alone = "'a' is not made of the codes of quantised tensors alone: decode it with"
+    refused(tmp_path, lambda: {"a": w().scale(2.0), "v": v(), "plain": plain()}, alone)
+    refused(tmp_path, lambda: {"a": w().pad((40, 48)), "v": v(), "plain": plain()}, alone)
+    refused(tmp_path, lambda: {"a": stack([w(), plain()]), "v": v()}, "stack: .* of bfloat16 does not fit")
+    refused(tmp_path, lambda: {"a": stack([w(), v()]), "plain": plain()}, "'a' has scales of several dtypes, .*float16")
+
+
+def test_packed_codes(tmp_path):
+    tensors = {"w_blocks": np.zeros((2, 4, 1, 16), np.uint8), "w_scales": np.zeros((2, 4, 1), np.uint8)}
+    write(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    refused(tmp_path, lambda: {"a": tensor("w", (2, 32, 4))}, "'w_blocks' has several codes in a byte")
+
+
+def test_without_quantisation_nothing_is_split(tmp_path):
+    write(tmp_path / "model.safetensors", {"w": np.ones((2, 3), np.float32)})
+    family = Family("one", (), lambda config: {"a": tensor("w", (2, 3))})
+    assert ost.load(tmp_path, family=family, options=SPLIT)["a"].shape == (2, 3)
+
+
+def test_another_word():
+    with pytest.raises(ost.SafetensorsError, match="dequantize is 'splits', must be True, False or 'split'"):
+        ost.SafetensorsOptions(dequantize="splits")
