@@ -82,6 +82,18 @@ def kernel(name: str, shape: Sequence[int], inputs: int = 1) -> View:
     return tensor(f"{name}.weight", (prod(shape[inputs:]), prod(shape[:inputs]))).T.reshape(shape)
 
 
+def biased_norm(name: str, size: int) -> Leaves:
+    """Return the scale and the bias of a norm."""
+    return {"scale": norm(name, size), "bias": tensor(f"{name}.bias", (size,))}
+
+
+def biased(name: str, shape: Sequence[int], inputs: int = 1) -> Leaves:
+    """Return the kernel of a linear layer, as `kernel` does, and its bias, in the shape of the outputs."""
+    outputs = shape[inputs:]
+    bias = tensor(f"{name}.bias", (prod(outputs),)).reshape(outputs)
+    return {"kernel": kernel(name, shape, inputs), "bias": bias}
+
+
 def layer_norms(h: str, c: Config) -> Leaves:
     """Return the two norms of a layer that has no others."""
     return {
@@ -214,6 +226,19 @@ def model(
     return Tree(under("params", leaves), unused=unused, optional=tuple(optional))
 
 
+def multimodal(towers: Leaves, stored: str, use_multimodal: bool | None) -> dict[str, Any]:
+    """Return the arguments of `model` for the `towers` that read images and sounds.
+
+    `stored` is a regular expression for the names of their tensors. `use_multimodal` says whether the tree has towers;
+    if None, it has if they are stored. Raises `MappingError` if it has to, and the config has none.
+    """
+    if use_multimodal is False:
+        return {"unused": [stored]}
+    if use_multimodal and not towers:
+        raise MappingError("use_multimodal is True, and config.json has no vision_config")
+    return {"beside": towers, "optional": [] if use_multimodal else [r"params\.(vision|audio)_encoder\..+"]}
+
+
 def variants(leaves: LeafShapes) -> Iterator[Variant]:
     """Yield the possible switches of a tree with these leaves, as far as all families have them."""
     sizes = [shape[0] for path, shape in leaves.items() if "token_embedder.embedding" in path and shape]
@@ -221,6 +246,17 @@ def variants(leaves: LeafShapes) -> Iterator[Variant]:
     yield {"scan_layers": True, "param_scan_axis": 1, **vocabulary}
     yield {"scan_layers": True, "param_scan_axis": 0, **vocabulary}
     yield {"scan_layers": False, **vocabulary}
+
+
+def variants_with(**parts: str) -> Callable[[LeafShapes], Iterator[Variant]]:
+    """Return `variants` with a switch for each part, such as `vision_encoder.`: False if no path has it, else None."""
+
+    def of(leaves: LeafShapes) -> Iterator[Variant]:
+        switches = {name: None if any(part in path for path in leaves) else False for name, part in parts.items()}
+        for variant in variants(leaves):
+            yield {**variant, **switches}
+
+    return of
 
 
 def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Callable[..., Tree]:
