@@ -21,10 +21,16 @@ SAMPLES = {
     "gpt-oss": "gpt_oss",
     "llama3.1": "llama3",
     "mixtral": "mixtral",
+    "olmo3": "olmo3",
     "qwen2.5": "qwen2_5",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
 }
+# MaxText stacks the layers of some models only.
+TREES = [
+    (name, mode) for name in SAMPLES for mode in ("scanned", "unscanned") if (DATA / name / f"mt_{mode}.npz").exists()
+]
 
 
 class Sample:
@@ -38,6 +44,7 @@ class Sample:
         self.stored = {}
         for file in sorted((self.directory / "hf").glob("*.safetensors")):
             self.stored |= load_file(file)
+        self.vocab_size = self.config.get("text_config", self.config)["vocab_size"]
         # Each has the config of multi-token prediction, and one the tensors.
         self.mtp = name == "deepseek3_mtp"
 

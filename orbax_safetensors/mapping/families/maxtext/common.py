@@ -22,6 +22,7 @@ from orbax_safetensors.mapping.family import LeafShapes, Variant
 Config = Mapping[str, Any]
 Leaves = dict[str, View]
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
+Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
 
 
 # MaxText's checkpoints are training states. MaxText's trainers put the parameters below `params.params`, its NNX
@@ -61,15 +62,35 @@ def require(c: Config, **only: Any) -> None:
             raise MappingError(f"config.json has {key} = {c[key]!r}, and MaxText's tree is for {value!r}")
 
 
-def require_even(c: Config) -> None:
-    """Raise `MappingError` if layers do not come in pairs."""
-    if c["num_hidden_layers"] % 2:
-        raise MappingError(f"MaxText has layers in pairs, and config.json has {c['num_hidden_layers']} layers")
+def require_cycles(c: Config, length: int) -> None:
+    """Raise `MappingError` if layers do not come in cycles of `length`."""
+    if c["num_hidden_layers"] % length:
+        raise MappingError(
+            f"MaxText has layers in cycles of {length}, and config.json has {c['num_hidden_layers']} layers"
+        )
+
+
+def text_config(config: Config, *, tied: bool = False) -> tuple[Config, str]:
+    """Return the config of the language model, and the prefix of its stored names.
+
+    The config of a model that also reads images holds the language model's, and says itself whether embeddings are
+    tied; if it does not, they are if `tied`.
+    """
+    if "text_config" not in config:
+        return config, "model."
+    text = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
+    return text, "model.language_model."
 
 
 def under(prefix: str, leaves: Leaves) -> Leaves:
     """Return `leaves` with their paths below `prefix`."""
     return {f"{prefix}.{path}": view for path, view in leaves.items()}
+
+
+def num_experts(c: Config) -> int:
+    """Return the number of experts, under the key of configs from transformers 5 or of published configs."""
+    count: int = c["num_local_experts" if "num_local_experts" in c else "num_experts"]
+    return count
 
 
 def norm(name: str, size: int) -> View:
@@ -102,17 +123,39 @@ def layer_norms(h: str, c: Config) -> Leaves:
     }
 
 
-def attention(h: str, c: Config) -> Leaves:
-    """Return the four kernels of attention with heads of `head_dim`."""
+def sandwich_norms(h: str, c: Config, norm: Norm = norm) -> Leaves:
+    """Return the four norms of a layer that has them before and after attention and MLP."""
+    width = c["hidden_size"]
+    return {
+        "pre_self_attention_norm": norm(h + "input_layernorm", width),
+        "post_self_attention_norm": norm(h + "post_attention_layernorm", width),
+        "pre_ffw_norm": norm(h + "pre_feedforward_layernorm", width),
+        "post_ffw_norm": norm(h + "post_feedforward_layernorm", width),
+    }
+
+
+def attention(
+    h: str, c: Config, parts: Sequence[str] = ("query", "key", "value", "out"), *, linear: str = ""
+) -> Leaves:
+    """Return the kernels of attention with heads of `head_dim`; stored names end with `linear`."""
     width, heads, groups, size = (
         c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    return {
-        "query.kernel": kernel(h + "self_attn.q_proj", (width, heads, size)),
-        "key.kernel": kernel(h + "self_attn.k_proj", (width, groups, size)),
-        "value.kernel": kernel(h + "self_attn.v_proj", (width, groups, size)),
-        "out.kernel": kernel(h + "self_attn.o_proj", (heads, size, width), inputs=2),
+    shapes = {
+        "query": (width, heads, size),
+        "key": (width, groups, size),
+        "value": (width, groups, size),
+        "out": (heads, size, width),
     }
+    return {
+        f"{part}.kernel": kernel(f"{h}self_attn.{part[0]}_proj{linear}", shapes[part], inputs=2 if part == "out" else 1)
+        for part in parts
+    }
+
+
+def head_norms(h: str, c: Config, parts: Sequence[str] = ("query", "key"), norm: Norm = norm) -> Leaves:
+    """Return the norms of queries and keys, which all heads share."""
+    return {f"{part}_norm.scale": norm(f"{h}self_attn.{part[0]}_norm", c["head_dim"]) for part in parts}
 
 
 def scaled_query(heads: Leaves, c: Config) -> Leaves:
@@ -130,12 +173,12 @@ def attention_biases(h: str, c: Config) -> Leaves:
     }
 
 
-def mlp(block: str, width: int, inner: int) -> Leaves:
-    """Return the gated MLP that is stored as `block`."""
+def mlp(block: str, width: int, inner: int, *, linear: str = "") -> Leaves:
+    """Return the gated MLP that is stored as `block`; stored names end with `linear`."""
     return {
-        "wi_0.kernel": kernel(block + ".gate_proj", (width, inner)),
-        "wi_1.kernel": kernel(block + ".up_proj", (width, inner)),
-        "wo.kernel": kernel(block + ".down_proj", (inner, width)),
+        "wi_0.kernel": kernel(f"{block}.gate_proj{linear}", (width, inner)),
+        "wi_1.kernel": kernel(f"{block}.up_proj{linear}", (width, inner)),
+        "wo.kernel": kernel(f"{block}.down_proj{linear}", (inner, width)),
     }
 
 
@@ -172,14 +215,17 @@ def alike(name: str, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> 
     return under(name, stacked(layers, axis)) if scan_layers else numbered(name, layers)
 
 
-def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
-    """Return layers in cycles of `length`, with similar layers at each place of a cycle, then an incomplete cycle."""
+def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: int, *, name: str = "layers") -> Leaves:
+    """Return layers in cycles of `length`, with similar layers at each place of a cycle, then an incomplete cycle.
+
+    Stacked layers are called `name_0`, `name_1` and so on.
+    """
     if not scan_layers:
         return numbered("layers", layers)
     whole = len(layers) // length * length
     places = [stacked(layers[place:whole:length], axis) for place in range(length)]
     return {
-        **under("layers", numbered("layers", places)),
+        **under("layers", numbered(name, places)),
         **under("layers_remainder", numbered("layers", layers[whole:])),
     }
 
@@ -191,7 +237,7 @@ def model(
     *,
     prefix: str = "model.",
     factor: float = 1,
-    norm: Callable[[str, int], View] = norm,
+    norm: Norm = norm,
     beside: Leaves | None = None,
     cut: bool = False,
     unused: Iterable[str] = (),

@@ -14,7 +14,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     in_cycles,
     layer_norms,
     model,
-    require_even,
+    require_cycles,
     under,
 )
 
@@ -57,7 +57,7 @@ def gpt_oss(
 ) -> Tree:
     """Return the tree of gpt-oss. If scanned, layers at the same place of a cycle are stacked."""
     c = completed(config, head_dim=64, num_key_value_heads=8)
-    require_even(c)
+    require_cycles(c, 2)
     layers = [_layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     return model(c, in_cycles(2, layers, scan_layers, param_scan_axis), vocab_size)
 

@@ -9,9 +9,10 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     attention_biases,
     experts,
     family,
+    head_norms,
     layer_norms,
     mlp,
-    norm,
+    num_experts,
     require,
     under,
     uniform,
@@ -26,30 +27,20 @@ def _qwen2_5(h: str, c: Config) -> Leaves:
     }
 
 
-def _normed_attention(h: str, c: Config) -> Leaves:
-    return {
-        **attention(h, c),
-        "query_norm.scale": norm(h + "self_attn.q_norm", c["head_dim"]),
-        "key_norm.scale": norm(h + "self_attn.k_norm", c["head_dim"]),
-    }
-
-
 def _qwen3(h: str, c: Config) -> Leaves:
     return {
         **layer_norms(h, c),
-        **under("self_attention", _normed_attention(h, c)),
+        **under("self_attention", {**attention(h, c), **head_norms(h, c)}),
         **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
     }
 
 
 def _qwen3_moe(h: str, c: Config) -> Leaves:
     require(c, decoder_sparse_step=1)
-    # The key in configs from transformers 5, and the key in published configs.
-    count = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
     return {
         **layer_norms(h, c),
-        **under("self_attention", _normed_attention(h, c)),
-        **under("moe_block", experts(h + "mlp", count, c["hidden_size"], c["moe_intermediate_size"])),
+        **under("self_attention", {**attention(h, c), **head_norms(h, c)}),
+        **under("moe_block", experts(h + "mlp", num_experts(c), c["hidden_size"], c["moe_intermediate_size"])),
     }
 
 
