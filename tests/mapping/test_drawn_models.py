@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
-from tests.support.maxtext_reference import converted
+from tests.support.maxtext_reference import MODELS, converted
 from tests.support.strategies import examples
 
-NAMES = sorted(family.name.removeprefix("maxtext.") for family in FAMILIES)
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
 sizes = st.integers(1, 5)
 
@@ -53,7 +52,7 @@ def configs(draw, name):
 @examples(200)
 @given(st.data())
 def test_any_model_is_what_maxtext_makes_of_it(data):
-    name = data.draw(st.sampled_from(NAMES))
+    name = data.draw(st.sampled_from(MODELS))
     event(name)
     config = data.draw(configs(name))
     text = config.get("text_config", config)

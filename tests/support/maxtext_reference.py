@@ -170,6 +170,8 @@ UNIFORM = {
     "mixtral": NORMS + SCALED + MIXTRAL_EXPERTS,
 }
 
+MODELS = [*UNIFORM, "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gpt_oss"]
+
 
 def converted(
     model: str,

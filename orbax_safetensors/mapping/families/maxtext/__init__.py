@@ -15,10 +15,14 @@ from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
 from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
 from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_NEXT
+from orbax_safetensors.mapping.families.maxtext.qwen3_vl import QWEN3_OMNI, QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES = (
     QWEN3,
     QWEN3_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN3_OMNI,
     QWEN2_5,
     LLAMA3,
     MISTRAL,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -80,6 +81,12 @@ def text_config(config: Config, *, tied: bool = False) -> tuple[Config, str]:
         return config, "model."
     text = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
     return text, "model.language_model."
+
+
+def require_unscanned(scan_layers: bool) -> None:
+    """Raise `MappingError` if `scan_layers`, for a model whose layers MaxText does not stack."""
+    if scan_layers:
+        raise MappingError("MaxText does not stack the layers of this model; expected scan_layers False, found True")
 
 
 def under(prefix: str, leaves: Leaves) -> Leaves:
@@ -200,6 +207,25 @@ def experts(
     }
 
 
+def joint_experts(block: str, count: int, width: int, inner: int, *, transposed: bool) -> Leaves:
+    """Return the gated MLPs of `block`, which are stored together, as are gate and up projections, one after the other.
+
+    If `transposed`, outputs come before inputs, as in a linear layer.
+    """
+    every, swapped = slice(None), (0, 2, 1)
+    if transposed:
+        gate_up = tensor(f"{block}.experts.gate_up_proj", (count, 2 * inner, width)).transpose(swapped)
+        down = tensor(f"{block}.experts.down_proj", (count, width, inner)).transpose(swapped)
+    else:
+        gate_up = tensor(f"{block}.experts.gate_up_proj", (count, width, 2 * inner))
+        down = tensor(f"{block}.experts.down_proj", (count, inner, width))
+    return {
+        "wi_0": gate_up.slice(every, every, slice(inner)),
+        "wi_1": gate_up.slice(every, every, slice(inner, None)),
+        "wo": down,
+    }
+
+
 def stacked(layers: Sequence[Leaves], axis: int) -> Leaves:
     """Return a stack of similar layers, with a new dimension at `axis`."""
     return {path: stack([layer[path] for layer in layers], axis) for path in (layers[0] if layers else ())}
@@ -236,6 +262,7 @@ def model(
     vocab_size: int | None,
     *,
     prefix: str = "model.",
+    head: str = "lm_head",
     factor: float = 1,
     norm: Norm = norm,
     beside: Leaves | None = None,
@@ -245,6 +272,7 @@ def model(
 ) -> Tree:
     """Return the whole tree, with the layers in `decoder` and the leaves `beside` the decoder.
 
+    `prefix` begins the stored names of embedding and last norm, `head` is the stored name of the logits' layer, and
     `factor` scales the embedding. Raises `MappingError` if `vocab_size` would cut off a part of the vocabulary, unless
     `cut` says that the model does not use the last entries.
     """
@@ -266,23 +294,24 @@ def model(
     if size < stored:
         unused.append(re.escape(f"{prefix}embed_tokens.weight"))
     if c["tie_word_embeddings"]:
-        unused.append(r"(.+\.)?lm_head\.weight")
+        unused.append(rf"(.+\.)?{re.escape(head)}\.weight")
     else:
-        leaves["decoder.logits_dense.kernel"] = kernel("lm_head", (width, stored)).pad((width, size))
+        leaves["decoder.logits_dense.kernel"] = kernel(head, (width, stored)).pad((width, size))
     return Tree(under("params", leaves), unused=unused, optional=tuple(optional))
 
 
-def multimodal(towers: Leaves, stored: str, use_multimodal: bool | None) -> dict[str, Any]:
-    """Return the arguments of `model` for the `towers` that read images and sounds.
+def multimodal(towers: Leaves, stored: str, use: bool | None, switch: str = "use_multimodal") -> dict[str, Any]:
+    """Return the arguments of `model` for the `towers` that read images or sounds.
 
-    `stored` is a regular expression for the names of their tensors. `use_multimodal` says whether the tree has towers;
-    if None, it has if they are stored. Raises `MappingError` if it has to, and the config has none.
+    `stored` is a regular expression for the names of their tensors. `use`, the value of `switch`, says whether the tree
+    has them; if None, it has them if they are stored. Raises `MappingError` if it has to, and the config has none.
     """
-    if use_multimodal is False:
-        return {"unused": [stored]}
-    if use_multimodal and not towers:
-        raise MappingError("use_multimodal is True, and config.json has no vision_config")
-    return {"beside": towers, "optional": [] if use_multimodal else [r"params\.(vision|audio)_encoder\..+"]}
+    if use is False:
+        return {"beside": {}, "unused": [stored], "optional": []}
+    if use and not towers:
+        raise MappingError(f"{switch} is True, and config.json does not describe the tower")
+    parts = sorted({path.split(".")[0] for path in towers})
+    return {"beside": towers, "unused": [], "optional": [] if use else [rf"params\.{part}\..+" for part in parts]}
 
 
 def variants(leaves: LeafShapes) -> Iterator[Variant]:
@@ -322,5 +351,6 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
     return tree
 
 
-# Every family of MaxText: a name, architectures and a tree.
+# Every family of MaxText: a name, architectures and a tree. The second is for models whose layers are never stacked.
 family = partial(Family, variants=variants, envelope=TRAINING_STATE)
+unscanned_family = partial(family, envelope=replace(TRAINING_STATE, switches={"scan_layers": False}))
