@@ -11,6 +11,7 @@ from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPS
 from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
+from orbax_safetensors.mapping.families.maxtext.llama4 import LLAMA4
 from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
 from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
@@ -25,6 +26,7 @@ FAMILIES = (
     QWEN3_OMNI,
     QWEN2_5,
     LLAMA3,
+    LLAMA4,
     MISTRAL,
     MIXTRAL,
     DEEPSEEK2,

@@ -170,6 +170,15 @@ def scaled_query(heads: Leaves, c: Config) -> Leaves:
     return {**heads, "query.kernel": heads["query.kernel"].scale(float(np.float32(1 / sqrt(c["head_dim"]))))}
 
 
+def biased_attention(name: str, width: int, heads: int, *, out: str) -> Leaves:
+    """Return attention with biases everywhere, as towers have it; `out` is the last layer's stored name."""
+    size = width // heads
+    leaves = under("out", biased(f"{name}.{out}", (heads, size, width), inputs=2))
+    for part in ("query", "key", "value"):
+        leaves |= under(part, biased(f"{name}.{part[0]}_proj", (width, heads, size)))
+    return leaves
+
+
 def attention_biases(h: str, c: Config) -> Leaves:
     """Return the biases of queries, keys and values."""
     size = c["head_dim"]

@@ -13,6 +13,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     Layer,
     Leaves,
     biased,
+    biased_attention,
     biased_norm,
     completed,
     joint_experts,
@@ -105,20 +106,12 @@ def _experts_as_stored(shapes: Mapping[str, tuple[int, ...]]) -> Variant:
     return {"transposed_experts": gate_up[1] == 2 * down[2] and gate_up[2] == down[1]}
 
 
-def _audio_attention(name: str, width: int, heads: int) -> Leaves:
-    size = width // heads
-    leaves = under("out", biased(f"{name}.out_proj", (heads, size, width), inputs=2))
-    for part in ("query", "key", "value"):
-        leaves |= under(part, biased(f"{name}.{part[0]}_proj", (width, heads, size)))
-    return leaves
-
-
 def _audio_layer(name: str, c: Config) -> Leaves:
-    width, inner = c["d_model"], c["encoder_ffn_dim"]
+    width, inner, heads = c["d_model"], c["encoder_ffn_dim"], c["encoder_attention_heads"]
     return {
         **under("input_layer_norm", biased_norm(f"{name}.self_attn_layer_norm", width)),
         **under("post_attention_layer_norm", biased_norm(f"{name}.final_layer_norm", width)),
-        **under("self_attention_audio", _audio_attention(f"{name}.self_attn", width, c["encoder_attention_heads"])),
+        **under("self_attention_audio", biased_attention(f"{name}.self_attn", width, heads, out="out_proj")),
         **under("AudioMLP.wi", biased(f"{name}.fc1", (width, inner))),
         **under("AudioMLP.wo", biased(f"{name}.fc2", (inner, width))),
     }
