@@ -10,7 +10,7 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.support import stock_links
-from tests.support.family_samples import TREES
+from tests.support.family_samples import TREES, made_with
 from tests.support.link_models import DATA, made_by_maxtext
 
 pytestmark = pytest.mark.process
@@ -31,7 +31,7 @@ def links(tmp_path_factory):
             DATA / sample / "hf",
             root / f"{sample} {mode}" / "5" / "state",
             family="maxtext",
-            variant={"scan_layers": mode == "scanned"},
+            variant=made_with(sample, mode),
         )
         for sample, mode in TREES
     }

@@ -16,21 +16,32 @@ SAMPLES = {
     "deepseek3": "deepseek3",
     "deepseek3.2": "deepseek3_2",
     "deepseek3_mtp": "deepseek3",
+    "deepseek4": "deepseek4",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gpt-oss": "gpt_oss",
     "llama3.1": "llama3",
+    "llama4": "llama4",
     "mixtral": "mixtral",
     "olmo3": "olmo3",
     "qwen2.5": "qwen2_5",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",
     "qwen3_next": "qwen3_next",
+    "qwen3_omni": "qwen3_omni",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl_moe",
 }
 # MaxText stacks the layers of some models only.
 TREES = [
     (name, mode) for name in SAMPLES for mode in ("scanned", "unscanned") if (DATA / name / f"mt_{mode}.npz").exists()
 ]
+
+
+def made_with(name, mode):
+    """The switches of the tree that MaxText made. Its script for a scanned Llama 4 drops the tower."""
+    without_tower = {"use_multimodal": False} if (name, mode) == ("llama4", "scanned") else {}
+    return {"scan_layers": mode == "scanned", **without_tower}
 
 
 class Sample:
@@ -44,9 +55,15 @@ class Sample:
         self.stored = {}
         for file in sorted((self.directory / "hf").glob("*.safetensors")):
             self.stored |= load_file(file)
-        self.vocab_size = self.config.get("text_config", self.config)["vocab_size"]
+        self.name = name
+        self.scanned = (name, "scanned") in TREES
+        whole = self.config.get("thinker_config", self.config)
+        self.vocab_size = whole.get("text_config", whole)["vocab_size"]
         # Each has the config of multi-token prediction, and one the tensors.
         self.mtp = name == "deepseek3_mtp"
+
+    def describe_made(self, scan_layers):
+        return self.describe(**made_with(self.name, "scanned" if scan_layers else "unscanned"))
 
     def describe(self, **variant):
         if self.model.startswith("deepseek3"):

@@ -8,6 +8,7 @@ dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is 
 """
 
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
+from orbax_safetensors.mapping.families.maxtext.deepseek4 import DEEPSEEK4
 from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
@@ -32,6 +33,7 @@ FAMILIES = (
     DEEPSEEK2,
     DEEPSEEK3,
     DEEPSEEK3_2,
+    DEEPSEEK4,
     GPT_OSS,
     GEMMA2,
     GEMMA3,
