@@ -17,7 +17,18 @@ pytestmark = pytest.mark.process
 
 # Samples with leaves that are computed: embeddings, norms and queries that are scaled or offset, ones that are not
 # stored, queries and keys, or gates, that are permuted inside of a dimension, and gates that share rows with others.
-MADE = {"deepseek4", "gemma2", "gemma3", "gpt-oss", "llama3.1", "llama4", "mixtral", "qwen3_vl_moe"}
+MADE = {
+    "deepseek4",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "llama2",
+    "llama3.1",
+    "llama4",
+    "mistral",
+    "mixtral",
+    "qwen3_vl_moe",
+}
 ALL_WAYS = {"gemma2 scanned", "qwen3 unscanned", "deepseek3 scanned"}
 EACH = pytest.mark.parametrize("name", [" ".join(tree) for tree in TREES])
 

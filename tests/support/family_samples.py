@@ -20,8 +20,11 @@ SAMPLES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gpt-oss": "gpt_oss",
+    "kimi-k2": "deepseek3",
+    "llama2": "llama3",
     "llama3.1": "llama3",
     "llama4": "llama4",
+    "mistral": "mistral",
     "mixtral": "mixtral",
     "olmo3": "olmo3",
     "qwen2.5": "qwen2_5",
@@ -32,6 +35,8 @@ SAMPLES = {
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl_moe",
 }
+# What a tree's names and shapes do not say.
+SWITCHES = {"llama2": {"rope_type": "default"}}
 # MaxText stacks the layers of some models only.
 TREES = [
     (name, mode) for name in SAMPLES for mode in ("scanned", "unscanned") if (DATA / name / f"mt_{mode}.npz").exists()
@@ -41,7 +46,7 @@ TREES = [
 def made_with(name, mode):
     """The switches of the tree that MaxText made. Its script for a scanned Llama 4 drops the tower."""
     without_tower = {"use_multimodal": False} if (name, mode) == ("llama4", "scanned") else {}
-    return {"scan_layers": mode == "scanned", **without_tower}
+    return {"scan_layers": mode == "scanned", **SWITCHES.get(name, {}), **without_tower}
 
 
 class Sample:
@@ -68,6 +73,7 @@ class Sample:
     def describe(self, **variant):
         if self.model.startswith("deepseek3"):
             variant = {"mtp": self.mtp, **variant}
+        variant = {**SWITCHES.get(self.name, {}), **variant}
         return self.family.describe(self.config, variant, binder(self.stored))
 
     def made_by_maxtext(self, scan_layers):
