@@ -117,6 +117,7 @@ def _mapped(
         bound.add(name)
         return checkpoint.view(stored[name])
 
+    variant = {**family.stored_as(shapes), **family.variant, **variant}
     tree = family.describe(config, variant, bind, stored=len(shapes))
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
     check_shapes(family.name, tree, unbound, shapes)

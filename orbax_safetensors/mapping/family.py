@@ -65,6 +65,10 @@ def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+def _follow_from_nothing(shapes: Mapping[str, tuple[int, ...]]) -> Variant:
+    return {}
+
+
 def _only_the_default(leaves: LeafShapes) -> Iterable[Variant]:
     return [{}]
 
@@ -85,6 +89,8 @@ class Family:
         likeliest first. Names may have a leading `params` more or less than in `tree`.
       variant: default values of switches.
       envelope: the tree around the family's tree in a checkpoint of Orbax.
+      stored_as: `stored_as(shapes)` returns the switches that say how a checkpoint with tensors of these names and
+        shapes stores its model, for restores whose caller does not set them. Saves have the defaults.
     """
 
     name: str
@@ -94,6 +100,7 @@ class Family:
     variants: Callable[[LeafShapes], Iterable[Variant]] = _only_the_default
     variant: Variant = field(default_factory=dict, hash=False)
     envelope: Envelope = field(default=Envelope(), hash=False)
+    stored_as: Callable[[Mapping[str, tuple[int, ...]]], Variant] = _follow_from_nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):

@@ -1,6 +1,5 @@
 """`register("maxtext")`: Orbax's own handlers restore plain Hugging Face directories into a model's tree."""
 
-import itertools
 import json
 import shutil
 import threading
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import registry
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
-from tests.support.family_samples import FAMILY, SAMPLES
+from tests.support.family_samples import FAMILY, SWITCHES, TREES
 from tests.support.files import write
 from tests.support.maxtext_trees import COVER, assert_restored, assert_same_bits
 from tests.support.tiers import cross
@@ -55,10 +54,10 @@ SCALE = ("params", "decoder", "decoder_norm", "scale")
 # --- trees ---
 
 
-@pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(SAMPLES, MODES), COVER))
+@pytest.mark.parametrize(("sample", "mode"), cross(TREES, COVER))
 def test_the_tree_that_maxtexts_converter_made(sample, mode, line):
     """Whole on each device, and eight ways."""
-    ost.register("maxtext")
+    ost.register("maxtext", variant=SWITCHES.get(sample))
     expected = made_by_maxtext(sample, mode)
     for axes in ((), ("d",)):
         item = target(expected, line, axes)

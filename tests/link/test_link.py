@@ -10,17 +10,27 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.support import stock_links
+from tests.support.family_samples import TREES, made_with
 from tests.support.link_models import DATA, made_by_maxtext
 
 pytestmark = pytest.mark.process
 
-SAMPLES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
-MODES = {"scanned": True, "unscanned": False}
-# Samples with leaves that are computed: embeddings, norms and queries that are scaled or offset, and queries and keys,
-# or gates, that are permuted inside of a dimension.
-MADE = {"gemma2", "gemma3", "gpt-oss", "llama3.1", "mixtral"}
+# Samples with leaves that are computed: embeddings, norms and queries that are scaled or offset, ones that are not
+# stored, queries and keys, or gates, that are permuted inside of a dimension, and gates that share rows with others.
+MADE = {
+    "deepseek4",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "llama2",
+    "llama3.1",
+    "llama4",
+    "mistral",
+    "mixtral",
+    "qwen3_vl_moe",
+}
 ALL_WAYS = {"gemma2 scanned", "qwen3 unscanned", "deepseek3 scanned"}
-EACH = pytest.mark.parametrize("name", [f"{sample} {mode}" for sample in SAMPLES for mode in MODES])
+EACH = pytest.mark.parametrize("name", [" ".join(tree) for tree in TREES])
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +42,9 @@ def links(tmp_path_factory):
             DATA / sample / "hf",
             root / f"{sample} {mode}" / "5" / "state",
             family="maxtext",
-            variant={"scan_layers": scan},
+            variant=made_with(sample, mode),
         )
-        for sample in SAMPLES
-        for mode, scan in MODES.items()
+        for sample, mode in TREES
     }
 
 

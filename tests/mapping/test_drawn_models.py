@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
-from tests.support.maxtext_reference import converted
+from tests.support.maxtext_reference import MODELS, converted
 from tests.support.strategies import examples
 
-NAMES = sorted(family.name.removeprefix("maxtext.") for family in FAMILIES)
 FAMILY = {family.name.removeprefix("maxtext."): family for family in FAMILIES}
 sizes = st.integers(1, 5)
 
@@ -18,8 +17,8 @@ sizes = st.integers(1, 5)
 @st.composite
 def configs(draw, name):
     """Configs with everything that the architecture has."""
-    pairs = name in ("gpt_oss", "gemma2")
-    layers = draw(st.sampled_from([2, 4])) if pairs else draw(st.integers(1, 9 if name == "gemma3" else 4))
+    cycle = {"gpt_oss": 2, "gemma2": 2, "olmo3": 4, "qwen3_next": draw(st.integers(1, 3))}.get(name)
+    layers = cycle * draw(st.integers(1, 2)) if cycle else draw(st.integers(1, 9 if name == "gemma3" else 4))
     config = {
         "num_hidden_layers": layers,
         "hidden_size": draw(sizes),
@@ -41,6 +40,10 @@ def configs(draw, name):
             config["q_lora_rank"] = None
         if name != "deepseek2":
             config["num_nextn_predict_layers"] = draw(st.integers(0, 1))
+    if name == "qwen3_next":
+        keys = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts", "linear_num_key_heads")
+        keys += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+        config |= {key: draw(sizes) for key in keys} | {"full_attention_interval": cycle}
     if name == "gemma3" and draw(st.booleans()):
         config = {"text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
     return config
@@ -49,7 +52,7 @@ def configs(draw, name):
 @examples(200)
 @given(st.data())
 def test_any_model_is_what_maxtext_makes_of_it(data):
-    name = data.draw(st.sampled_from(NAMES))
+    name = data.draw(st.sampled_from(MODELS))
     event(name)
     config = data.draw(configs(name))
     text = config.get("text_config", config)

@@ -9,17 +9,33 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
-from tests.support.family_samples import FAMILY, SAMPLES, Sample
-from tests.support.maxtext_reference import converted
+from tests.support.family_samples import FAMILY, SAMPLES, SWITCHES, TREES, Sample, made_with
+from tests.support.maxtext_reference import MODELS, converted
 
-SCANNED = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 # These samples' parameters are what is stored, moved but not computed with.
-MOVED = ["deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "gpt-oss", "qwen2.5", "qwen3", "qwen3-moe"]
+MOVED = [
+    "deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "deepseek4", "gpt-oss", "kimi-k2", "llama4", "olmo3",
+    "qwen2.5", "qwen3", "qwen3-moe", "qwen3_next", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe",
+]  # fmt: skip
+MODELLED = [name for name in SAMPLES if SAMPLES[name] in MODELS and name not in SWITCHES]
 
 
 @pytest.fixture(params=SAMPLES, scope="module")
 def sample(request):
     return Sample(request.param)
+
+
+@pytest.fixture(params=MODELLED, scope="module")
+def modelled(request):
+    """A sample of a model that `converted` knows."""
+    return Sample(request.param)
+
+
+@pytest.fixture(params=TREES, scope="module", ids="-".join)
+def made(request):
+    """A sample, and whether its layers are stacked."""
+    name, mode = request.param
+    return Sample(name), mode == "scanned"
 
 
 def same(found, expected):
@@ -30,21 +46,22 @@ def same(found, expected):
         assert found[name].tobytes() == array.tobytes(), name
 
 
-@SCANNED
-def test_trees_are_bit_for_bit_those_of_maxtexts_converter(sample, scan_layers):
-    tree = sample.describe(scan_layers=scan_layers)
+def test_trees_are_bit_for_bit_those_of_maxtexts_converter(made):
+    sample, scan_layers = made
+    tree = sample.describe_made(scan_layers)
     same({path: evaluate(view, sample.stored) for path, view in tree.items()}, sample.made_by_maxtext(scan_layers))
 
 
-@SCANNED
-def test_the_model_of_the_other_tests_is_maxtexts_converter_too(sample, scan_layers):
+@pytest.mark.parametrize(("name", "mode"), [tree for tree in TREES if tree[0] in MODELLED])
+def test_the_model_of_the_other_tests_is_maxtexts_converter_too(name, mode):
+    sample, scan_layers = Sample(name), mode == "scanned"
     found = converted(sample.model, sample.config, sample.stored, scan_layers=scan_layers, mtp=sample.mtp)
     same({name.replace("-", "."): array for name, array in found.items()}, sample.made_by_maxtext(scan_layers))
 
 
-@SCANNED
-def test_the_way_back_gives_the_stored_tensors(sample, scan_layers):
-    tree = sample.describe(scan_layers=scan_layers)
+def test_the_way_back_gives_the_stored_tensors(made):
+    sample, scan_layers = made
+    tree = sample.describe_made(scan_layers)
     back = given_back(tree, sample.made_by_maxtext(scan_layers), sample.stored)
     for name, array in back.items():
         np.testing.assert_allclose(array, sample.stored[name], rtol=1e-6, atol=1e-7)
@@ -54,12 +71,13 @@ def test_the_way_back_gives_the_stored_tensors(sample, scan_layers):
 
 @pytest.mark.parametrize("name", MOVED)
 def test_nothing_of_these_models_is_rounded(name):
-    assert not any(piece.ops for view in Sample(name).describe().values() for piece in view.pieces)
+    pieces = [piece for view in Sample(name).describe().values() for piece in view.pieces]
+    assert not any(piece.ops for piece in pieces if piece.tensor is not None)
 
 
-@SCANNED
-def test_every_stored_element_is_used_once(sample, scan_layers):
-    tree = sample.describe(scan_layers=scan_layers)
+def test_every_stored_element_is_used_once(made):
+    sample, scan_layers = made
+    tree = sample.describe_made(scan_layers)
     counts = uses(tree, {name: array.shape for name, array in sample.stored.items()})
     assert all((count == 1).all() for count in counts.values())
     left = {name for name in sample.stored.keys() - counts.keys() if not unused(tree, name)}
@@ -75,7 +93,8 @@ def test_no_tensor_is_both_used_and_unused(sample):
     assert not [name for view in tree.values() for name in view.tensors if unused(tree, name)]
 
 
-def test_layers_go_where_param_scan_axis_says(sample):
+def test_layers_go_where_param_scan_axis_says(modelled):
+    sample = modelled
     tree = sample.describe(param_scan_axis=0)
     expected = converted(sample.model, sample.config, sample.stored, param_scan_axis=0, mtp=sample.mtp)
     same(
@@ -84,29 +103,43 @@ def test_layers_go_where_param_scan_axis_says(sample):
     )
 
 
+@pytest.mark.parametrize(("name", "stacked"), [("deepseek4", "scanned_blocks."), ("llama4", "decoder.layers.")])
+def test_stacks_go_where_param_scan_axis_says(name, stacked):
+    sample = Sample(name)
+    tree = sample.describe(**{**made_with(name, "scanned"), "param_scan_axis": 0})
+    expected = {
+        path: np.moveaxis(array, 1, 0) if stacked in path else array
+        for path, array in sample.made_by_maxtext(True).items()
+    }
+    same({path: evaluate(view, sample.stored) for path, view in tree.items()}, expected)
+
+
 def test_the_vocabulary_is_padded(sample):
-    tree = sample.describe(vocab_size=72)
-    expected = converted(sample.model, sample.config, sample.stored, vocab_size=72, mtp=sample.mtp)
-    same(
-        {path: evaluate(view, sample.stored) for path, view in tree.items()},
-        {name.replace("-", "."): array for name, array in expected.items()},
-    )
-    assert tree["params.token_embedder.embedding"].shape[0] == 72
-    # The way back leaves out what lies there.
+    """With zeros behind the last entry, and nowhere else."""
+    mode = "scanned" if sample.scanned else "unscanned"
+    tree = sample.describe(**{**made_with(sample.name, mode), "vocab_size": sample.vocab_size + 8})
     arrays = {path: evaluate(view, sample.stored) for path, view in tree.items()}
-    arrays["params.token_embedder.embedding"][64:] = 7
+    expected = sample.made_by_maxtext(sample.scanned)
+    for path, axis in (("params.token_embedder.embedding", 0), ("params.decoder.logits_dense.kernel", 1)):
+        if path in expected:
+            expected[path] = np.pad(expected[path], [(0, 8 * (at == axis)) for at in range(2)])
+    same(arrays, expected)
+    # The way back leaves out what lies there.
+    arrays["params.token_embedder.embedding"][sample.vocab_size :] = 7
     back = given_back(tree, arrays, sample.stored)
     for name, array in back.items():
         np.testing.assert_allclose(array, sample.stored[name], rtol=1e-6, atol=1e-7)
 
 
 def test_a_vocabulary_is_never_cut(sample):
+    size = sample.vocab_size - 1
     if sample.model == "gemma3":  # apart from the tokens for images
-        (embedding,) = (view for path, view in sample.describe(vocab_size=63).items() if "embedding" in path)
-        assert embedding.shape == (63, 32)
+        (embedding,) = (view for path, view in sample.describe(vocab_size=size).items() if "embedding" in path)
+        assert embedding.shape == (size, 32)
         return
-    with pytest.raises(MappingError, match="vocab_size 63 would cut off the vocabulary, .* has 64 entries"):
-        sample.describe(vocab_size=63)
+    message = f"vocab_size {size} would cut off the vocabulary, .* has {sample.vocab_size} entries"
+    with pytest.raises(MappingError, match=message):
+        sample.describe(vocab_size=size)
 
 
 class TestMultiTokenPrediction:
@@ -187,7 +220,10 @@ class TestLlama:
             Sample("llama3.1").describe(rope_type="yarn")
 
 
-@pytest.mark.parametrize(("name", "key"), [("qwen3-moe", "decoder_sparse_step"), ("deepseek3", "moe_layer_freq")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("qwen3-moe", "decoder_sparse_step"), ("qwen3_next", "decoder_sparse_step"), ("deepseek3", "moe_layer_freq")],
+)
 def test_experts_in_some_layers_only_are_refused(name, key):
     sample = Sample(name)
     with pytest.raises(MappingError, match=f"config.json has {key} = 2, and MaxText's tree is for 1"):
@@ -270,6 +306,12 @@ class TestTiedEmbeddings:
         assert not unused(tree, "lm_head.weight")
 
 
+def test_layers_of_prediction_are_left_out_of_qwen3_next():
+    tree = Sample("qwen3_next").describe()
+    assert unused(tree, "mtp.layers.0.mlp.experts.0.up_proj.weight")
+    assert unused(tree, "mtp.norm.weight")
+
+
 def test_old_tables_of_rope_are_left_out(sample):
     assert unused(sample.describe(), "model.layers.0.self_attn.rotary_emb.inv_freq")
 
@@ -282,6 +324,8 @@ def test_old_tables_of_rope_are_left_out(sample):
         ("qwen3", "attention_bias"),
         ("deepseek3", "attention_bias"),
         ("deepseek3.2", "mlp_bias"),
+        ("olmo3", "attention_bias"),
+        ("qwen3_next", "attention_bias"),
     ],
 )
 def test_biases_that_maxtext_has_no_place_for_are_refused(name, key):
@@ -291,11 +335,21 @@ def test_biases_that_maxtext_has_no_place_for_are_refused(name, key):
         sample.describe()
 
 
-def test_layers_that_do_not_pair_are_refused():
-    sample = Sample("gpt-oss")
+@pytest.mark.parametrize(("name", "length"), [("gpt-oss", 2), ("olmo3", 4), ("qwen3_next", 4)])
+def test_an_incomplete_cycle_of_layers_is_refused(name, length):
+    sample = Sample(name)
     sample.config["num_hidden_layers"] = 3
-    with pytest.raises(MappingError, match="pairs, and config.json has 3 layers"):
+    with pytest.raises(MappingError, match=f"in cycles of {length}, and config.json has 3 layers"):
         sample.describe()
+
+
+@pytest.mark.parametrize("key", ["full_attention_interval", "layer_types"])
+def test_full_attention_is_where_the_other_key_says(key):
+    """Some configs have both keys, and others one."""
+    sample = Sample("qwen3_next")
+    expected = sample.describe()
+    del sample.config[key]
+    assert sample.describe() == expected
 
 
 def test_a_config_without_what_is_needed_is_refused():
@@ -306,6 +360,6 @@ def test_a_config_without_what_is_needed_is_refused():
 
 
 def test_names_are_said_once():
-    assert len(FAMILY) == len(FAMILIES) == 12
+    assert len(FAMILY) == len(FAMILIES) == 19
     architectures = [name for family in FAMILIES for name in family.architectures]
     assert len(set(architectures)) == len(architectures)

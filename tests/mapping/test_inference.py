@@ -7,7 +7,7 @@ from orbax_safetensors.mapping import Family, stack, tensor
 from orbax_safetensors.mapping.envelope import Envelope
 from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.mapping.inference import fit
-from tests.support.family_samples import SAMPLES, Sample
+from tests.support.family_samples import TREES, Sample
 
 CONFIG = {"layers": 3}
 EACH = [{"stacked": True}, {"stacked": True, "axis": 1}, {"stacked": False}]
@@ -21,10 +21,9 @@ def layers(config, *, stacked=True, axis=0):
 TOY = Family("toy.layers", ("Toy",), layers, variants=lambda leaves: EACH)
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_maxtexts_trees(name, scan_layers):
-    sample = Sample(name)
+@pytest.mark.parametrize(("name", "mode"), TREES)
+def test_maxtexts_trees(name, mode):
+    sample, scan_layers = Sample(name), mode == "scanned"
     leaves = {path: array.shape for path, array in sample.made_by_maxtext(scan_layers).items()}
     for known in (leaves, dict.fromkeys(leaves)):
         found = fit([sample.family], sample.config, known, stored=len(sample.stored))

@@ -62,6 +62,23 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=4),
     "gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 7}, head_dim=4),
 }
+LINEAR = {
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 7,
+    "moe_intermediate_size": 8,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 9,
+}
+CONFIGS |= {
+    "olmo3": lambda: transformers.Olmo3Config(**SIZES),
+    "olmo3, wide heads": lambda: transformers.Olmo3Config(**SIZES, head_dim=4),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, head_dim=4),
+}
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -131,6 +148,8 @@ CLASSES = {
     "GptOssForCausalLM": "GptOssConfig",
     "Gemma2ForCausalLM": "Gemma2Config",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Olmo3ForCausalLM": "Olmo3Config",
+    "Qwen3NextForCausalLM": "Qwen3NextConfig",
 }
 
 
@@ -146,7 +165,7 @@ def described(architecture, config):
 
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
-    config = getattr(transformers, CLASSES[architecture])(num_hidden_layers=2, first_k_dense_replace=1)
+    config = getattr(transformers, CLASSES[architecture])(num_hidden_layers=4, first_k_dense_replace=1)
     full = json.loads(config.to_json_string(use_diff=False))
     short = {key: value for key, value in full.items() if key not in LEFT_OUT}
     assert described(architecture, short) == described(architecture, full)

@@ -16,15 +16,37 @@ SAMPLES = {
     "deepseek3": "deepseek3",
     "deepseek3.2": "deepseek3_2",
     "deepseek3_mtp": "deepseek3",
+    "deepseek4": "deepseek4",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gpt-oss": "gpt_oss",
+    "kimi-k2": "deepseek3",
+    "llama2": "llama3",
     "llama3.1": "llama3",
+    "llama4": "llama4",
+    "mistral": "mistral",
     "mixtral": "mixtral",
+    "olmo3": "olmo3",
     "qwen2.5": "qwen2_5",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "qwen3_omni": "qwen3_omni",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl_moe",
 }
+# What a tree's names and shapes do not say.
+SWITCHES = {"llama2": {"rope_type": "default"}}
+# MaxText stacks the layers of some models only.
+TREES = [
+    (name, mode) for name in SAMPLES for mode in ("scanned", "unscanned") if (DATA / name / f"mt_{mode}.npz").exists()
+]
+
+
+def made_with(name, mode):
+    """The switches of the tree that MaxText made. Its script for a scanned Llama 4 drops the tower."""
+    without_tower = {"use_multimodal": False} if (name, mode) == ("llama4", "scanned") else {}
+    return {"scan_layers": mode == "scanned", **SWITCHES.get(name, {}), **without_tower}
 
 
 class Sample:
@@ -38,12 +60,20 @@ class Sample:
         self.stored = {}
         for file in sorted((self.directory / "hf").glob("*.safetensors")):
             self.stored |= load_file(file)
+        self.name = name
+        self.scanned = (name, "scanned") in TREES
+        whole = self.config.get("thinker_config", self.config)
+        self.vocab_size = whole.get("text_config", whole)["vocab_size"]
         # Each has the config of multi-token prediction, and one the tensors.
         self.mtp = name == "deepseek3_mtp"
+
+    def describe_made(self, scan_layers):
+        return self.describe(**made_with(self.name, "scanned" if scan_layers else "unscanned"))
 
     def describe(self, **variant):
         if self.model.startswith("deepseek3"):
             variant = {"mtp": self.mtp, **variant}
+        variant = {**SWITCHES.get(self.name, {}), **variant}
         return self.family.describe(self.config, variant, binder(self.stored))
 
     def made_by_maxtext(self, scan_layers):

@@ -119,6 +119,46 @@ post_self_attention_norm-scale   post_attention_layernorm.weight    +1
 pre_ffw_norm-scale               pre_feedforward_layernorm.weight   +1
 post_ffw_norm-scale              post_feedforward_layernorm.weight  +1
 """
+OLMO3 = (
+    MLP
+    + """
+attention-query-kernel                 self_attn.q_proj.weight            R D H hd
+attention-key-kernel                   self_attn.k_proj.weight            R D K hd
+attention-value-kernel                 self_attn.v_proj.weight            R D K hd
+attention-out-kernel                   self_attn.o_proj.weight            R H hd D
+attention-query_norm-scale             self_attn.q_norm.weight            I
+attention-key_norm-scale               self_attn.k_norm.weight            I
+post_self_attention_layer_norm-scale   post_attention_layernorm.weight    I
+post_mlp_layer_norm-scale              post_feedforward_layernorm.weight  I
+"""
+)
+NEXT_COMMON = """
+input_layernorm-scale                input_layernorm.weight                      I
+post_attention_layernorm-scale       post_attention_layernorm.weight             I
+mlp-routed_experts-gate-kernel       mlp.gate.weight                             R D E
+mlp-shared_expert_gate-kernel        mlp.shared_expert_gate.weight               R D 1
+mlp-shared_expert-wi_0-kernel        mlp.shared_expert.gate_proj.weight          R D S
+mlp-shared_expert-wi_1-kernel        mlp.shared_expert.up_proj.weight            R D S
+mlp-shared_expert-wo-kernel          mlp.shared_expert.down_proj.weight          R S D
+"""
+NEXT_EXPERTS = QWEN_EXPERTS[QWEN_EXPERTS.index("moe_block-wi_0") :].replace("moe_block-", "mlp-routed_experts-")
+NEXT_FULL = """
+attention-attention-query-kernel       self_attn.q_proj.weight  R D H 2hd
+attention-attention-key-kernel         self_attn.k_proj.weight  R D K hd
+attention-attention-value-kernel       self_attn.v_proj.weight  R D K hd
+attention-attention-out-kernel         self_attn.o_proj.weight  R H*hd D
+attention-attention-query_norm-scale   self_attn.q_norm.weight  I
+attention-attention-key_norm-scale     self_attn.k_norm.weight  I
+"""
+NEXT_LINEAR = """
+attention-in_proj_qkvz-kernel   linear_attn.in_proj_qkvz.weight  R D keys+keys+values+values
+attention-in_proj_ba-kernel     linear_attn.in_proj_ba.weight    R D hv+hv
+attention-conv1d-kernel         linear_attn.conv1d.weight        R conv 1 keys+keys+values
+attention-A_log                 linear_attn.A_log                I
+attention-dt_bias               linear_attn.dt_bias              I
+attention-norm-rms_norm-scale   linear_attn.norm.weight          I
+attention-out_proj-kernel       linear_attn.out_proj.weight      R values D
+"""
 GEMMA2 = GEMMA_NORMS + SCALED + MLP
 GEMMA3 = GEMMA_NORMS + ATTENTION + QK_NORMS.replace(" I", " +1") + MLP
 UNIFORM = {
@@ -129,6 +169,8 @@ UNIFORM = {
     "mistral": NORMS + SCALED + MLP,
     "mixtral": NORMS + SCALED + MIXTRAL_EXPERTS,
 }
+
+MODELS = [*UNIFORM, "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gpt_oss"]
 
 
 def converted(
@@ -194,9 +236,13 @@ def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
             return [("decoder-layers", every, rows, True)]
         return [(f"decoder-layers_{i}", [i], rows, False) for i in every]
     if model == "gpt_oss":
-        if scan_layers:
-            return [(f"decoder-layers-layers_{b}", every[b::2], NORMS + GPT_OSS, True) for b in range(2)]
-        return [(f"decoder-layers_{i}", [i], NORMS + GPT_OSS, False) for i in every]
+        return _cycles("layers", every, [NORMS + GPT_OSS] * 2, scan_layers)
+    if model == "olmo3":
+        return _cycles("layers", every, [OLMO3] * 4, scan_layers)
+    if model == "qwen3_next":
+        block = NEXT_COMMON + NEXT_EXPERTS
+        interval = c.get("full_attention_interval") or c["layer_types"].index("full_attention") + 1
+        return _cycles("layer", every, [block + NEXT_LINEAR] * (interval - 1) + [block + NEXT_FULL], scan_layers)
     if model == "gemma3":
         scanned = len(every) // 6 * 6
         if not scan_layers:
@@ -223,6 +269,14 @@ def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
     return groups
 
 
+def _cycles(name: str, every: list[int], cycle: list[str], scan_layers: bool) -> list[Group]:
+    """Layers whose rows repeat: those at each place of a cycle are stacked as `name_0` and so on."""
+    size = len(cycle)
+    if scan_layers:
+        return [(f"decoder-layers-{name}_{b}", every[b::size], rows, True) for b, rows in enumerate(cycle)]
+    return [(f"decoder-layers_{i}", [i], cycle[i % size], False) for i in every]
+
+
 def _suffixed(rows: str, half: str) -> str:
     """Rows of Gemma 2, whose blocks are called `self_attention_local` and so on."""
     lines = []
@@ -238,11 +292,15 @@ def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
         "D": "hidden_size", "F": "intermediate_size", "M": "moe_intermediate_size", "H": "num_attention_heads",
         "K": "num_key_value_heads", "hd": "head_dim", "kvr": "kv_lora_rank", "qr": "q_lora_rank",
         "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v": "v_head_dim", "ih": "index_n_heads",
-        "ihd": "index_head_dim",
+        "ihd": "index_head_dim", "S": "shared_expert_intermediate_size", "hv": "linear_num_value_heads",
+        "conv": "linear_conv_kernel_dim",
     }  # fmt: skip
     sizes = {short: c[name] for short, name in names.items() if c.get(name) is not None}
     sizes.setdefault("hd", sizes["D"] // sizes["H"])
-    sizes["2D"] = 2 * sizes["D"]
+    sizes |= {"1": 1, "2D": 2 * sizes["D"], "2hd": 2 * sizes["hd"], "H*hd": sizes["H"] * sizes["hd"]}
+    if "hv" in sizes:
+        sizes["keys"] = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        sizes["values"] = sizes["hv"] * c["linear_value_head_dim"]
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if c.get(name) is not None:
             sizes["E"] = c[name]

@@ -1,4 +1,4 @@
-"""MaxText's parameter trees, scanned and unscanned, for checkpoints of twelve kinds of model.
+"""MaxText's parameter trees, scanned and unscanned, for checkpoints of many kinds of model.
 
 The facts are from MaxText 0.2.4 and 0.2.5: tests compare these descriptions bit for bit with the output of MaxText's
 converter, and of the converter's tables, for small models (`testdata/maxtext`).
@@ -8,25 +8,37 @@ dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is 
 """
 
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
+from orbax_safetensors.mapping.families.maxtext.deepseek4 import DEEPSEEK4
 from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
+from orbax_safetensors.mapping.families.maxtext.llama4 import LLAMA4
 from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
+from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
+from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_NEXT
+from orbax_safetensors.mapping.families.maxtext.qwen3_vl import QWEN3_OMNI, QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES = (
     QWEN3,
     QWEN3_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN3_OMNI,
     QWEN2_5,
     LLAMA3,
+    LLAMA4,
     MISTRAL,
     MIXTRAL,
     DEEPSEEK2,
     DEEPSEEK3,
     DEEPSEEK3_2,
+    DEEPSEEK4,
     GPT_OSS,
     GEMMA2,
     GEMMA3,
+    OLMO3,
+    QWEN3_NEXT,
 )
 
 __all__ = ["FAMILIES"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod, sqrt
 from typing import Any
@@ -22,6 +23,7 @@ from orbax_safetensors.mapping.family import LeafShapes, Variant
 Config = Mapping[str, Any]
 Leaves = dict[str, View]
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
+Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
 
 
 # MaxText's checkpoints are training states. MaxText's trainers put the parameters below `params.params`, its NNX
@@ -61,15 +63,41 @@ def require(c: Config, **only: Any) -> None:
             raise MappingError(f"config.json has {key} = {c[key]!r}, and MaxText's tree is for {value!r}")
 
 
-def require_even(c: Config) -> None:
-    """Raise `MappingError` if layers do not come in pairs."""
-    if c["num_hidden_layers"] % 2:
-        raise MappingError(f"MaxText has layers in pairs, and config.json has {c['num_hidden_layers']} layers")
+def require_cycles(c: Config, length: int) -> None:
+    """Raise `MappingError` if layers do not come in cycles of `length`."""
+    if c["num_hidden_layers"] % length:
+        raise MappingError(
+            f"MaxText has layers in cycles of {length}, and config.json has {c['num_hidden_layers']} layers"
+        )
+
+
+def text_config(config: Config, *, tied: bool = False) -> tuple[Config, str]:
+    """Return the config of the language model, and the prefix of its stored names.
+
+    The config of a model that also reads images holds the language model's, and says itself whether embeddings are
+    tied; if it does not, they are if `tied`.
+    """
+    if "text_config" not in config:
+        return config, "model."
+    text = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
+    return text, "model.language_model."
+
+
+def require_unscanned(scan_layers: bool) -> None:
+    """Raise `MappingError` if `scan_layers`, for a model whose layers MaxText does not stack."""
+    if scan_layers:
+        raise MappingError("MaxText does not stack the layers of this model; expected scan_layers False, found True")
 
 
 def under(prefix: str, leaves: Leaves) -> Leaves:
     """Return `leaves` with their paths below `prefix`."""
     return {f"{prefix}.{path}": view for path, view in leaves.items()}
+
+
+def num_experts(c: Config) -> int:
+    """Return the number of experts, under the key of configs from transformers 5 or of published configs."""
+    count: int = c["num_local_experts" if "num_local_experts" in c else "num_experts"]
+    return count
 
 
 def norm(name: str, size: int) -> View:
@@ -82,6 +110,18 @@ def kernel(name: str, shape: Sequence[int], inputs: int = 1) -> View:
     return tensor(f"{name}.weight", (prod(shape[inputs:]), prod(shape[:inputs]))).T.reshape(shape)
 
 
+def biased_norm(name: str, size: int) -> Leaves:
+    """Return the scale and the bias of a norm."""
+    return {"scale": norm(name, size), "bias": tensor(f"{name}.bias", (size,))}
+
+
+def biased(name: str, shape: Sequence[int], inputs: int = 1) -> Leaves:
+    """Return the kernel of a linear layer, as `kernel` does, and its bias, in the shape of the outputs."""
+    outputs = shape[inputs:]
+    bias = tensor(f"{name}.bias", (prod(outputs),)).reshape(outputs)
+    return {"kernel": kernel(name, shape, inputs), "bias": bias}
+
+
 def layer_norms(h: str, c: Config) -> Leaves:
     """Return the two norms of a layer that has no others."""
     return {
@@ -90,22 +130,53 @@ def layer_norms(h: str, c: Config) -> Leaves:
     }
 
 
-def attention(h: str, c: Config) -> Leaves:
-    """Return the four kernels of attention with heads of `head_dim`."""
+def sandwich_norms(h: str, c: Config, norm: Norm = norm) -> Leaves:
+    """Return the four norms of a layer that has them before and after attention and MLP."""
+    width = c["hidden_size"]
+    return {
+        "pre_self_attention_norm": norm(h + "input_layernorm", width),
+        "post_self_attention_norm": norm(h + "post_attention_layernorm", width),
+        "pre_ffw_norm": norm(h + "pre_feedforward_layernorm", width),
+        "post_ffw_norm": norm(h + "post_feedforward_layernorm", width),
+    }
+
+
+def attention(
+    h: str, c: Config, parts: Sequence[str] = ("query", "key", "value", "out"), *, linear: str = ""
+) -> Leaves:
+    """Return the kernels of attention with heads of `head_dim`; stored names end with `linear`."""
     width, heads, groups, size = (
         c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    return {
-        "query.kernel": kernel(h + "self_attn.q_proj", (width, heads, size)),
-        "key.kernel": kernel(h + "self_attn.k_proj", (width, groups, size)),
-        "value.kernel": kernel(h + "self_attn.v_proj", (width, groups, size)),
-        "out.kernel": kernel(h + "self_attn.o_proj", (heads, size, width), inputs=2),
+    shapes = {
+        "query": (width, heads, size),
+        "key": (width, groups, size),
+        "value": (width, groups, size),
+        "out": (heads, size, width),
     }
+    return {
+        f"{part}.kernel": kernel(f"{h}self_attn.{part[0]}_proj{linear}", shapes[part], inputs=2 if part == "out" else 1)
+        for part in parts
+    }
+
+
+def head_norms(h: str, c: Config, parts: Sequence[str] = ("query", "key"), norm: Norm = norm) -> Leaves:
+    """Return the norms of queries and keys, which all heads share."""
+    return {f"{part}_norm.scale": norm(f"{h}self_attn.{part[0]}_norm", c["head_dim"]) for part in parts}
 
 
 def scaled_query(heads: Leaves, c: Config) -> Leaves:
     """Return `heads` with the factor 1 / sqrt(head_dim), rounded to float32, in the query's kernel."""
     return {**heads, "query.kernel": heads["query.kernel"].scale(float(np.float32(1 / sqrt(c["head_dim"]))))}
+
+
+def biased_attention(name: str, width: int, heads: int, *, out: str) -> Leaves:
+    """Return attention with biases everywhere, as towers have it; `out` is the last layer's stored name."""
+    size = width // heads
+    leaves = under("out", biased(f"{name}.{out}", (heads, size, width), inputs=2))
+    for part in ("query", "key", "value"):
+        leaves |= under(part, biased(f"{name}.{part[0]}_proj", (width, heads, size)))
+    return leaves
 
 
 def attention_biases(h: str, c: Config) -> Leaves:
@@ -118,12 +189,12 @@ def attention_biases(h: str, c: Config) -> Leaves:
     }
 
 
-def mlp(block: str, width: int, inner: int) -> Leaves:
-    """Return the gated MLP that is stored as `block`."""
+def mlp(block: str, width: int, inner: int, *, linear: str = "") -> Leaves:
+    """Return the gated MLP that is stored as `block`; stored names end with `linear`."""
     return {
-        "wi_0.kernel": kernel(block + ".gate_proj", (width, inner)),
-        "wi_1.kernel": kernel(block + ".up_proj", (width, inner)),
-        "wo.kernel": kernel(block + ".down_proj", (inner, width)),
+        "wi_0.kernel": kernel(f"{block}.gate_proj{linear}", (width, inner)),
+        "wi_1.kernel": kernel(f"{block}.up_proj{linear}", (width, inner)),
+        "wo.kernel": kernel(f"{block}.down_proj{linear}", (inner, width)),
     }
 
 
@@ -145,6 +216,25 @@ def experts(
     }
 
 
+def joint_experts(block: str, count: int, width: int, inner: int, *, transposed: bool) -> Leaves:
+    """Return the gated MLPs of `block`, which are stored together, as are gate and up projections, one after the other.
+
+    If `transposed`, outputs come before inputs, as in a linear layer.
+    """
+    every, swapped = slice(None), (0, 2, 1)
+    if transposed:
+        gate_up = tensor(f"{block}.experts.gate_up_proj", (count, 2 * inner, width)).transpose(swapped)
+        down = tensor(f"{block}.experts.down_proj", (count, width, inner)).transpose(swapped)
+    else:
+        gate_up = tensor(f"{block}.experts.gate_up_proj", (count, width, 2 * inner))
+        down = tensor(f"{block}.experts.down_proj", (count, inner, width))
+    return {
+        "wi_0": gate_up.slice(every, every, slice(inner)),
+        "wi_1": gate_up.slice(every, every, slice(inner, None)),
+        "wo": down,
+    }
+
+
 def stacked(layers: Sequence[Leaves], axis: int) -> Leaves:
     """Return a stack of similar layers, with a new dimension at `axis`."""
     return {path: stack([layer[path] for layer in layers], axis) for path in (layers[0] if layers else ())}
@@ -160,14 +250,17 @@ def alike(name: str, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> 
     return under(name, stacked(layers, axis)) if scan_layers else numbered(name, layers)
 
 
-def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: int) -> Leaves:
-    """Return layers in cycles of `length`, with similar layers at each place of a cycle, then an incomplete cycle."""
+def in_cycles(length: int, layers: Sequence[Leaves], scan_layers: bool, axis: int, *, name: str = "layers") -> Leaves:
+    """Return layers in cycles of `length`, with similar layers at each place of a cycle, then an incomplete cycle.
+
+    Stacked layers are called `name_0`, `name_1` and so on.
+    """
     if not scan_layers:
         return numbered("layers", layers)
     whole = len(layers) // length * length
     places = [stacked(layers[place:whole:length], axis) for place in range(length)]
     return {
-        **under("layers", numbered("layers", places)),
+        **under("layers", numbered(name, places)),
         **under("layers_remainder", numbered("layers", layers[whole:])),
     }
 
@@ -178,8 +271,9 @@ def model(
     vocab_size: int | None,
     *,
     prefix: str = "model.",
+    head: str = "lm_head",
     factor: float = 1,
-    norm: Callable[[str, int], View] = norm,
+    norm: Norm = norm,
     beside: Leaves | None = None,
     cut: bool = False,
     unused: Iterable[str] = (),
@@ -187,6 +281,7 @@ def model(
 ) -> Tree:
     """Return the whole tree, with the layers in `decoder` and the leaves `beside` the decoder.
 
+    `prefix` begins the stored names of embedding and last norm, `head` is the stored name of the logits' layer, and
     `factor` scales the embedding. Raises `MappingError` if `vocab_size` would cut off a part of the vocabulary, unless
     `cut` says that the model does not use the last entries.
     """
@@ -208,10 +303,24 @@ def model(
     if size < stored:
         unused.append(re.escape(f"{prefix}embed_tokens.weight"))
     if c["tie_word_embeddings"]:
-        unused.append(r"(.+\.)?lm_head\.weight")
+        unused.append(rf"(.+\.)?{re.escape(head)}\.weight")
     else:
-        leaves["decoder.logits_dense.kernel"] = kernel("lm_head", (width, stored)).pad((width, size))
+        leaves["decoder.logits_dense.kernel"] = kernel(head, (width, stored)).pad((width, size))
     return Tree(under("params", leaves), unused=unused, optional=tuple(optional))
+
+
+def multimodal(towers: Leaves, stored: str, use: bool | None, switch: str = "use_multimodal") -> dict[str, Any]:
+    """Return the arguments of `model` for the `towers` that read images or sounds.
+
+    `stored` is a regular expression for the names of their tensors. `use`, the value of `switch`, says whether the tree
+    has them; if None, it has them if they are stored. Raises `MappingError` if it has to, and the config has none.
+    """
+    if use is False:
+        return {"beside": {}, "unused": [stored], "optional": []}
+    if use and not towers:
+        raise MappingError(f"{switch} is True, and config.json does not describe the tower")
+    parts = sorted({path.split(".")[0] for path in towers})
+    return {"beside": towers, "unused": [], "optional": [] if use else [rf"params\.{part}\..+" for part in parts]}
 
 
 def variants(leaves: LeafShapes) -> Iterator[Variant]:
@@ -221,6 +330,17 @@ def variants(leaves: LeafShapes) -> Iterator[Variant]:
     yield {"scan_layers": True, "param_scan_axis": 1, **vocabulary}
     yield {"scan_layers": True, "param_scan_axis": 0, **vocabulary}
     yield {"scan_layers": False, **vocabulary}
+
+
+def variants_with(**parts: str) -> Callable[[LeafShapes], Iterator[Variant]]:
+    """Return `variants` with a switch for each part, such as `vision_encoder.`: False if no path has it, else None."""
+
+    def of(leaves: LeafShapes) -> Iterator[Variant]:
+        switches = {name: None if any(part in path for path in leaves) else False for name, part in parts.items()}
+        for variant in variants(leaves):
+            yield {**variant, **switches}
+
+    return of
 
 
 def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Callable[..., Tree]:
@@ -240,5 +360,6 @@ def uniform(layer: Layer, *, refused: Sequence[str] = (), **defaults: Any) -> Ca
     return tree
 
 
-# Every family of MaxText: a name, architectures and a tree.
+# Every family of MaxText: a name, architectures and a tree. The second is for models whose layers are never stacked.
 family = partial(Family, variants=variants, envelope=TRAINING_STATE)
+unscanned_family = partial(family, envelope=replace(TRAINING_STATE, switches={"scan_layers": False}))

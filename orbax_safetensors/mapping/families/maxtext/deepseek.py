@@ -6,8 +6,6 @@ only some checkpoints have them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
@@ -15,6 +13,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     Layer,
     Leaves,
     alike,
+    biased_norm,
     completed,
     experts,
     family,
@@ -26,9 +25,8 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     refuse,
     require,
     under,
-    variants,
+    variants_with,
 )
-from orbax_safetensors.mapping.family import LeafShapes, Variant
 
 
 def _queries(a: str, c: Config) -> Leaves:
@@ -88,8 +86,7 @@ def _indexer(h: str, c: Config) -> Leaves:
         "wq_b.kernel": kernel(i + "wq_b", (c["q_lora_rank"], heads, size)),
         "wk.kernel": kernel(i + "wk", (width, size)),
         "weights_proj.kernel": kernel(i + "weights_proj", (width, heads)),
-        "k_norm.scale": norm(i + "k_norm", size),
-        "k_norm.bias": tensor(i + "k_norm.bias", (size,)),
+        **under("k_norm", biased_norm(i + "k_norm", size)),
     }
     return under("self_attention.indexer", parts)
 
@@ -187,13 +184,7 @@ def deepseek3_2(
     return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense_v3_2, sparse=_sparse_v3_2, mtp=mtp)
 
 
-def _with_mtp(leaves: LeafShapes) -> Iterator[Variant]:
-    """Yield the `variants`, with `mtp` as in these leaves."""
-    mtp = None if any("mtp_block." in path for path in leaves) else False
-    for variant in variants(leaves):
-        yield {**variant, "mtp": mtp}
-
-
+_variants = variants_with(mtp="mtp_block.")
 DEEPSEEK2 = family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2)
-DEEPSEEK3 = family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3, variants=_with_mtp)
-DEEPSEEK3_2 = family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_with_mtp)
+DEEPSEEK3 = family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3, variants=_variants)
+DEEPSEEK3_2 = family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_variants)

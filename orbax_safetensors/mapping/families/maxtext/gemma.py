@@ -20,12 +20,15 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     attention,
     completed,
     family,
+    head_norms,
     in_cycles,
     mlp,
     model,
     refuse,
-    require_even,
+    require_cycles,
+    sandwich_norms,
     scaled_query,
+    text_config,
     under,
 )
 
@@ -53,20 +56,10 @@ def _norm(name: str, size: int) -> View:
     return common.norm(name, size).offset(1)
 
 
-def _norms(h: str, c: Config) -> Leaves:
-    width = c["hidden_size"]
-    return {
-        "pre_self_attention_norm": _norm(h + "input_layernorm", width),
-        "post_self_attention_norm": _norm(h + "post_attention_layernorm", width),
-        "pre_ffw_norm": _norm(h + "pre_feedforward_layernorm", width),
-        "post_ffw_norm": _norm(h + "post_feedforward_layernorm", width),
-    }
-
-
 def _gemma2_half(h: str, c: Config, place: str) -> Leaves:
     """Return a stored layer, which is the `place` half of a layer of MaxText."""
     return {
-        **{f"{name}_{place}.scale": view for name, view in _norms(h, c).items()},
+        **{f"{name}_{place}.scale": view for name, view in sandwich_norms(h, c, _norm).items()},
         **under(f"self_attention_{place}", scaled_query(attention(h, c), c)),
         **under(f"mlp_{place}", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
     }
@@ -78,7 +71,7 @@ def gemma2(
     """Return the tree of Gemma 2. Its layer `i` is the stored layers `2 * i` and `2 * i + 1`, local and global."""
     c = completed(config, head_dim=256, num_key_value_heads=4, tie_word_embeddings=True)
     refuse(c, "attention_bias")
-    require_even(c)
+    require_cycles(c, 2)
     layers = [
         {**_gemma2_half(f"model.layers.{i}.", c, "local"), **_gemma2_half(f"model.layers.{i + 1}.", c, "global")}
         for i in range(0, c["num_hidden_layers"], 2)
@@ -90,10 +83,8 @@ def gemma2(
 
 def _gemma3_layer(h: str, c: Config) -> Leaves:
     return {
-        **{f"{name}.scale": view for name, view in _norms(h, c).items()},
-        **under("self_attention", attention(h, c)),
-        "self_attention.query_norm.scale": _norm(h + "self_attn.q_norm", c["head_dim"]),
-        "self_attention.key_norm.scale": _norm(h + "self_attn.k_norm", c["head_dim"]),
+        **{f"{name}.scale": view for name, view in sandwich_norms(h, c, _norm).items()},
+        **under("self_attention", {**attention(h, c), **head_norms(h, c, norm=_norm)}),
         **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
     }
 
@@ -106,12 +97,9 @@ def gemma3(
     The tokens for images are the last of the vocabulary: MaxText's `vocab_size` of 262144 cuts them off, and the tree
     can no longer be saved.
     """
-    nested = "text_config" in config
-    if nested:  # the whole model's config says whether embeddings are tied
-        config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", True)}
-    c = completed(config, **_GEMMA3_TEXT)
+    text, prefix = text_config(config, tied=True)
+    c = completed(text, **_GEMMA3_TEXT)
     refuse(c, "attention_bias")
-    prefix = "model.language_model." if nested else "model."
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     factor = float(ml_dtypes.bfloat16(sqrt(c["hidden_size"])))
     decoder = in_cycles(6, layers, scan_layers, param_scan_axis)

@@ -8,13 +8,13 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     Leaves,
     attention,
     attention_biases,
+    biased,
     completed,
     family,
     in_cycles,
-    kernel,
     layer_norms,
     model,
-    require_even,
+    require_cycles,
     under,
 )
 
@@ -34,8 +34,7 @@ def _mlp(h: str, c: Config) -> Leaves:
     gate_up_bias = tensor(h + "mlp.experts.gate_up_proj_bias", (count, 2 * inner))
     every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
     return {
-        "gate.kernel": kernel(h + "mlp.router", (width, count)),
-        "gate.bias": tensor(h + "mlp.router.bias", (count,)),
+        **under("gate", biased(h + "mlp.router", (width, count))),
         "wi_0": gate_up.slice(every, every, even),
         "wi_1": gate_up.slice(every, every, odd),
         "wo": tensor(h + "mlp.experts.down_proj", (count, inner, width)),
@@ -58,7 +57,7 @@ def gpt_oss(
 ) -> Tree:
     """Return the tree of gpt-oss. If scanned, layers at the same place of a cycle are stacked."""
     c = completed(config, head_dim=64, num_key_value_heads=8)
-    require_even(c)
+    require_cycles(c, 2)
     layers = [_layer(f"model.layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     return model(c, in_cycles(2, layers, scan_layers, param_scan_axis), vocab_size)
 

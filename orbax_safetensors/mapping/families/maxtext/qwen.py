@@ -9,9 +9,11 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     attention_biases,
     experts,
     family,
+    head_norms,
     layer_norms,
     mlp,
-    norm,
+    num_experts,
+    refuse,
     require,
     under,
     uniform,
@@ -26,41 +28,44 @@ def _qwen2_5(h: str, c: Config) -> Leaves:
     }
 
 
-def _normed_attention(h: str, c: Config) -> Leaves:
-    return {
-        **attention(h, c),
-        "query_norm.scale": norm(h + "self_attn.q_norm", c["head_dim"]),
-        "key_norm.scale": norm(h + "self_attn.k_norm", c["head_dim"]),
-    }
-
-
-def _qwen3(h: str, c: Config) -> Leaves:
+def qwen3_layer(h: str, c: Config) -> Leaves:
+    """Return a layer of Qwen3."""
     return {
         **layer_norms(h, c),
-        **under("self_attention", _normed_attention(h, c)),
+        **under("self_attention", {**attention(h, c), **head_norms(h, c)}),
         **under("mlp", mlp(h + "mlp", c["hidden_size"], c["intermediate_size"])),
     }
 
 
-def _qwen3_moe(h: str, c: Config) -> Leaves:
-    require(c, decoder_sparse_step=1)
-    # The key in configs from transformers 5, and the key in published configs.
-    count = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
+def sparse_layer(h: str, c: Config, block: Leaves) -> Leaves:
+    """Return a layer of Qwen3 that has the `block` of experts instead of an MLP."""
     return {
         **layer_norms(h, c),
-        **under("self_attention", _normed_attention(h, c)),
-        **under("moe_block", experts(h + "mlp", count, c["hidden_size"], c["moe_intermediate_size"])),
+        **under("self_attention", {**attention(h, c), **head_norms(h, c)}),
+        **under("moe_block", block),
     }
+
+
+def expert_sizes(c: Config) -> tuple[int, int, int]:
+    """Return the number of experts, their width and inner width; `MappingError` if some layers have none."""
+    require(c, decoder_sparse_step=1)
+    refuse(c, "mlp_only_layers")
+    return num_experts(c), c["hidden_size"], c["moe_intermediate_size"]
+
+
+def qwen3_moe_layer(h: str, c: Config) -> Leaves:
+    """Return a layer of Qwen3-MoE, whose experts are stored one by one."""
+    return sparse_layer(h, c, experts(h + "mlp", *expert_sizes(c)))
 
 
 QWEN2_5 = family("maxtext.qwen2_5", ("Qwen2ForCausalLM",), uniform(_qwen2_5, num_key_value_heads=32))
 QWEN3 = family(
     "maxtext.qwen3",
     ("Qwen3ForCausalLM",),
-    uniform(_qwen3, refused=("attention_bias",), num_key_value_heads=32, head_dim=128),
+    uniform(qwen3_layer, refused=("attention_bias",), num_key_value_heads=32, head_dim=128),
 )
 QWEN3_MOE = family(
     "maxtext.qwen3_moe",
     ("Qwen3MoeForCausalLM",),
-    uniform(_qwen3_moe, refused=("attention_bias", "mlp_only_layers"), num_key_value_heads=4),
+    uniform(qwen3_moe_layer, refused=("attention_bias",), num_key_value_heads=4),
 )

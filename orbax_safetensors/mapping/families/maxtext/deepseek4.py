@@ -1,0 +1,192 @@
+"""MaxText's DeepSeek-V4: attention over compressed keys, and hyper-connections around attention and experts.
+
+If layers are stacked, the first three stay alone, and the others come in pairs. Two kinds of tensors have no place in
+MaxText's parameters: the routers' biases, and the tables that choose experts by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.mapping import Tree, full, tensor
+from orbax_safetensors.mapping.families.maxtext.common import (
+    Config,
+    Leaves,
+    completed,
+    experts,
+    family,
+    kernel,
+    layer_norms,
+    mlp,
+    model,
+    norm,
+    numbered,
+    refuse,
+    require,
+    stacked,
+    under,
+)
+
+_ALONE = 3  # layers at the start, which choose experts by token
+_STREAMS = 4  # of hidden states, which hyper-connections mix
+
+# How many keys are compressed to one, by kind of attention; 0 if none are.
+_RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+# Published files and `transformers` spell names differently from MaxText.
+_OTHER_SPELLINGS = (
+    (r"^embed\.", "model.embed_tokens."),
+    (r"^(norm\.|layers\.)", r"model.\1"),
+    (r"^hc_head_", "model.hc_head.hc_"),
+    (r"^lm_head\.", "head."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.wq_b."),
+    (r"\.(self_attn|compressor|indexer)\.norm\.", r".\1.kv_norm."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.wq_([ab])\.", r".q_\1_proj."),
+    (r"\.wo_([ab])\.", r".o_\1_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+    (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+    (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+)
+
+
+def _ratios(c: Config) -> list[int]:
+    """Return the ratio of every layer. Configs of `transformers` name the kinds, published ones list ratios."""
+    count = c["num_hidden_layers"]
+    ratios = [_RATIOS[kind] for kind in c["layer_types"]] if c.get("layer_types") else list(c["compress_ratios"])
+    if len(ratios) < count or not set(ratios) <= set(_RATIOS.values()):
+        raise MappingError(f"expected one of the ratios {list(_RATIOS.values())} for {count} layers, found {ratios}")
+    return ratios[:count]
+
+
+def _compressed(name: str, width: int, size: int, ratio: int) -> Leaves:
+    """Return what compresses `ratio` keys of a `size` to one. If it is 4, neighbouring keys overlap."""
+    columns = 2 * size if ratio == 4 else size
+    return {
+        "kv_proj.kernel": kernel(f"{name}.kv_proj", (width, columns)),
+        "gate_proj.kernel": kernel(f"{name}.gate_proj", (width, columns)),
+        "position_bias": tensor(f"{name}.position_bias", (ratio, columns)),
+        "kv_norm.scale": norm(f"{name}.kv_norm", size),
+    }
+
+
+def _compressor(a: str, c: Config, ratio: int) -> Leaves:
+    width, name = c["hidden_size"], a + "compressor"
+    parts = _compressed(name, width, c["head_dim"], ratio)
+    if ratio != 4:
+        return under("hca_compressor", parts)
+    heads, size = c["index_n_heads"], c["index_head_dim"]
+    indexer = {
+        **_compressed(f"{name}.indexer", width, size, ratio),
+        "q_proj.kernel": kernel(f"{name}.indexer.q_b_proj", (c["q_lora_rank"], heads * size)),
+        "weights_proj.kernel": kernel(f"{name}.indexer.scorer.weights_proj", (width, heads)),
+    }
+    return under("csa_compressor", {**parts, **under("indexer", indexer)})
+
+
+def _attention(a: str, c: Config, ratio: int) -> Leaves:
+    width, heads, size, rank = c["hidden_size"], c["num_attention_heads"], c["head_dim"], c["q_lora_rank"]
+    groups, out_rank = c["o_groups"], c["o_lora_rank"]
+    out = tensor(a + "o_a_proj.weight", (groups * out_rank, heads * size // groups))
+    return {
+        "wq_a.kernel": kernel(a + "q_a_proj", (width, rank)),
+        "q_norm.scale": norm(a + "q_a_norm", rank),
+        "wq_b.kernel": kernel(a + "q_b_proj", (rank, heads, size)),
+        "wkv.kernel": kernel(a + "kv_proj", (width, 1, size)),
+        "kv_norm.scale": norm(a + "kv_norm", size),
+        "sinks": tensor(a + "sinks", (heads,)),
+        "o_a_proj.kernel": out.reshape((groups, out_rank, heads * size // groups)).transpose((0, 2, 1)),
+        "o_b_proj.kernel": kernel(a + "o_b_proj", (groups * out_rank, width)),
+        **(_compressor(a, c, ratio) if ratio else {}),
+    }
+
+
+def _hyper_connection(name: str, width: int) -> Leaves:
+    """Return the weights of streams into a block, out of it and past it, which are stored together.
+
+    The norm before them has no stored scale; MaxText's is always float32.
+    """
+    total = 2 * _STREAMS + _STREAMS**2
+    alphas = tensor(f"{name}.fn", (total, _STREAMS * width))
+    betas = tensor(f"{name}.base", (total,))
+    scales = tensor(f"{name}.scale", (3,))
+    leaves = {"mhc_norm.scale": full((_STREAMS * width,), 1, np.dtype("f4"))}
+    starts = (0, _STREAMS, 2 * _STREAMS, total)
+    for at, part in enumerate(("pre", "post", "res")):
+        rows = slice(starts[at], starts[at + 1])
+        beta = betas.slice(rows)
+        leaves[f"{part}_alpha"] = alphas.slice(rows).T
+        leaves[f"{part}_beta"] = beta.reshape((_STREAMS, _STREAMS)) if part == "res" else beta
+        leaves[f"{part}_alpha_scale"] = scales.slice(slice(at, at + 1))
+    return leaves
+
+
+def _layer(h: str, c: Config, ratio: int) -> Leaves:
+    width, inner = c["hidden_size"], c["moe_intermediate_size"]
+    routed = experts(h + "mlp", c["n_routed_experts"], width, inner, parts=("w1", "w3", "w2"))
+    return {
+        **layer_norms(h, c),
+        **under("self_attention", _attention(h + "self_attn.", c, ratio)),
+        **under("mhc_attention", _hyper_connection(h + "attn_hc", width)),
+        **under("mhc_mlp", _hyper_connection(h + "ffn_hc", width)),
+        **under("mlp.MoeBlock_0", routed),
+        **under("mlp.shared_experts", mlp(h + "mlp.shared_experts", width, c["n_shared_experts"] * inner)),
+    }
+
+
+def _in_pairs(layers: Sequence[Leaves], ratios: Sequence[int], axis: int) -> Leaves:
+    """Return the first layers alone, and a stack of the layers at each of two places."""
+    if len(layers) > _ALONE and (len(layers) - _ALONE) % 2:
+        raise MappingError(
+            f"MaxText stacks the layers after the first {_ALONE} in pairs, and config.json has {len(layers)} layers"
+        )
+    places = [slice(_ALONE + place, None, 2) for place in range(2)]
+    if any(len(set(ratios[place])) > 1 for place in places):
+        raise MappingError(f"MaxText stacks layers in pairs of the same two kinds; config.json has the ratios {ratios}")
+    return {
+        **numbered("layers", layers[:_ALONE]),
+        **under("scanned_blocks", numbered("layers", [stacked(layers[place], axis) for place in places])),
+    }
+
+
+def deepseek4(
+    config: Config, *, scan_layers: bool = True, param_scan_axis: int = 1, vocab_size: int | None = None
+) -> Tree:
+    """Return the tree of V4, without the routers' biases, which a save therefore leaves out."""
+    c = completed(config, n_shared_experts=1)
+    refuse(c, "attention_bias", "mlp_bias")
+    require(c, hc_mult=_STREAMS)
+    ratios = _ratios(c)
+    layers = [_layer(f"model.layers.{i}.", c, ratio) for i, ratio in enumerate(ratios)]
+    decoder = _in_pairs(layers, ratios, param_scan_axis) if scan_layers else numbered("layers", layers)
+    width = c["hidden_size"]
+    mixing = {
+        "hc_fn": tensor("model.hc_head.hc_fn", (_STREAMS, _STREAMS * width)).T,
+        "hc_base": tensor("model.hc_head.hc_base", (_STREAMS,)),
+        "hc_scale": tensor("model.hc_head.hc_scale", (1,)),
+    }
+    return model(
+        c,
+        {**decoder, **under("hc_head", mixing)},
+        vocab_size,
+        head="head",
+        unused=[r"model\.layers\.\d+\.mlp\.gate\.(tid2eid|e_score_correction_bias)", r"(model\.)?mtp\..+"],
+    )
+
+
+DEEPSEEK4 = family("maxtext.deepseek4", ("DeepseekV4ForCausalLM",), deepseek4, renames=_OTHER_SPELLINGS)
