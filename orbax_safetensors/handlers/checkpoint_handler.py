@@ -152,8 +152,10 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         (`"maxtext.qwen3"`), or the part before the dot, which finds the rest by the architecture in the checkpoint's
         `config.json`. Names are then paths in the model's tree, joined by dots, and a restore without `item` and
         `restore_args` returns that tree of NumPy arrays. None finds a family that was registered for the architecture;
-        if there is none, and with `"identity"`, names are those of the stored tensors.
-      variant: the family's switches, as `{"scan_layers": False}`.
+        if there is none, and with `"identity"`, names are those of the stored tensors. Paths may have one leading
+        `params` more or less.
+      variant: the family's switches, as `{"scan_layers": False}`. With None, switches that differ from the family's
+        defaults follow from the leaves' names and shapes, if the family says how, as MaxText's do.
       transforms: None, or an empty dict, which to Orbax means `partial_restore=True`.
 
     Raises:

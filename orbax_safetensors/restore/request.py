@@ -19,7 +19,7 @@ from orbax_safetensors.devices.sharding import default_sharding, is_abstract
 from orbax_safetensors.devices.trees import empty_nodes, flatten
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import by_same, nearest, some
+from orbax_safetensors.format.names import by_path, by_same, nearest, some
 from orbax_safetensors.restore.target import LeafRequest, Target, as_stored, leaf_request, target
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
@@ -113,7 +113,8 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
     """
     structure, leaves, args = _flattened(item, restore_args)
-    leaves, args = by_same(leaves, checkpoint.leaves), by_same(args, checkpoint.leaves)
+    spelled = by_same if checkpoint.mapped is None else by_path
+    leaves, args = spelled(leaves, checkpoint.leaves), spelled(args, checkpoint.leaves)
     requested = dict(_without_placeholders(leaves, args))
     if restore_args is not None:
         beyond: Set[str] = set() if partial else args.keys() - leaves.keys()
@@ -154,6 +155,19 @@ def args_of(sharding_of: ShardingOf, name: str, shape: tuple[int, ...]) -> ocp.R
     """Return the restore arguments of an array that goes where `sharding_of` says."""
     sharding = sharding_of(name, shape)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def leaf_shapes(item: Any, restore_args: Any) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes that the leaves of a request must have, by name; None if the request does not say."""
+    _, leaves, args = _flattened(item, restore_args)
+    shapes = {}
+    for name, leaf in leaves.items():
+        given = args.get(name)
+        shape = exact_shape(given) if isinstance(given, ocp.RestoreArgs) else None
+        if shape is None and getattr(given, "strict", True):
+            shape = getattr(leaf, "shape", None)
+        shapes[name] = shape if isinstance(shape, tuple) else None
+    return shapes
 
 
 def exact_shape(args: ocp.RestoreArgs) -> tuple[int, ...] | None:

@@ -89,8 +89,8 @@ def plan_save(
     options = options or SafetensorsOptions()
     metadata = {} if metadata is None else metadata
     with no_collection():
-        leaves = leaves_of(item, save_args, abstract=True)
-        leaves, tensors = taken_apart(leaves, family, variant, as_config(config) or {})
+        described = leaves_of(item, save_args, abstract=True)
+        leaves, tensors, _ = taken_apart(described, family, variant, as_config(config) or {})
         shardings = [getattr(leaf.value, "sharding", None) for leaf in leaves]
         count = num_processes(shardings, process_count)
         layout = laid_out(tensors, metadata, max_file_bytes, options)

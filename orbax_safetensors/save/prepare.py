@@ -28,7 +28,6 @@ from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import Layout, lay_out
-from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.destination import Existing, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
@@ -96,10 +95,7 @@ def prepare_save(
 
     def shared_save() -> _SharedSave:
         content = as_config(config)
-        leaves, tensors = taken_apart(leaves_of(item, save_args), family, variant, content or {})
-        known_family = registry.find(family, content or {})
-        switches = {**(known_family.variant if known_family else {}), **(variant or {})}
-        saved = {"family": known_family and known_family.name, "variant": switches}
+        leaves, tensors, saved = taken_apart(leaves_of(item, save_args), family, variant, content or {})
         layout = laid_out(tensors, metadata, max_file_bytes, options)
         text = None if content is None else json.dumps(content, indent=2) + "\n"
         groups = tuple(written_here(grouped(leaves)))
