@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import default_sharding, is_abstract
-from orbax_safetensors.devices.trees import empty_nodes, flatten
+from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_path, by_same, nearest, some
@@ -105,9 +105,9 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
 
     `item` is a tree of arrays, `jax.ShapeDtypeStruct`s, Orbax metadata or scalars; `restore_args` is a tree of
     `ocp.RestoreArgs` of the same structure; either may be None, not both. For each leaf, `restore_args` goes before
-    `item`, except for fields that are None. Unless `partial`, the request must have a leaf, a placeholder or an empty
-    node such as None for every tensor of the checkpoint. If `partial`, `restore_args` may have leaves that `item` does
-    not have.
+    `item`, except for fields that are None. Functions among the leaves, which modules of Equinox have, stay as they
+    are. Unless `partial`, the request must have a leaf, a placeholder or an empty node such as None for every tensor of
+    the checkpoint. If `partial`, `restore_args` may have leaves that `item` does not have.
 
     Raises:
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
@@ -115,7 +115,11 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     structure, leaves, args = _flattened(item, restore_args)
     spelled = by_same if checkpoint.mapped is None else by_path
     leaves, args = spelled(leaves, checkpoint.leaves), spelled(args, checkpoint.leaves)
-    requested = dict(_without_placeholders(leaves, args))
+    requested = {
+        name: leaf
+        for name, leaf in _without_placeholders(leaves, args)
+        if name in checkpoint.leaves or not callable(leaf)
+    }
     if restore_args is not None:
         beyond: Set[str] = set() if partial else args.keys() - leaves.keys()
         lacking = requested.keys() - args.keys()
@@ -129,7 +133,7 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     out: list[Target | Any] = []
     for name, leaf in leaves.items():
         if name not in requested:
-            out.append(ocp.PLACEHOLDER)
+            out.append(leaf if callable(leaf) else ocp.PLACEHOLDER)
             continue
         args_of_leaf = args.get(name, ocp.RestoreArgs())
         if not isinstance(args_of_leaf, ocp.RestoreArgs):
@@ -196,7 +200,9 @@ def _check_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
             similar = nearest(name, stored)
             return shown(name) + (f" (nearest stored: {shown(similar)})" if similar else "")
 
-        problems.append(f"not in the checkpoint: {some(missing, with_nearest)}")
+        keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
+        advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
+        problems.append(f"not in the checkpoint: {some(missing, with_nearest)}{advice}")
     if unexpected:
         problems.append(
             "in the checkpoint but not in the tree (pass partial_restore=True to leave them out): "
