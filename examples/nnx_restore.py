@@ -28,14 +28,14 @@ VOCABULARY, WIDTH, HIDDEN, LAYERS = 64, 16, 32, 2
 TOKENS = np.arange(12).reshape(2, 6)
 
 
-# The model: layers in a list, kernels sharded over the axes of a mesh.
-
-
 def sharded(*axes):
+    """Return an initializer of kernels that are sharded over these axes of the mesh."""
     return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
 
 
 class Layer(nnx.Module):
+    """A gated MLP and its norm."""
+
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, kernel_init=sharded("data", "model"), rngs=rngs)
@@ -44,27 +44,29 @@ class Layer(nnx.Module):
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x):
+        """Return `x` with what the layer adds."""
         inner = self.norm(x)
         return x + self.dropout(self.down(jax.nn.silu(self.gate(inner)) * self.up(inner)))
 
 
 class Model(nnx.Module):
+    """Layers in a list, between an embedding and the same embedding."""
+
     def __init__(self, rngs):
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, embedding_init=sharded("model", "data"), rngs=rngs)
         self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
         self.head = self.embedding  # tied: one variable in two places
 
     def __call__(self, tokens):
+        """Return the logits of the tokens."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head.attend(x)
 
 
-# How the leaves of its state are made of stored tensors.
-
-
 def tree(config):
+    """Return how the leaves of the model's state are made of stored tensors, by path."""
     leaves = {"embedding.embedding": tensor("model.embed_tokens.weight", (VOCABULARY, WIDTH))}
     for i in range(config["num_hidden_layers"]):
         stored = f"model.layers.{i}."
@@ -106,6 +108,7 @@ def filled_by_hand(model, stored):
 
 
 def main() -> None:
+    """Restore into a model, compare it with one that is filled by hand, and save it."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with tempfile.TemporaryDirectory() as temporary, jax.set_mesh(mesh):
         path = Path(temporary) / "tiny"
@@ -133,11 +136,9 @@ def main() -> None:
         print("its logits are those of a model that was filled by hand")
 
         # Back to Hugging Face: the same tensors, bit for bit.
-        ost.save(Path(temporary) / "again", nnx.state(model, nnx.Param), family=FAMILY, config=config)
-        stored, again = (
-            load_file(path / "model.safetensors"),
-            load_file(Path(temporary) / "again" / "model.safetensors"),
-        )
+        saved = Path(temporary) / "again"
+        ost.save(saved, nnx.state(model, nnx.Param), family=FAMILY, config=config)
+        stored, again = load_file(path / "model.safetensors"), load_file(saved / "model.safetensors")
         assert stored.keys() == again.keys()
         assert all(stored[name].tobytes() == again[name].tobytes() for name in stored)
         print("saved again: every tensor is the same, bit for bit")
