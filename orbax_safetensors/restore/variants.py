@@ -7,6 +7,7 @@ from typing import Any
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import FamilyLike, mapped, nearest_variant, with_variant
+from orbax_safetensors.options import Dequantize
 from orbax_safetensors.restore.request import Request, leaf_shapes, resolve
 
 
