@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,30 +79,37 @@ _Result = TypeVar("_Result")
 
 
 def with_variant(
-    attempt: Callable[[Variant | None], _Result], variant: Variant | None, nearest: Callable[[], Variant | None]
+    attempt: Callable[[Variant], _Result], variant: Variant | None, nearest: Callable[[Variant], Variant | None]
 ) -> _Result:
-    """Return `attempt(variant)`; without a `variant`, the result for the `nearest` if the family's defaults do not fit.
+    """Return what `attempt` makes of a family's switches: those that are passed, and for others what fits.
 
-    Raises what `attempt` raises. If it refuses the caller's variant and takes the nearest, the error names that.
+    Others have the family's defaults, or if these do not fit, the values that are `nearest` to the passed ones. Raises
+    what `attempt` raises. If a passed switch is wrong, the error names the variant that would fit.
     """
+    passed = {} if variant is None else variant
     try:
-        return attempt(variant)
+        return attempt(passed)
     except (MappingError, TensorMismatchError) as error:
         refusal = error
-    other = nearest()
-    if other is None or other == (variant or {}):
-        raise refusal
-    if variant is None:
-        return attempt(other)
-    try:
-        attempt(other)
-    except SafetensorsError:
-        raise refusal from None
-    raise type(refusal)(f"{refusal}; this tree is that of variant={dict(other)}") from refusal
+    switches = nearest(passed)
+    if switches not in (None, passed):
+        try:
+            return attempt(switches)
+        except (MappingError, TensorMismatchError) as error:
+            refusal = error
+    if passed:
+        fitting = {**passed, **(nearest({}) or {})}
+        with suppress(SafetensorsError):
+            attempt(fitting)
+            refusal = type(refusal)(f"{refusal}; this tree is that of variant={fitting}")
+    raise refusal
 
 
-def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes) -> Variant | None:
-    """Return the variant of the checkpoint's family whose tree is nearest to these leaves; None if there is none."""
+def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes, passed: Variant) -> Variant | None:
+    """Return the variant of the checkpoint's family with the `passed` switches whose tree is nearest to these leaves.
+
+    Returns None if there is no family, or none of its variants has a tree.
+    """
     if asked is None and not registry.any_registered():
         return None
     config = read_config(checkpoint)
@@ -109,7 +117,7 @@ def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShape
         family = registry.find(asked, config)
         if family is None:
             return None
-        return inference.nearest_variant(family, config, leaves, stored=len(checkpoint.tensors))
+        return inference.nearest_variant(family, config, leaves, passed, stored=len(checkpoint.tensors))
     except MappingError:
         return None
 
@@ -191,7 +199,7 @@ def taken_apart(
     """Return `leaves` as the tensors that a family makes them of.
 
     The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
-    leaf is a tensor. Without a `variant`, switches that differ from the family's defaults follow from the leaves. A
+    leaf is a tensor. Switches that are not passed follow from the leaves if the family's defaults do not fit. A
     tensor has the dtype of its leaf, or the config's if the family casts and the caller names no dtype. Raises
     `MappingError` if there is no such family, or if config, variant and leaves disagree.
     """
@@ -202,9 +210,9 @@ def taken_apart(
         return TakenApart(list(leaves), tensors, {"family": None, "variant": dict(variant or {})})
     shapes = {leaf.name: leaf.shape for leaf in leaves}
     return with_variant(
-        lambda switches: _taken_apart(leaves, family, switches or {}, config),
+        lambda switches: _taken_apart(leaves, family, switches, config),
         variant,
-        lambda: inference.nearest_variant(family, config, shapes, stored=len(leaves)),
+        lambda passed: inference.nearest_variant(family, config, shapes, passed, stored=len(leaves)),
     )
 
 
