@@ -10,6 +10,7 @@ dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is 
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
 from orbax_safetensors.mapping.families.maxtext.deepseek4 import DEEPSEEK4
 from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
+from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4, GEMMA4_SMALL
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
 from orbax_safetensors.mapping.families.maxtext.llama4 import LLAMA4
@@ -37,6 +38,8 @@ FAMILIES = (
     GPT_OSS,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_SMALL,
     OLMO3,
     QWEN3_NEXT,
 )
