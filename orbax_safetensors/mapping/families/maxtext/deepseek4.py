@@ -68,7 +68,9 @@ _OTHER_SPELLINGS = (
 def _ratios(c: Config) -> list[int]:
     """Return the ratio of every layer. Configs of `transformers` name the kinds, published ones list ratios."""
     count = c["num_hidden_layers"]
-    ratios = [_RATIOS[kind] for kind in c["layer_types"]] if c.get("layer_types") else list(c["compress_ratios"])
+    ratios = (
+        [_RATIOS.get(kind, kind) for kind in c["layer_types"]] if c.get("layer_types") else list(c["compress_ratios"])
+    )
     if len(ratios) < count or not set(ratios) <= set(_RATIOS.values()):
         raise MappingError(f"expected one of the ratios {list(_RATIOS.values())} for {count} layers, found {ratios}")
     return ratios[:count]
