@@ -116,14 +116,15 @@ def test_the_scales_of_norms_that_are_not_stored_are_ones_of_float32(sample, tmp
     ("change", "scan_layers", "message"),
     [
         ({"hc_mult": 2}, False, "config.json has hc_mult = 2, and MaxText's tree is for 4"),
-        ({"num_hidden_layers": 6}, True, "after the first 3 in pairs, and config.json has 6 layers"),
+        ({"num_hash_layers": 2}, False, "config.json has num_hash_layers = 2, and MaxText's tree is for 3"),
+        ({"num_hidden_layers": 6}, True, r"in pairs of the ratios \[128, 4\]; .* \[0, 0, 4, 128, 4, 128\]"),
         ({"num_hidden_layers": 8}, False, "ratios .* for 8 layers, found"),
         ({"layer_types": ["full_attention"] * 7}, False, "ratios .* for 7 layers, found .'full_attention'"),
         ({"layer_types": None, "compress_ratios": [0, 0, 4, 128, 8, 128, 8]}, False, "ratios .* for 7 layers, found"),
         (
             {"layer_types": None, "compress_ratios": [0, 0, 4, 128, 4, 4, 4]},
             True,
-            r"pairs of the same two kinds; config.json has the ratios \[0, 0, 4, 128, 4, 4, 4\]",
+            r"in pairs of the ratios \[128, 4\]; config.json has the ratios \[0, 0, 4, 128, 4, 4, 4\]",
         ),
     ],
 )

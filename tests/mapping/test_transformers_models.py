@@ -164,14 +164,14 @@ CLASSES = {
 }
 
 
-def described(architecture, config):
+def described(architecture, config, variant=()):
     shapes = {}
 
     def bind(name, shape):
         shapes[name] = shape
         return View.tensor(name, shape, np.dtype("f4"))
 
-    return list(FAMILY[architecture].describe(config, {}, bind)), shapes
+    return list(FAMILY[architecture].describe(config, dict(variant), bind)), shapes
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
@@ -180,6 +180,18 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
     full = json.loads(config.to_json_string(use_diff=False))
     short = {key: value for key, value in full.items() if key not in LEFT_OUT}
     assert described(architecture, short) == described(architecture, full)
+
+
+@pytest.mark.parametrize("name", ["Llama4", "Qwen3VL", "Qwen3VLMoe"])
+def test_models_with_towers_of_the_default_sizes(name):
+    """All names and shapes; experts are in the layout of a model that `transformers` has made."""
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = getattr(transformers, f"{name}Config")()
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in model(config).state_dict().items()}
+    full = json.loads(config.to_json_string(use_diff=False))
+    variant = {"transposed_experts": True} if name == "Qwen3VLMoe" else {}
+    assert described(model.__name__, full, variant)[1] == expected
 
 
 def test_gemma_3_may_leave_out_everything():
