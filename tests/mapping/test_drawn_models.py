@@ -17,7 +17,7 @@ sizes = st.integers(1, 5)
 @st.composite
 def configs(draw, name):
     """Configs with everything that the architecture has."""
-    cycle = {"gpt_oss": 2, "gemma2": 2, "gemma4": 6, "olmo3": 4, "qwen3_next": draw(st.integers(1, 3))}.get(name)
+    cycle = {"gpt_oss": 2, "gemma2": 2, "gemma4": 6, "olmo3": 4, "qwen3_next": 3, "qwen3_5": 2}.get(name)
     layers = cycle * draw(st.integers(1, 2)) if cycle else draw(st.integers(1, 9 if name == "gemma3" else 4))
     config = {
         "num_hidden_layers": layers,
@@ -40,16 +40,20 @@ def configs(draw, name):
             config["q_lora_rank"] = None
         if name != "deepseek2":
             config["num_nextn_predict_layers"] = draw(st.integers(0, 1))
-    if name == "qwen3_next":
+    if name in ("qwen3_next", "qwen3_5"):
         keys = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts", "linear_num_key_heads")
         keys += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
         config |= {key: draw(sizes) for key in keys} | {"full_attention_interval": cycle}
     if name.startswith("gemma4"):
         config |= draw(gemma4(name, layers))
-    if name in ("gemma3", "gemma4", "gemma4_small") and draw(st.booleans()):
+    if name == "qwen3_5":
+        config["linear_num_value_heads"] = config["linear_num_key_heads"] * draw(st.integers(1, 3))
+    if name in ("gemma3", "gemma4", "gemma4_small", "qwen3_5") and draw(st.booleans()):
         config = {"text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
         if name == "gemma4" and draw(st.booleans()):
             config["vision_config"] = draw(tower())
+        if name == "qwen3_5" and draw(st.booleans()):
+            config["vision_config"] = draw(qwen_tower())
     return config
 
 
@@ -80,6 +84,14 @@ def tower(draw):
     return {key: draw(sizes) for key in keys} | {"standardize": True}
 
 
+@st.composite
+def qwen_tower(draw):
+    keys = ("intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "out_hidden_size")
+    keys += ("num_position_embeddings", "in_channels", "temporal_patch_size")
+    config = {key: draw(sizes) for key in keys}
+    return config | {"hidden_size": config["num_heads"] * draw(sizes)}
+
+
 @examples(200)
 @given(st.data())
 def test_any_model_is_what_maxtext_makes_of_it(data):
@@ -92,6 +104,8 @@ def test_any_model_is_what_maxtext_makes_of_it(data):
     if data.draw(st.booleans()):
         variant["vocab_size"] = text["vocab_size"] + data.draw(st.integers(0, 3))
     mtp = bool(config.get("num_nextn_predict_layers"))
+    if name == "qwen3_5":
+        variant["separate_experts"] = data.draw(st.booleans())
     family = FAMILY[name]
 
     shapes = {}

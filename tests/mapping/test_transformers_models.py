@@ -87,6 +87,7 @@ CONFIGS |= {
     "gemma4_small, all alike": lambda: transformers.Gemma4TextConfig(**GEMMA4, hidden_size_per_layer_input=5),
     "olmo3": lambda: transformers.Olmo3Config(**SIZES),
     "olmo3, wide heads": lambda: transformers.Olmo3Config(**SIZES, head_dim=4),
+    "qwen3_5": lambda: transformers.Qwen3_5MoeTextConfig(**SIZES, **LINEAR, head_dim=4),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, head_dim=4),
 }
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -118,10 +119,12 @@ def test_a_saved_model_is_what_maxtext_makes_of_it(checkpoint, dtype, scan_layer
     assert family.name == f"maxtext.{name}"
     scan_layers = scan_layers and name != "gemma4_small"
     variant = {"mtp": False} if name in ("deepseek3", "deepseek3_2") else {}
+    variant |= family.stored_as({name: array.shape for name, array in stored.items()})
     tree = family.describe(config, {"scan_layers": scan_layers, **variant}, binder(stored))
     arrays = {path: evaluate(view, stored) for path, view in tree.items()}
 
-    expected = converted(name, config, stored, scan_layers=scan_layers)
+    separate_experts = variant.get("separate_experts", False)
+    expected = converted(name, config, stored, scan_layers=scan_layers, separate_experts=separate_experts)
     assert sorted(arrays) == sorted(target.replace("-", ".") for target in expected)
     for target, array in expected.items():
         found = arrays[target.replace("-", ".")]
@@ -161,6 +164,7 @@ CLASSES = {
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "Olmo3ForCausalLM": "Olmo3Config",
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
 }
 
 

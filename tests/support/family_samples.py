@@ -33,6 +33,7 @@ SAMPLES = {
     "qwen2.5": "qwen2_5",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",
+    "qwen3.5": "qwen3_5",
     "qwen3_next": "qwen3_next",
     "qwen3_omni": "qwen3_omni",
     "qwen3_vl": "qwen3_vl",

@@ -4,8 +4,9 @@ It is the model that the families are compared with, and itself compared with wh
 `target stored operation sizes...`, with MaxText's spelling of targets. Operations: I, the tensor as it is; R, its
 transpose reshaped to the sizes, which is T where there are two; B, reshaped; `+1`, `query` and `rope` are what happens
 to its values or the order of its heads; `even` and `odd` are columns; `low` and `high` are halves of the dimension
-before the last; `swap` exchanges the last two dimensions, and `first` the first two; EXPERTS stacks the tensors of all
-experts.
+before the last; `swap` exchanges the last two dimensions, and `first` the first two; `patches` puts the outputs and
+channels of a convolution last; `q`, `k` and `v` are thirds of the first dimension; EXPERTS stacks the tensors of all
+experts; QKVZ and BA join tensors by heads of keys.
 """
 
 import math
@@ -162,6 +163,47 @@ attention-dt_bias               linear_attn.dt_bias              I
 attention-norm-rms_norm-scale   linear_attn.norm.weight          I
 attention-out_proj-kernel       linear_attn.out_proj.weight      R values D
 """
+QWEN3_5_LINEAR = "\n".join(
+    [
+        "attention-in_proj_qkvz-kernel  linear_attn.in_proj_{}.weight  QKVZ",
+        "attention-in_proj_ba-kernel    linear_attn.in_proj_{}.weight  BA",
+        *(row for row in NEXT_LINEAR.split("\n") if "in_proj" not in row),
+    ]
+)
+QWEN3_5_EXPERTS = """
+mlp-routed_experts-wi_0   mlp.experts.gate_up_proj  low,swap
+mlp-routed_experts-wi_1   mlp.experts.gate_up_proj  high,swap
+mlp-routed_experts-wo     mlp.experts.down_proj     swap
+"""
+QWEN_TOWER = """
+VisionEncoder_0-patch_embed-proj-kernel           patch_embed.proj.weight    patches
+VisionEncoder_0-patch_embed-proj-bias             patch_embed.proj.bias      I
+VisionEncoder_0-pos_embed_interpolate-pos_embed   pos_embed.weight           I
+VisionProjector_0-merger-ln_q-scale               merger.norm.weight         I
+VisionProjector_0-merger-ln_q-bias                merger.norm.bias           I
+VisionProjector_0-merger-mlp_0-kernel             merger.linear_fc1.weight   R joined joined
+VisionProjector_0-merger-mlp_0-bias               merger.linear_fc1.bias     I
+VisionProjector_0-merger-mlp_2-kernel             merger.linear_fc2.weight   R joined out
+VisionProjector_0-merger-mlp_2-bias               merger.linear_fc2.bias     I
+"""
+QWEN_TOWER_LAYER = """
+ln1-scale                norm1.weight            I
+ln1-bias                 norm1.bias              I
+ln2-scale                norm2.weight            I
+ln2-bias                 norm2.bias              I
+attn-attn-query-kernel   attn.qkv.weight         q,R D H hd
+attn-attn-key-kernel     attn.qkv.weight         k,R D H hd
+attn-attn-value-kernel   attn.qkv.weight         v,R D H hd
+attn-attn-query-bias     attn.qkv.bias           q,B H hd
+attn-attn-key-bias       attn.qkv.bias           k,B H hd
+attn-attn-value-bias     attn.qkv.bias           v,B H hd
+attn-attn-out-kernel     attn.proj.weight        R H hd D
+attn-attn-out-bias       attn.proj.bias          I
+mlp-kernel               mlp.linear_fc1.weight   R D F
+mlp-bias                 mlp.linear_fc1.bias     I
+mlp_out-kernel           mlp.linear_fc2.weight   R F D
+mlp_out-bias             mlp.linear_fc2.bias     I
+"""
 GEMMA2 = GEMMA_NORMS + SCALED + MLP
 GEMMA3 = GEMMA_NORMS + ATTENTION + QK_NORMS.replace(" I", " +1") + MLP
 GEMMA4 = (
@@ -221,7 +263,7 @@ UNIFORM = {
 
 MODELS = [
     *UNIFORM, "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gemma4", "gemma4_small", "gpt_oss", "olmo3",
-    "qwen3_next",
+    "qwen3_5", "qwen3_next",
 ]  # fmt: skip
 
 
@@ -234,6 +276,7 @@ def converted(
     param_scan_axis: int = 1,
     vocab_size: int | None = None,
     mtp: bool = False,
+    separate_experts: bool = False,
 ) -> Arrays:
     """MaxText's parameters, `params-decoder-...`, of the stored tensors of `model`, which is the family's last name.
 
@@ -243,7 +286,7 @@ def converted(
     c = config.get("text_config", config)
     sizes = _sizes(c)
     out: Arrays = {}
-    for path, layers, rows, stacked in _groups(model, c, scan_layers):
+    for path, layers, rows, stacked in _groups(model, c, scan_layers, separate_experts):
         for target, arrays in _layers(stored, [f"{prefix}layers.{i}." for i in layers], rows, sizes):
             out[f"params-{path}-{target}"] = _stacked(arrays, stacked, param_scan_axis) if stacked else arrays[0]
     if model == "gemma4_small" and c["hidden_size_per_layer_input"]:
@@ -251,6 +294,8 @@ def converted(
             out[f"params-decoder-{target}"] = array
     if model == "gemma4" and "vision_config" in config:
         out |= _gemma4_tower(config["vision_config"], c, stored)
+    if model == "qwen3_5" and "vision_config" in config:
+        out |= _qwen_tower(config["vision_config"], stored)
     if mtp:
         layer = [f"{prefix}layers.{c['num_hidden_layers']}."]
         top = "params-mtp_block-mtp_layer_1-"
@@ -292,7 +337,7 @@ def _ends(
     return out
 
 
-def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
+def _groups(model: str, c: Mapping[str, Any], scan_layers: bool, separate_experts: bool) -> list[Group]:
     every = list(range(c["num_hidden_layers"]))
     if model in UNIFORM:
         rows = UNIFORM[model]
@@ -303,10 +348,11 @@ def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
         return _cycles("layers", every, [NORMS + GPT_OSS] * 2, scan_layers)
     if model == "olmo3":
         return _cycles("layers", every, [OLMO3] * 4, scan_layers)
-    if model == "qwen3_next":
-        block = NEXT_COMMON + NEXT_EXPERTS
+    if model in ("qwen3_next", "qwen3_5"):
+        block = NEXT_COMMON + (NEXT_EXPERTS if model == "qwen3_next" or separate_experts else QWEN3_5_EXPERTS)
+        linear = block + (NEXT_LINEAR if model == "qwen3_next" else QWEN3_5_LINEAR)
         interval = c.get("full_attention_interval") or c["layer_types"].index("full_attention") + 1
-        return _cycles("layer", every, [block + NEXT_LINEAR] * (interval - 1) + [block + NEXT_FULL], scan_layers)
+        return _cycles("layer", every, [linear] * (interval - 1) + [block + NEXT_FULL], scan_layers)
     if model == "gemma4":
         after = GEMMA4_EXPERTS if c["enable_moe_block"] else MLP
         local, last = GEMMA4_LOCAL + after, _without(GEMMA4_GLOBAL, "value") + after
@@ -371,6 +417,19 @@ def _gemma4_tower(c: Mapping[str, Any], text: Mapping[str, Any], stored: Mapping
     return out | {"params-vision_encoder-Gemma4VisionProjector_0-projection-kernel": projection}
 
 
+def _qwen_tower(c: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Arrays:
+    """Qwen3.5's tower for images, and what makes its output as wide as the language model's input."""
+    more = {"num_attention_heads": c["num_heads"], "num_key_value_heads": c["num_heads"]}
+    sizes = _sizes({**c, **more})
+    sizes |= {"joined": c["spatial_merge_size"] ** 2 * c["hidden_size"], "out": c["out_hidden_size"]}
+    above, tower = "params-vision_encoder-Qwen3_5Moe", "model.visual."
+    out = {above + target: array for target, (array,) in _layers(stored, [tower], QWEN_TOWER, sizes)}
+    for i in range(c["depth"]):
+        for target, (array,) in _layers(stored, [f"{tower}blocks.{i}."], QWEN_TOWER_LAYER, sizes):
+            out[f"{above}VisionEncoder_0-blocks_{i}-{target}"] = array
+    return out
+
+
 def _cycles(name: str, every: list[int], cycle: list[str], scan_layers: bool) -> list[Group]:
     """Layers whose rows repeat: those at each place of a cycle are stacked as `name_0` and so on."""
     size = len(cycle)
@@ -407,7 +466,8 @@ def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
     if "P" in sizes:
         sizes |= {"LP": c["num_hidden_layers"] * sizes["P"], "2F": 2 * sizes["F"]}
     if "hv" in sizes:
-        sizes["keys"] = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        sizes["hk"] = c["linear_num_key_heads"]
+        sizes["keys"] = sizes["hk"] * c["linear_key_head_dim"]
         sizes["values"] = sizes["hv"] * c["linear_value_head_dim"]
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if c.get(name) is not None:
@@ -434,6 +494,19 @@ def _one(
         experts = [stored[name.replace("{E}", str(e))].T for e in range(sizes["E"])]
         assert all(expert.shape == tuple(dims) for expert in experts)
         return np.stack(experts)
+    if operations == ["QKVZ"]:
+        qkv, z = stored[name.format("qkv")], stored[name.format("z")]
+        keys, values = sizes["keys"] // sizes["hk"], sizes["values"] // sizes["hk"]
+        rows = []
+        for head in range(sizes["hk"]):
+            rows += [qkv[head * keys :][:keys], qkv[sizes["keys"] + head * keys :][:keys]]
+            rows += [qkv[2 * sizes["keys"] + head * values :][:values], z[head * values :][:values]]
+        return np.concatenate(rows).T
+    if operations == ["BA"]:
+        b, a = stored[name.format("b")], stored[name.format("a")]
+        heads = sizes["hv"] // sizes["hk"]
+        rows = [part[head * heads :][:heads] for head in range(sizes["hk"]) for part in (b, a)]
+        return np.concatenate(rows).T
     x = stored[name]
     for operation in operations:
         if operation == "R":
@@ -450,6 +523,10 @@ def _one(
             x = out
         elif operation in ("low", "high"):
             x = np.split(x, 2, axis=-2)[operation == "high"]
+        elif operation in ("q", "k", "v"):
+            x = np.split(x, 3)["qkv".index(operation)]
+        elif operation == "patches":
+            x = x.transpose(2, 3, 4, 1, 0)
         elif operation == "swap":
             x = np.swapaxes(x, -1, -2)
         elif operation == "first":

@@ -17,7 +17,7 @@ from orbax_safetensors.mapping.families.maxtext.llama4 import LLAMA4
 from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
 from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
-from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_NEXT
+from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_5, QWEN3_NEXT
 from orbax_safetensors.mapping.families.maxtext.qwen3_vl import QWEN3_OMNI, QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES = (
@@ -42,6 +42,7 @@ FAMILIES = (
     GEMMA4_SMALL,
     OLMO3,
     QWEN3_NEXT,
+    QWEN3_5,
 )
 
 __all__ = ["FAMILIES"]
