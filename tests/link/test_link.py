@@ -30,6 +30,7 @@ MADE = {
     "llama4",
     "mistral",
     "mixtral",
+    "qwen3.5",
     "qwen3_vl_moe",
 }
 ALL_WAYS = {"gemma2 scanned", "qwen3 unscanned", "deepseek3 scanned"}
