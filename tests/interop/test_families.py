@@ -80,6 +80,49 @@ TOWER = {
 }
 TOKENS_OF_IMAGES = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 MROPE = {"rope_parameters": {"mrope_section": [4, 2, 2], "rope_theta": 10_000.0, "rope_type": "default"}}
+LINEAR = {
+    **SIZES,
+    **EXPERTS,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 40,
+}
+QWEN3_5 = TOKENS_OF_IMAGES | {
+    "text_config": {key: size for key, size in (LINEAR | MROPE).items() if key != "intermediate_size"},
+    "vision_config": TOWER,
+}
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 12,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 40,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+}
+LARGE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+GEMMA4_EXPERTS = {**GEMMA4, **LARGE, **EXPERTS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+GEMMA4_IMAGES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 10,
+        "standardize": True,
+    },
+    "audio_config": None,
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "audio_token_id": 92,
+}
 _NORMS = r".*(norm|layernorm)\.weight"
 _QUERIES = r".*\.q_proj\.weight"
 _EMBEDDING = r".*\.embed_tokens\.weight"
@@ -116,6 +159,8 @@ class Case:
         for name, tensor in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # which is learnt, too, and float32 beside any dtype
                 tensor.data = torch.nn.init.normal_(tensor, std=0.1).float()
+            if name.endswith(("layer_scalar", "std_bias", "std_scale")):
+                torch.nn.init.normal_(tensor)
         return model
 
 
@@ -141,6 +186,12 @@ EXACT = {
         "GptOssConfig",
         SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": ROPE},
     ),
+    "olmo3": Case("Olmo3ForCausalLM", "Olmo3Config", SIZES | {"sliding_window": 8}),
+    "qwen3_next": Case("Qwen3NextForCausalLM", "Qwen3NextConfig", LINEAR),
+    "gemma4, exact factors": Case("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | LARGE),
+    "gemma4 with experts and images, exact factors": Case(
+        "Gemma4ForConditionalGeneration", "Gemma4Config", GEMMA4_IMAGES | {"text_config": GEMMA4_EXPERTS}
+    ),
     "llama4": Case(
         "Llama4ForConditionalGeneration",
         "Llama4Config",
@@ -159,6 +210,11 @@ EXACT = {
 }
 # MaxText never stacks their layers.
 UNSCANNED = {
+    "gemma4_small, exact factors": Case(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GEMMA4 | {"num_kv_shared_layers": 6, "hidden_size_per_layer_input": 5, "use_double_wide_mlp": True},
+    ),
     "qwen3_vl": Case(
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLConfig",
@@ -211,6 +267,9 @@ ROUNDED = {
         UNEVEN | CYCLE_AND_MORE | {"tie_word_embeddings": False},
         f"{_NORMS}|{_EMBEDDING}",
         same_logits=False,
+    ),
+    "gemma4": Case(
+        "Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | LARGE | {"hidden_size": 48}, _EMBEDDING, same_logits=False
     ),
     "gemma3 with images, exact factors": Case(
         "Gemma3ForConditionalGeneration",
@@ -338,6 +397,20 @@ def test_models_with_towers_come_back_bit_for_bit(tmp_path, case):
         turned = second[name].transpose(-1, -2) if ".mlp.experts." in name else second[name]
         assert same_bits(turned.contiguous(), tensor), name
     assert second.keys() == first.keys()
+    found = load(tmp_path / "second", model)
+    assert not different(found.state_dict(), model.state_dict())
+    assert same_bits(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_qwen3_5_comes_back_with_its_experts_together_or_not(tmp_path, separate):
+    """`transformers` saves them one by one, and loads both."""
+    model = Case("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", QWEN3_5).make(torch.float32)
+    model.save_pretrained(tmp_path / "first", max_shard_size="60KB")
+    variant = {"separate_experts": True} if separate else {}
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config, **variant)
+    if separate:
+        assert not different(stored(tmp_path / "second"), stored(tmp_path / "first"))
     found = load(tmp_path / "second", model)
     assert not different(found.state_dict(), model.state_dict())
     assert same_bits(logits(found), logits(model))
