@@ -28,6 +28,7 @@ MADE = {
     "llama2",
     "llama3.1",
     "llama4",
+    "llama4_dense",
     "mistral",
     "mixtral",
     "qwen3.5",

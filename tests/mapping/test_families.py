@@ -15,8 +15,8 @@ from tests.support.maxtext_reference import MODELS, converted
 
 # These samples' parameters are what is stored, moved but not computed with.
 MOVED = [
-    "deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "deepseek4", "gpt-oss", "kimi-k2", "llama4", "olmo3",
-    "qwen2.5", "qwen3", "qwen3-moe", "qwen3_next", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe",
+    "deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "deepseek4", "gpt-oss", "kimi-k2", "llama4",
+    "llama4_dense", "olmo3", "qwen2.5", "qwen3", "qwen3-moe", "qwen3_next", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe",
 ]  # fmt: skip
 MODELLED = [name for name in SAMPLES if SAMPLES[name] in MODELS and name not in SWITCHES]
 

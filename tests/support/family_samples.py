@@ -27,6 +27,7 @@ SAMPLES = {
     "llama2": "llama3",
     "llama3.1": "llama3",
     "llama4": "llama4",
+    "llama4_dense": "llama4",
     "mistral": "mistral",
     "mixtral": "mixtral",
     "olmo3": "olmo3",
@@ -49,7 +50,7 @@ TREES = [
 
 def made_with(name, mode):
     """The switches of the tree that MaxText made. Its script for a scanned Llama 4 drops the tower."""
-    without_tower = {"use_multimodal": False} if (name, mode) == ("llama4", "scanned") else {}
+    without_tower = {"use_multimodal": False} if (SAMPLES[name], mode) == ("llama4", "scanned") else {}
     return {"scan_layers": mode == "scanned", **SWITCHES.get(name, {}), **without_tower}
 
 
