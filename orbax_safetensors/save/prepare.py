@@ -28,7 +28,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.contents import Contents, contents_of
-from orbax_safetensors.save.destination import Existing, make_room
+from orbax_safetensors.save.destination import Existing, check_kept, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save.pieces import Views, files_of_process, numbered, places_in, unnamed
 from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, file_bytes, part_of_process
@@ -91,6 +91,7 @@ def prepare_save(
     key = new_key("save", directory)
 
     def shared_save() -> _SharedSave:
+        check_kept(directory, existing, config, like)
         contents = contents_of(
             directory,
             item,

@@ -287,6 +287,19 @@ def test_what_is_not_a_checkpoint(tmp_path):
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("argument", ["like", "config"])
+def test_a_forced_save_does_not_delete_what_it_reads(tmp_path, source, argument):
+    tree = restore(source, family="maxtext")
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    for directory in (source, tmp_path):
+        with pytest.raises(ost.StorageError, match=r"source: is in .*, which the save would delete"):
+            ost.save(directory, tree, family="maxtext", force=True, **{argument: source})
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    (tmp_path / "saved").mkdir()
+    ost.save(tmp_path / "saved", tree, family="maxtext", force=True, **{argument: source})
+    assert stored_in(tmp_path / "saved").keys() == stored_in(source).keys()
+
+
 def test_the_plan_is_that_of_the_save(tmp_path, source, mesh):
     tree = sharded(restore(source, family="maxtext"), mesh, ("x", None, "y"))
     plan = ost.plan_save(tmp_path / "saved", tree, family="maxtext", like=source)
