@@ -14,7 +14,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.config import ADAPTER_CONFIG_NAME, CONFIG_NAME, as_config, parse_config
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import Store, read_small, write_small
+from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
 
 # Files that `save_pretrained` of transformers and of PEFT writes besides tensors. If a server does not list its files,
 # `files_of_model` looks for the names without a star.
@@ -113,7 +113,7 @@ def files_of_model(store: Store, directory: str) -> ModelFiles:
     """
     if not store.lists:
         usual = {name: posixpath.join(directory, name) for name in _PATTERNS if "*" not in name}
-        copies = {name: path for name, path in usual.items() if _is_there(store, path)}
+        copies = {name: path for name, path in usual.items() if is_there(store, path)}
     else:
         paths = {name: posixpath.join(directory, name) for name in store.list(directory) or ()}
         copies = {
@@ -122,10 +122,3 @@ def files_of_model(store: Store, directory: str) -> ModelFiles:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS) and not os.path.isdir(path)
         }
     return ModelFiles(copies=copies, store=store)
-
-
-def _is_there(store: Store, path: str) -> bool:
-    if (file := store.find(path)) is None:
-        return False
-    file.close()
-    return True
