@@ -6,6 +6,7 @@ import shutil
 import jax
 import ml_dtypes
 import numpy as np
+import obstore
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
@@ -307,6 +308,36 @@ def test_the_plan_is_that_of_the_save(tmp_path, source, mesh):
     assert {file.file: file.nbytes for file in plan.files} == {
         path.name: path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors")
     }
+
+
+@pytest.mark.parametrize("name", ["s3", "gcs", "azure"])
+def test_from_object_store_to_object_store(request, tmp_path, source, mesh, name):
+    place = request.getfixturevalue(name)
+    for path in source.iterdir():
+        obstore.put(place.store(), f"source/{path.name}", path.read_bytes())
+    options = ost.SafetensorsOptions(storage_options=place.options, alignment=8)
+    at = f"{place.url}/source"
+    tree = sharded(ost.load(at, family="maxtext", options=options), mesh, ("x", None, "y"))
+    ost.save(f"{place.url}/saved", tree, family="maxtext", like=at, options=options)
+    listed = [one["path"] for one in obstore.list(place.store(), "saved").collect()]
+    found = {path.removeprefix("saved/"): bytes(obstore.get(place.store(), path).bytes()) for path in listed}
+    for path in source.iterdir():
+        if path.name not in ("notes.md", "model.safetensors.index.json"):
+            assert found[path.name] == path.read_bytes(), path.name
+    assert "notes.md" not in found
+    with pytest.raises(ost.StorageError, match="source: is in .*, which the save would delete"):
+        ost.save(place.url, tree, family="maxtext", like=at, force=True, options=options)
+
+
+def test_like_a_model_of_the_hub(tmp_path, source, hub, monkeypatch):
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    hub.hub.commit("somebody/qwen", {path.name: path.read_bytes() for path in source.iterdir()})
+    ost.save(tmp_path / "saved", restore(source, family="maxtext"), family="maxtext", like="hf://somebody/qwen")
+    for path in source.glob("*.json"):
+        if "index" not in path.name:
+            assert (tmp_path / "saved" / path.name).read_bytes() == path.read_bytes()
+    assert stored_in(tmp_path / "saved").keys() == stored_in(source).keys()
 
 
 def test_a_save_in_the_background(tmp_path, source):
