@@ -172,9 +172,7 @@ def taken_apart(
     return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
 
 
-def add_tensor(
-    tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]
-) -> None:
+def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     """Add a tensor that `leaf` is stored in; raise `MappingError` if another leaf has it in another dtype."""
     if (other := tensors.setdefault(name, (dtype, shape))[0]) != dtype:
         raise MappingError(f"{where}: {leaf} of {dtype} and another leaf of {other} are parts of one tensor, {name!r}")

@@ -257,12 +257,17 @@ def test_pieces_are_saved_as_whole_tensors(tmp_path):
     assert ost.open_checkpoint(tmp_path / "saved").metadata == {"format": "pt"}
 
 
-def test_a_quantised_source_is_saved_plainly(tmp_path):
-    stored, plain = quantized(np.random.default_rng(0), *GRIDS["blocks"])
-    (tmp_path / "source").mkdir()
-    write(tmp_path / "source" / "model.safetensors", stored, {"format": "pt"})
+def quantised_source(directory, grid):
+    stored, plain = quantized(np.random.default_rng(0), *GRIDS[grid])
+    directory.mkdir()
+    write(directory / "model.safetensors", stored, {"format": "pt"})
     config = {"quantization_config": FP8, "torch_dtype": "bfloat16"}
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+def test_a_quantised_source_is_saved_plainly(tmp_path):
+    plain = quantised_source(tmp_path / "source", "blocks")
     tree = restore(tmp_path / "source", family=QUANTIZED)
     saved = saved_tensors(tmp_path / "plain", tree, tmp_path / "source", family=QUANTIZED)
     assert saved.keys() == plain.keys()
@@ -272,11 +277,21 @@ def test_a_quantised_source_is_saved_plainly(tmp_path):
     assert json.loads((tmp_path / "plain" / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
     narrow = {name: array.astype(BF16) for name, array in plain.items()}
     jax.tree.map(same, restore(tmp_path / "plain", family=QUANTIZED), in_tree(narrow))
-    # Codes and scales that come as they are stored go back as they are stored.
-    codes = restore(tmp_path / "source")
-    save(tmp_path / "codes", codes, tmp_path / "source", AS_REFERENCE)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "codes" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+
+
+def test_codes_and_scales_that_are_kept_go_back_as_they_are_stored(tmp_path):
+    quantised_source(tmp_path / "source", "rows")
+    split = ost.SafetensorsOptions(dequantize="split", alignment=8)
+    for number, (family, options) in enumerate(((None, AS_REFERENCE), (QUANTIZED, split))):  # by name, or in a tree
+        codes = ost.load(tmp_path / "source", family=family, options=options)
+        save(tmp_path / f"{number}", codes, tmp_path / "source", options, family=family)
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / f"{number}" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+    # The scale of a block that the family cuts stands in several places, which may differ.
+    quantised_source(tmp_path / "blocks", "blocks")
+    cut = ost.load(tmp_path / "blocks", family=QUANTIZED, options=split)
+    with pytest.raises(ost.MappingError, match="each element of a tensor has to be used once.*_scale_inv"):
+        save(tmp_path / "refused", cut, tmp_path / "blocks", split, family=QUANTIZED)
 
 
 def test_what_is_not_a_checkpoint(tmp_path):
