@@ -42,15 +42,15 @@ def mapped(
     Raises `MappingError` if there is no such family, or if config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
-        _no_family(variant)
+        without_family(variant)
         return checkpoint
     config = read_config(checkpoint)
     try:
         family = registry.find(asked, config)
         if family is None:
-            _no_family(variant)
+            without_family(variant)
             return checkpoint
-        return _mapped(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
+        return mapped_by(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
 
@@ -67,7 +67,7 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     try:
         config = read_config(checkpoint)
         choice = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
-        fitting = _mapped(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
+        fitting = mapped_by(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
             return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
@@ -75,12 +75,13 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     return fitting, dict(choice.paths)
 
 
-def _no_family(variant: Mapping[str, Any] | None) -> None:
+def without_family(variant: Mapping[str, Any] | None) -> None:
+    """Raise `MappingError` if there are switches for a family, and there is no family."""
     if variant:
         raise MappingError(f"variant {dict(variant)} is for a family, and there is none")
 
 
-def _mapped(
+def mapped_by(
     checkpoint: Checkpoint,
     family: Family,
     config: Mapping[str, Any],
@@ -89,6 +90,7 @@ def _mapped(
     complete: bool,
     dequantize: Dequantize,
 ) -> Checkpoint:
+    """Return `checkpoint` as a family sees it; see `mapped`."""
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     spared = encoded.unused  # tensors that only quantised computation needs
     if dequantize == "split":
@@ -143,7 +145,7 @@ def taken_apart(
     """
     family = registry.find(asked, config)
     if family is None:
-        _no_family(variant)
+        without_family(variant)
         return list(leaves), {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -158,21 +160,22 @@ def taken_apart(
     viewed, tensors = [], TensorTypes()
     for path, leaf in paths.items():
         view = replace(tree[path], dtype=leaf.value.dtype)
-        caller_casts = leaf.dtype != leaf.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:
                 continue
             casts = any(isinstance(op, Cast) for op in piece.ops)
-            dtype = stored_dtype(config, leaf.dtype) if casts and not caller_casts else leaf.dtype
-            if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
-                raise MappingError(
-                    f"{family.name}: {leaf.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
-                    f"of one tensor, {piece.tensor!r}"
-                )
+            dtype = stored_dtype(config, leaf.dtype) if casts and not leaf.dtype_is_chosen else leaf.dtype
+            add_tensor(tensors, family.name, leaf.name, piece.tensor, dtype, shapes[piece.tensor])
         viewed.append(replace(leaf, view=view))
     # A save has to fill every tensor.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
     return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
+
+
+def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    """Add a tensor that `leaf` is stored in; raise `MappingError` if another leaf has it in another dtype."""
+    if (other := tensors.setdefault(name, (dtype, shape))[0]) != dtype:
+        raise MappingError(f"{where}: {leaf} of {dtype} and another leaf of {other} are parts of one tensor, {name!r}")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
