@@ -15,6 +15,7 @@ from orbax_safetensors.checkpoint.files import StoredFile
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
+from orbax_safetensors.format.layout import ADAPTER_NAME
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.quantization import Quantized
 from orbax_safetensors.storage.store import File, Store
@@ -95,6 +96,16 @@ class Checkpoint:
     def fingerprints(self) -> dict[str, Mapping[str, Any]]:
         """Return what tells whether the files are still the same, by the name of each file."""
         return {posixpath.basename(file.path): file.fingerprint for file in self.files}
+
+    @property
+    def is_file(self) -> bool:
+        """Return whether `path` is that of one file, and not of a directory."""
+        return self.files[0].path == self.path
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether the only file is that of a PEFT adapter, by its name."""
+        return [posixpath.basename(file.path) for file in self.files] == [ADAPTER_NAME]
 
     @property
     def nbytes(self) -> int:

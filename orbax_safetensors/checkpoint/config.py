@@ -15,6 +15,8 @@ from orbax_safetensors.format.header import shown
 from orbax_safetensors.storage.store import File, read_small
 
 CONFIG_NAME = "config.json"
+# Of a PEFT adapter, whose tensors are in `layout.ADAPTER_NAME`.
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 # Configs are a few kilobytes. What is much longer is something else.
 _MAX_CONFIG_BYTES = 4 * 2**20
 
@@ -31,7 +33,7 @@ def as_config(config: Any) -> dict[str, Any] | None:
         return None
     content = config.to_dict() if hasattr(config, "to_dict") else config
     try:
-        config = json.loads(json.dumps(content))
+        config = json.loads(json.dumps(content, default=_listed))
     except (TypeError, ValueError, RecursionError) as error:
         raise MappingError(f"config: cannot be stored as JSON: {error}") from error
     if not isinstance(config, dict):
@@ -44,13 +46,20 @@ def as_config(config: Any) -> dict[str, Any] | None:
     return config
 
 
+def _listed(value: Any) -> list[Any]:
+    """Return a set as a list, as PEFT stores those of its configs."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"{value!r:.80} is not a value of JSON")
+
+
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the content of the `config.json` beside a checkpoint's files, {} if there is none.
+    """Return the content of the `config.json` beside a checkpoint's files, or of an adapter's; {} if there is none.
 
     Raises `MappingError` if it is not a JSON object, and `StorageError` if it cannot be read or is too long.
     """
     directory = posixpath.dirname(checkpoint.files[0].path) or "."
-    path = posixpath.join(directory, CONFIG_NAME)
+    path = posixpath.join(directory, ADAPTER_CONFIG_NAME if checkpoint.is_adapter else CONFIG_NAME)
     file = checkpoint.store.find(path)
     if file is None:
         return {}

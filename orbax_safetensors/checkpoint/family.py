@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +13,14 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.quantized import check_splits, quantized_tensors, scales_beside, split
-from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
+from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
-from orbax_safetensors.mapping import inference, registry
+from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
+from orbax_safetensors.mapping.inference import fit
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -42,15 +42,15 @@ def mapped(
     Raises `MappingError` if there is no such family, or if config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
-        _no_family(variant)
+        without_family(variant)
         return checkpoint
     config = read_config(checkpoint)
     try:
         family = registry.find(asked, config)
         if family is None:
-            _no_family(variant)
+            without_family(variant)
             return checkpoint
-        return _mapped(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
+        return mapped_by(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
 
@@ -66,8 +66,8 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
         return checkpoint, as_stored
     try:
         config = read_config(checkpoint)
-        choice = inference.fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
-        fitting = _mapped(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
+        choice = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
+        fitting = mapped_by(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
             return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
@@ -75,59 +75,13 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     return fitting, dict(choice.paths)
 
 
-_Result = TypeVar("_Result")
-
-
-def with_variant(
-    attempt: Callable[[Variant], _Result], variant: Variant | None, nearest: Callable[[Variant], Variant | None]
-) -> _Result:
-    """Return what `attempt` makes of a family's switches: those that are passed, and for others what fits.
-
-    Others have the family's defaults, or if these do not fit, the values that are `nearest` to the passed ones. Raises
-    what `attempt` raises. If a passed switch is wrong, the error names the variant that would fit.
-    """
-    passed = {} if variant is None else variant
-    try:
-        return attempt(passed)
-    except (MappingError, TensorMismatchError) as error:
-        refusal = error
-    switches = nearest(passed)
-    if switches not in (None, passed):
-        try:
-            return attempt(switches)
-        except (MappingError, TensorMismatchError) as error:
-            refusal = error
-    if passed:
-        fitting = {**passed, **(nearest({}) or {})}
-        with suppress(SafetensorsError):
-            attempt(fitting)
-            refusal = type(refusal)(f"{refusal}; this tree is that of variant={fitting}")
-    raise refusal
-
-
-def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes, passed: Variant) -> Variant | None:
-    """Return the variant of the checkpoint's family with the `passed` switches whose tree is nearest to these leaves.
-
-    Returns None if there is no family, or none of its variants has a tree.
-    """
-    if asked is None and not registry.any_registered():
-        return None
-    config = read_config(checkpoint)
-    try:
-        family = registry.find(asked, config)
-        if family is None:
-            return None
-        return inference.nearest_variant(family, config, leaves, passed, stored=len(checkpoint.tensors))
-    except MappingError:
-        return None
-
-
-def _no_family(variant: Mapping[str, Any] | None) -> None:
+def without_family(variant: Mapping[str, Any] | None) -> None:
+    """Raise `MappingError` if there are switches for a family, and there is no family."""
     if variant:
         raise MappingError(f"variant {dict(variant)} is for a family, and there is none")
 
 
-def _mapped(
+def mapped_by(
     checkpoint: Checkpoint,
     family: Family,
     config: Mapping[str, Any],
@@ -136,6 +90,7 @@ def _mapped(
     complete: bool,
     dequantize: Dequantize,
 ) -> Checkpoint:
+    """Return `checkpoint` as a family sees it; see `mapped`."""
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     spared = encoded.unused  # tensors that only quantised computation needs
     if dequantize == "split":
@@ -179,44 +134,19 @@ def _mapped(
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name
 
 
-class TakenApart(NamedTuple):
-    """A tree to save, and what a save makes of it.
-
-    Attributes:
-      leaves: with the views that a family has for them.
-      tensors: dtype and shape of the tensors to store, by name.
-      saved: the names of the family and its switches.
-    """
-
-    leaves: list[Leaf]
-    tensors: TensorTypes
-    saved: Mapping[str, Any]
-
-
 def taken_apart(
-    leaves: Sequence[Leaf], asked: FamilyLike, variant: Variant | None, config: Mapping[str, Any]
-) -> TakenApart:
-    """Return `leaves` as the tensors that a family makes them of.
+    leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[list[Leaf], TensorTypes]:
+    """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
     The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
-    leaf is a tensor. Switches that are not passed follow from the leaves if the family's defaults do not fit. A
-    tensor has the dtype of its leaf, or the config's if the family casts and the caller names no dtype. Raises
-    `MappingError` if there is no such family, or if config, variant and leaves disagree.
+    leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and the caller names no
+    dtype. Raises `MappingError` if there is no such family, or if config, variant and leaves disagree.
     """
     family = registry.find(asked, config)
     if family is None:
-        _no_family(variant)
-        tensors = {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}
-        return TakenApart(list(leaves), tensors, {"family": None, "variant": dict(variant or {})})
-    shapes = {leaf.name: leaf.shape for leaf in leaves}
-    return with_variant(
-        lambda switches: _taken_apart(leaves, family, switches, config),
-        variant,
-        lambda passed: inference.nearest_variant(family, config, shapes, passed, stored=len(leaves)),
-    )
-
-
-def _taken_apart(leaves: Sequence[Leaf], family: Family, variant: Variant, config: Mapping[str, Any]) -> TakenApart:
+        without_family(variant)
+        return list(leaves), {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}
     shapes: dict[str, tuple[int, ...]] = {}
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
@@ -224,28 +154,28 @@ def _taken_apart(leaves: Sequence[Leaf], family: Family, variant: Variant, confi
             raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
-    tree = family.describe(config, variant, bind, stored=len(leaves))
+    tree = family.describe(config, variant or {}, bind, stored=len(leaves))
     paths = by_path({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
     viewed, tensors = [], TensorTypes()
     for path, leaf in paths.items():
         view = replace(tree[path], dtype=leaf.value.dtype)
-        caller_casts = leaf.dtype != leaf.value.dtype
         for piece in view.pieces:
             if piece.tensor is None:
                 continue
             casts = any(isinstance(op, Cast) for op in piece.ops)
-            dtype = stored_dtype(config, leaf.dtype) if casts and not caller_casts else leaf.dtype
-            if tensors.setdefault(piece.tensor, (dtype, shapes[piece.tensor]))[0] != dtype:
-                raise MappingError(
-                    f"{family.name}: {leaf.name} of {dtype} and another leaf of {tensors[piece.tensor][0]} are parts "
-                    f"of one tensor, {piece.tensor!r}"
-                )
+            dtype = stored_dtype(config, leaf.dtype) if casts and not leaf.dtype_is_chosen else leaf.dtype
+            add_tensor(tensors, family.name, leaf.name, piece.tensor, dtype, shapes[piece.tensor])
         viewed.append(replace(leaf, view=view))
     # A save has to fill every tensor.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
-    in_order = dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
-    return TakenApart(viewed, in_order, {"family": family.name, "variant": {**family.variant, **variant}})
+    return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
+
+
+def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    """Add a tensor that `leaf` is stored in; raise `MappingError` if another leaf has it in another dtype."""
+    if (other := tensors.setdefault(name, (dtype, shape))[0]) != dtype:
+        raise MappingError(f"{where}: {leaf} of {dtype} and another leaf of {other} are parts of one tensor, {name!r}")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

@@ -17,13 +17,13 @@ from typing import Any
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
-from orbax_safetensors.format.layout import FILE_NAME, INDEX_NAME
+from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import fingerprint
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import File, Stamp, Store
+from orbax_safetensors.storage.store import File, Stamp, Store, is_there
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def checkpoint_files(
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
-            return [posixpath.join(path, FILE_NAME)], None
+            paths = [posixpath.join(path, name) for name in (FILE_NAME, ADAPTER_NAME)]
+            return [next((path for path in paths if is_there(store, path)), paths[0])], None
         index = _read_index(file)
         return [posixpath.join(path, name) for name in index.files], index
     names = store.list(path)

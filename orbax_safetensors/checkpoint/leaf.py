@@ -25,12 +25,14 @@ class Leaf:
         `jax.ShapeDtypeStruct` may stand for the former.
       dtype: to store; other than the value's where a cast was asked for.
       view: the tensors that the leaf is made of: one of its own name, or those of a family.
+      dtype_is_chosen: whether the caller names `dtype`.
     """
 
     name: str
     value: jax.Array | np.ndarray
     dtype: np.dtype
     view: View
+    dtype_is_chosen: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,4 +95,4 @@ def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
         raise TensorMismatchError(f"{name!r}: {value.dtype} cannot be cast to {dtype}")
     if np.dtype(value.dtype).kind == "c" and dtype.kind != "c":
         raise TensorMismatchError(f"{name!r}: complex {value.dtype} cannot be cast to {dtype}")
-    return Leaf(name, value, dtype, View.tensor(name, value.shape, value.dtype))
+    return Leaf(name, value, dtype, View.tensor(name, value.shape, value.dtype), args.dtype is not None)

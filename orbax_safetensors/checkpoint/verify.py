@@ -41,7 +41,7 @@ def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list
 
 def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:
     """Return the faults of the index that makes valid files a checkpoint of Orbax; none if there is no such index."""
-    if checkpoint.files[0].path == checkpoint.path or (note := read_note(checkpoint.store, checkpoint.path)) is None:
+    if checkpoint.is_file or (note := read_note(checkpoint.store, checkpoint.path)) is None:
         return []
     changed = note.changed(checkpoint.path, checkpoint.fingerprints)
     if changed or not index_opens:

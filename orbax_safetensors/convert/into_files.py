@@ -9,6 +9,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.family import taken_apart
 from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model, model_files_of
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition
@@ -27,7 +28,6 @@ from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
 from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.files_output import FilesOutput
-from orbax_safetensors.streaming.model_files import ModelFiles, files_of_model, model_files_of
 from orbax_safetensors.streaming.objects_output import ObjectsOutput
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, bundle_bytes, check_fits
@@ -57,7 +57,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         Leaf(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
-    viewed, tensors, _ = taken_apart(leaves, request.family, variant, model_files.config or {})
+    viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
     max_file_bytes = MAX_FILE_BYTES
     if not store_of(request.destination, request.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.
@@ -97,8 +97,7 @@ def files_from_files(request: ReshardRequest) -> Work:
         files = file_layout.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:
         files = _in_shards(stored, request.partition, metadata)
-    is_file = checkpoint.files[0].path == checkpoint.path
-    model_files = ModelFiles() if is_file else files_of_model(request.source, request.storage_options)
+    model_files = ModelFiles() if checkpoint.is_file else files_of_model(checkpoint.store, checkpoint.path)
     return _to_files(source, request, files, model_files, [(name,) for name in source.leaves])
 
 

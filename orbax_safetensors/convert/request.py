@@ -14,7 +14,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.mapping.family import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.storage.paths import AZURE, GCS, HTTP, HUB, S3, PathLike, is_url, place, shown
+from orbax_safetensors.storage.paths import PathLike, check_one_store, place
 from orbax_safetensors.streaming.casts import Casts
 from orbax_safetensors.streaming.pipeline import check_memory, is_below
 
@@ -24,14 +24,6 @@ def location(argument: str, path: PathLike) -> str:
     if not isinstance(path, str | os.PathLike) or not os.fsdecode(path):
         raise SafetensorsError(f"{argument} is {path!r}, must be a path or a URL")
     return place(path)
-
-
-def _store(url: str) -> str:
-    """Return a name for the store of a URL: its kind, or the name of an HTTP server."""
-    scheme, _, rest = url.partition("://")
-    if scheme in HTTP:
-        return rest.partition("/")[0]
-    return next((kind[0] for kind in (S3, GCS, AZURE, HUB) if scheme in kind), scheme)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +82,6 @@ class _Request:
         if is_below(self.destination, source):
             raise StorageError(f"{self.destination}: is in the source, {source}")
 
-    def _check_storage_options(self, *paths: Any) -> None:
-        """Raise `SafetensorsError` if options would go to several stores: none may see another's, or knows them."""
-        urls = [path for path in paths if isinstance(path, str) and is_url(path)]
-        stores = {_store(path): shown(path) for path in urls}
-        if self.storage_options and len(stores) > 1:
-            raise SafetensorsError(
-                f"storage_options are for one store, and {' and '.join(stores.values())} are in different ones: "
-                "set the environment's variables for them instead"
-            )
-
     def _refuse(self, what: str, **arguments: Any) -> None:
         for argument, value in arguments.items():
             if value:
@@ -126,7 +108,7 @@ class ConvertRequest(_Request):
         elif self.to == "safetensors":
             sharding = {"mesh": self.mesh, "spec": self.spec, "like": self.like}
             self._refuse("to='safetensors'", **sharding, step=self.step, compression=not self.compression)
-            self._check_storage_options(self.destination, self.config)
+            check_one_store(self.storage_options, self.destination, self.config)
         else:
             raise SafetensorsError(f"to is {self.to!r}, must be 'orbax' or 'safetensors'")
         _ = self.partition, self.casts
@@ -152,7 +134,7 @@ class ReshardRequest(_Request):
         super().__post_init__()
         if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
             raise SafetensorsError(f"max_file_bytes is {self.max_file_bytes!r}, must be an integer of at least 1")
-        self._check_storage_options(self.source, self.destination)
+        check_one_store(self.storage_options, self.source, self.destination)
         _ = self.partition
 
     def check_for(self, *, orbax: bool) -> None:

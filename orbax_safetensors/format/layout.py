@@ -12,8 +12,12 @@ from orbax_safetensors.format.index import Index
 
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# The file of a PEFT adapter, which is never cut.
+ADAPTER_NAME = "adapter_model.safetensors"
 # The largest file of a model on the Hub, in bytes of tensors.
 MAX_FILE_BYTES = 5_000_000_000
+
+TensorFacts = tuple[str, DType, tuple[int, ...]]  # name, dtype and shape
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Layout:
 
 
 def lay_out(
-    tensors: Sequence[tuple[str, DType, tuple[int, ...]]],
+    tensors: Sequence[TensorFacts],
     metadata: Mapping[str, str],
     *,
     max_file_bytes: int,
@@ -36,7 +40,7 @@ def lay_out(
     A file holds at most `max_file_bytes` of tensors, or a single longer tensor. The data of a file begins at a multiple
     of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` if a header would be invalid.
     """
-    parts: list[list[tuple[str, DType, tuple[int, ...]]]] = [[]]
+    parts: list[list[TensorFacts]] = [[]]
     filled = 0
     for name, dtype, shape in tensors:
         size = nbytes(dtype, shape)
@@ -45,10 +49,16 @@ def lay_out(
             filled = 0
         parts[-1].append((name, dtype, shape))
         filled += size
-    headers = [Header.layout(part, metadata, alignment=alignment) for part in parts]
+    names = [FILE_NAME] if len(parts) == 1 else file_names(len(parts))
+    return lay_out_files(dict(zip(names, parts, strict=True)), metadata, alignment=alignment)
+
+
+def lay_out_files(files: Mapping[str, Sequence[TensorFacts]], metadata: Mapping[str, str], *, alignment: int) -> Layout:
+    """Lay tensors out in the files of these names, as `lay_out` does."""
+    headers = [Header.layout(part, metadata, alignment=alignment) for part in files.values()]
+    names = list(files)
     if len(headers) == 1:
-        return Layout(((FILE_NAME, headers[0]),), None)
-    names = file_names(len(headers))
+        return Layout(((names[0], headers[0]),), None)
     weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
     total = sum(header.data_bytes for header in headers)
     return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}))

@@ -118,6 +118,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             family=self._family if args.family is None else args.family,
             variant=self._variant if args.variant is None else args.variant,
             config=args.config,
+            like=args.like,
             options=self._options,
             existing=existing,
             index=IndexAs(args.index),
@@ -187,14 +188,22 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
 
     Attributes:
       item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars; every process passes the
-        same. A tensor's name is its leaf's key path joined by dots.
+        same. A tensor's name is its leaf's key path joined by dots. Leaves that are `ocp.PLACEHOLDER`, and None, are
+        left out.
       save_args: a tree of `ocp.SaveArgs` of the same structure, of which `dtype` counts: a cast while writing. It may
         have leaves for empty nodes, too.
       metadata: text for the header of every file, besides `{"format": "pt"}`.
       max_file_bytes: the most that a file holds; more tensors go into several files with an index. 5 GB as on the Hub.
       family, variant: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.
-      config: what a family needs to know of the model: the content of a `config.json`, or an object with a `to_dict`,
-        as `transformers` has them. The save writes it beside the tensors as `config.json`.
+      config: what a family needs to know of the model: the content of a `config.json`, an object with a `to_dict`, as
+        `transformers` has them, or a path or URL of such a file or of a directory with one, whose tokenizer's files are
+        then copied, too. The save writes it beside the tensors as `config.json`. With the config of a PEFT adapter, it
+        writes `adapter_model.safetensors` and `adapter_config.json`.
+      like: the path or URL of a checkpoint. The save stores the same tensors, under the same names, in the same dtypes,
+        order and files, and copies its config, its tokenizer's files and their like; `config` goes before the config.
+        Each leaf has a place there, and each tensor a leaf, except those that the family does not use, which are not
+        stored. Values of floating point are rounded to the stored dtype. Quantised tensors that a family decodes are
+        stored as the config's dtype, and the config is then without `quantization_config`.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
     """
@@ -206,6 +215,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     family: Family | str | None = None
     variant: Mapping[str, Any] | None = None
     config: Any = None
+    like: epath.PathLike | None = None
     index: bool | None = None
 
 

@@ -69,6 +69,7 @@ def save(
     family: Family | str | None = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
+    like: PathLike | None = None,
     metadata: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     index: bool | None = None,
@@ -80,13 +81,13 @@ def save(
     Args:
       path: a directory that does not exist, or the URL of one on an object store.
       tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
-      family, variant, config, metadata, max_file_bytes, index: as for `SafetensorsSave`.
+      family, variant, config, like, metadata, max_file_bytes, index: as for `SafetensorsSave`.
       force: delete what is in `path` once the tree has been checked.
       options: how bytes are moved.
 
     Raises:
       TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored.
-      StorageError: `path` exists, and `force` is not set, or it cannot be written.
+      StorageError: `path` exists, and `force` is not set, or it cannot be written, or `like` cannot be read.
     """
     directory = place(path)
     if not force and not is_url(directory) and os.path.lexists(directory):
@@ -98,6 +99,7 @@ def save(
         family=family,
         variant=variant,
         config=config,
+        like=like,
         index=index,
     )
     with SafetensorsCheckpointer(options=options) as checkpointer:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
@@ -27,7 +28,7 @@ from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.model_files import files_of_model
+from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming.pipeline import MEMORY_BYTES, Progress
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def _model_files(request: LinkRequest) -> list[str]:
     """Return the other files of a model: their index, `config.json`, the tokenizer's files and their like."""
     indexes = [] if os.path.isfile(request.source) else glob.glob(f"*{INDEX_SUFFIX}", root_dir=request.directory)
     return [
-        *files_of_model(request.directory, None).copies.values(),
+        *files_of_model(*store_of(request.directory, None)).copies.values(),
         *(os.path.join(request.directory, name) for name in indexes),
     ]
 

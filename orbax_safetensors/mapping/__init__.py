@@ -7,9 +7,10 @@ A description is plain Python over `tensor(name, shape)`, whose result has metho
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.envelope import Envelope
 from orbax_safetensors.mapping.family import Family, Tree, tensor
+from orbax_safetensors.mapping.lora import lora
 
 stack = View.stack
 concatenate = View.concatenate
 full = View.full
 
-__all__ = ["Envelope", "Family", "Tree", "View", "concatenate", "full", "stack", "tensor"]
+__all__ = ["Envelope", "Family", "Tree", "View", "concatenate", "full", "lora", "stack", "tensor"]

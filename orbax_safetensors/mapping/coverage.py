@@ -58,15 +58,18 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
         raise MappingError(f"{where}: {some(problems, problem, '; ')}")
 
 
-def leaf_problems(tree: Tree, leaves: LeafShapes) -> tuple[Tree, list[str], list[str]]:
+def leaf_problems(
+    tree: Tree, leaves: LeafShapes, whose: str = "the family's tree"
+) -> tuple[Tree, list[str], list[str]]:
     """Return `tree` without its optional leaves that are not among `leaves`, and what else differs.
 
-    The first list has what is missing among `leaves`, the second what is wrong with them.
+    The first list has what is missing among `leaves`, the second what is wrong with them. `whose` names the tree for
+    messages.
     """
     kept = _without_optional(tree, leaves.keys())
     missing = [f"{path} is missing" for path in kept if path not in leaves]
     wrong = [
-        *(f"{path} is not in the family's tree" for path in leaves if path not in kept),
+        *(f"{path} is not in {whose}" for path in leaves if path not in kept),
         *(
             f"{path}, of {some(view.tensors, shown)}: expected {view.shape}, found {leaves[path]}"
             for path, view in kept.items()

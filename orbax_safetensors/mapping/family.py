@@ -69,6 +69,10 @@ def _follow_from_nothing(shapes: Mapping[str, tuple[int, ...]]) -> Variant:
     return {}
 
 
+def _to_all(config: Mapping[str, Any]) -> bool:
+    return True
+
+
 def _only_the_default(leaves: LeafShapes) -> Iterable[Variant]:
     return [{}]
 
@@ -89,6 +93,8 @@ class Family:
         likeliest first. Names may have a leading `params` more or less than in `tree`.
       variant: default values of switches.
       envelope: the tree around the family's tree in a checkpoint of Orbax.
+      applies_to: `applies_to(config)` returns whether the family is for a model of its architectures with this config;
+        for other models of these architectures there may be another family.
       stored_as: `stored_as(shapes)` returns the switches that say how a checkpoint with tensors of these names and
         shapes stores its model, for restores whose caller does not set them. Saves have the defaults.
     """
@@ -100,6 +106,7 @@ class Family:
     variants: Callable[[LeafShapes], Iterable[Variant]] = _only_the_default
     variant: Variant = field(default_factory=dict, hash=False)
     envelope: Envelope = field(default=Envelope(), hash=False)
+    applies_to: Callable[[Mapping[str, Any]], bool] = _to_all
     stored_as: Callable[[Mapping[str, tuple[int, ...]]], Variant] = _follow_from_nothing
 
     def __post_init__(self) -> None:

@@ -118,8 +118,19 @@ def _by_name(name: str, known: Mapping[str, Family]) -> list[Family]:
 
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:
-    """Return the `families` that are for a config's architecture."""
-    return [family for family in families if any(_is_for(name, config) for name in family.architectures)]
+    """Return the `families` that are for a config's architecture, and for this model of it."""
+    return [
+        family
+        for family in families
+        if any(_is_for(name, config) for name in family.architectures) and _applies(family, config)
+    ]
+
+
+def _applies(family: Family, config: Mapping[str, Any]) -> bool:
+    try:
+        return family.applies_to(config)
+    except Exception as error:
+        raise MappingError(f"{family.name}: cannot tell from this config.json if it applies: {error!r}") from error
 
 
 def _single_for(config: Mapping[str, Any], families: Iterable[Family], which: str) -> Family | None:
@@ -137,7 +148,7 @@ def _is_for(architecture: str, config: Mapping[str, Any]) -> bool:
         return architecture in architectures
     # Some configs name only the model, such as `gemma3` for `Gemma3ForConditionalGeneration`.
     model = str(config.get("model_type", "")).removesuffix("_text").replace("_", "")
-    return architecture.split("For")[0].lower() == model
+    return architecture.split("For")[0].replace("_", "").lower() == model
 
 
 def _described(config: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def saved_tree(
     Return None if no tree is recorded, or if another family or variant is requested. Raises `StorageError`
     if the files are no longer those that were saved.
     """
-    if checkpoint.files[0].path == checkpoint.path or not checkpoint.store.writes:
+    if checkpoint.is_file or not checkpoint.store.writes:
         return None
     note = read_note(checkpoint.store, checkpoint.path)
     if note is None or note.saved is None or (tree := _read_beside(checkpoint, TREE_FILE)) is None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import FamilyLike, mapped, nearest_variant, with_variant
+from orbax_safetensors.checkpoint.family import FamilyLike, mapped
+from orbax_safetensors.checkpoint.variants import nearest_variant, with_variant
 from orbax_safetensors.options import Dequantize
 from orbax_safetensors.restore.request import Request, leaf_shapes, resolve
 

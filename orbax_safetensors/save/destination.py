@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 
@@ -20,6 +20,7 @@ from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Store
+from orbax_safetensors.streaming.pipeline import is_below
 
 # What happens to files that are already there: "kept", but files of a checkpoint are an error; "refused": any file is
 # an error; "deleted", with all that is below the directory.
@@ -48,6 +49,13 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
         if existing == "refused":
             instead = "save elsewhere, or with force=True, which deletes all that is there"
         raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}; {instead}")
+
+
+def check_kept(directory: str, existing: Existing, *sources: Any) -> None:
+    """Raise `StorageError` if a save reads one of `sources`, as far as these are paths, and would delete it before."""
+    for source in sources:
+        if existing == "deleted" and isinstance(source, str | os.PathLike) and is_below(os.fsdecode(source), directory):
+            raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")
 
 
 def _check_text(directory: str) -> None:

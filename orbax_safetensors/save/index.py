@@ -133,8 +133,9 @@ def saved_index(
     if reasons:
         name, reason = next(iter(reasons.items()))
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
+    names_tensors = saved["family"] is None and arrays.keys() <= places.keys()
     tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if whole_tree else None
-    return SavedIndex(arrays, tree, layout, places, zarr3, saved["family"] is None, saved if whole_tree else None)
+    return SavedIndex(arrays, tree, layout, places, zarr3, names_tensors, saved if whole_tree else None)
 
 
 def _kind(leaf: Any) -> str:

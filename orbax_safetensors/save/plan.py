@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.config import as_config
-from orbax_safetensors.checkpoint.family import FamilyLike, taken_apart
-from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
+from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.cost.counter import Count, Counter, ShardedLeaf
 from orbax_safetensors.cost.figures import FileWrites, PlannedFile
 from orbax_safetensors.devices.sharding import by_process, holders, num_processes
@@ -19,8 +18,8 @@ from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, file_names
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.save.contents import contents_of
 from orbax_safetensors.save.pieces import files_of_process
-from orbax_safetensors.save.prepare import METADATA, laid_out
 from orbax_safetensors.save.writers import assign_writers, grouped
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
@@ -63,6 +62,7 @@ def plan_save(
     family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
+    like: PathLike | None = None,
     process_count: int | None = None,
     options: SafetensorsOptions | None = None,
 ) -> SavePlan:
@@ -76,7 +76,7 @@ def plan_save(
       path: the destination of the save, which need not exist; the plan does not look at what is there.
       item: a tree of `jax.ShapeDtypeStruct` with shardings, whose meshes may be abstract, or of what
         `SafetensorsSave` takes.
-      save_args, metadata, max_file_bytes, family, variant, config: as for `SafetensorsSave`.
+      save_args, metadata, max_file_bytes, family, variant, config, like: as for `SafetensorsSave`.
       process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
         belongs to its actual process, and all devices of an abstract mesh belong to one.
       options: the options of the save.
@@ -84,16 +84,27 @@ def plan_save(
     Raises:
       TensorMismatchError, MappingError, HeaderError: the tree cannot be stored, or processes cannot share the devices
         evenly.
-      StorageError: there is no store for `path`.
+      StorageError: there is no store for `path`, or `like` cannot be opened.
     """
     options = options or SafetensorsOptions()
-    metadata = {} if metadata is None else metadata
     with no_collection():
-        described = leaves_of(item, save_args, abstract=True)
-        leaves, tensors, _ = taken_apart(described, family, variant, as_config(config) or {})
+        contents = contents_of(
+            path,
+            item,
+            save_args,
+            metadata=metadata,
+            max_file_bytes=max_file_bytes,
+            family=family,
+            variant=variant,
+            config=config,
+            like=like,
+            options=options,
+            abstract=True,
+        )
+        leaves = contents.leaves
         shardings = [getattr(leaf.value, "sharding", None) for leaf in leaves]
         count = num_processes(shardings, process_count)
-        layout = laid_out(tensors, metadata, max_file_bytes, options)
+        layout = contents.layout(max_file_bytes, options.alignment)
 
         def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
             if isinstance(leaf.value, np.ndarray):
@@ -115,8 +126,8 @@ def plan_save(
         headers = [
             files_of_process(
                 [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],
-                tensors,
-                METADATA | dict(metadata),
+                contents.tensors,
+                contents.metadata,
                 max_file_bytes=max_file_bytes,
                 alignment=options.alignment,
                 process=process,

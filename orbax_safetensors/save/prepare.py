@@ -13,23 +13,22 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
-from orbax_safetensors.checkpoint.config import as_config
-from orbax_safetensors.checkpoint.family import FamilyLike, TensorTypes, taken_apart
-from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
+from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import placement
-from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.format.layout import Layout, lay_out
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.save.destination import Existing, make_room
+from orbax_safetensors.save.contents import Contents, contents_of
+from orbax_safetensors.save.destination import Existing, check_kept, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save.pieces import Views, files_of_process, numbered, places_in, unnamed
 from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, file_bytes, part_of_process
@@ -41,8 +40,6 @@ from orbax_safetensors.transfer.plan import Location, locations
 
 logger = logging.getLogger(__name__)
 
-# Hugging Face's loaders refuse a file whose metadata does not name a framework.
-METADATA = {"format": "pt"}
 _NO_INDEX_OF_PIECES = (
     "several processes save pieces of tensors to an object store, and Orbax cannot find tensors in pieces; save with "
     "SafetensorsOptions(whole_tensors=True), or without index=True"
@@ -57,7 +54,7 @@ class Save:
     """
 
     layout: Layout
-    config: str | None
+    model_files: ModelFiles
     groups: tuple[tuple[Owned, ...], ...]
     key: str
     options: SafetensorsOptions
@@ -77,6 +74,7 @@ def prepare_save(
     family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
+    like: PathLike | None = None,
     options: SafetensorsOptions,
     existing: Existing = "kept",
     index: IndexAs = NO_INDEX,
@@ -90,17 +88,26 @@ def prepare_save(
     be stored or differs between processes, and `StorageError` if `make_room` refuses `directory`.
     """
     directory = os.fspath(directory)
-    metadata = {} if metadata is None else metadata
     key = new_key("save", directory)
 
     def shared_save() -> _SharedSave:
-        content = as_config(config)
-        leaves, tensors, saved = taken_apart(leaves_of(item, save_args), family, variant, content or {})
-        layout = laid_out(tensors, metadata, max_file_bytes, options)
-        text = None if content is None else json.dumps(content, indent=2) + "\n"
-        groups = tuple(written_here(grouped(leaves)))
-        save = Save(layout, text, groups, key, options, locations(layout), None)
-        plan = _SharedSave(leaves, tensors, save, *store_of(directory, options.storage_options), saved)
+        check_kept(directory, existing, config, like)
+        contents = contents_of(
+            directory,
+            item,
+            save_args,
+            metadata=metadata,
+            max_file_bytes=max_file_bytes,
+            family=family,
+            variant=variant,
+            config=config,
+            like=like,
+            options=options,
+        )
+        layout = contents.layout(max_file_bytes, options.alignment)
+        groups = tuple(written_here(grouped(contents.leaves)))
+        save = Save(layout, contents.model_files, groups, key, options, locations(layout), None)
+        plan = _SharedSave(contents, save, *store_of(directory, options.storage_options))
         if not plan.store.is_local and jax.process_count() > 1:
             return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
@@ -109,20 +116,20 @@ def prepare_save(
         return plan
 
     def indexed(plan: _SharedSave, layout: Layout) -> SavedIndex | None:
-        return _indexed(item, plan, layout, index)
+        return _indexed(plan, layout, index)
 
     plan = together(f"{key}/plan", shared_save, _digest)
     if plan.store.is_local:
         return plan.save
-    in_pieces = jax.process_count() > 1 and not options.whole_tensors
+    in_pieces = jax.process_count() > 1 and not (options.whole_tensors or plan.contents.is_adapter)
 
     def prepared() -> Save:
         if in_pieces:
             if index.wanted:
                 raise TensorMismatchError(f"{directory}: {_NO_INDEX_OF_PIECES}")
-            save = _pieces_of_process(plan, metadata, max_file_bytes)
+            save = _pieces_of_process(plan, max_file_bytes)
         elif jax.process_count() > 1:
-            save = _whole_tensors(plan, metadata, max_file_bytes, partial(indexed, plan))
+            save = _whole_tensors(plan, max_file_bytes, partial(indexed, plan))
         else:
             save = plan.save
         if jax.process_index() == 0:
@@ -136,20 +143,18 @@ def prepare_save(
 class _SharedSave(NamedTuple):
     """A save to files that all processes write into, and what it takes to plan other files from it."""
 
-    leaves: Sequence[Leaf]
-    tensors: TensorTypes
+    contents: Contents
     save: Save
     store: Store
     path: str  # of the directory, as the store has it
-    saved: Mapping[str, Any]  # the family and the variant, for the index
 
 
-def _pieces_of_process(plan: _SharedSave, metadata: Mapping[str, str], max_file_bytes: int) -> Save:
+def _pieces_of_process(plan: _SharedSave, max_file_bytes: int) -> Save:
     """Return the same save to files that this process alone writes, with the shards that it owns, without names yet."""
     headers, contents, views = files_of_process(
         [owned for group in plan.save.groups for owned in group],
-        plan.tensors,
-        METADATA | dict(metadata),
+        plan.contents.tensors,
+        plan.contents.metadata,
         max_file_bytes=max_file_bytes,
         alignment=plan.save.options.alignment,
         process=jax.process_index(),
@@ -157,23 +162,18 @@ def _pieces_of_process(plan: _SharedSave, metadata: Mapping[str, str], max_file_
     return replace(plan.save, layout=unnamed(headers), places=places_in(headers, contents), views=views)
 
 
-def _whole_tensors(
-    plan: _SharedSave,
-    metadata: Mapping[str, str],
-    max_file_bytes: int,
-    indexed: Callable[[Layout], SavedIndex | None],
-) -> Save:
+def _whole_tensors(plan: _SharedSave, max_file_bytes: int, indexed: Callable[[Layout], SavedIndex | None]) -> Save:
     """Return the same save to files with one writer each, to which the other processes send their shards."""
     total = sum(header.data_bytes for _, header in plan.save.layout.files)
     most = file_bytes(total, max_file_bytes, jax.process_count())
-    files = laid_out(plan.tensors, metadata, most, plan.save.options)
+    files = plan.contents.layout(most, plan.save.options.alignment, anew=True)
     owners = assign_files(files, jax.process_count())
     layout, places = part_of_process(files, owners, jax.process_index())
-    sent = tuple(deliveries(plan.leaves, files, owners))
+    sent = tuple(deliveries(plan.contents.leaves, files, owners))
     return replace(plan.save, layout=layout, groups=(), places=places, deliveries=sent, index=indexed(files))
 
 
-def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | None:
+def _indexed(plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | None:
     """Return the index of whole tensors in the files of `layout`.
 
     Without a possible index, return None, or raise `TensorMismatchError` if the caller requires one.
@@ -181,11 +181,11 @@ def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> Sa
     if index.wanted is False:
         return None
     made = saved_index(
-        item,
-        plan.leaves,
+        plan.contents.item,
+        plan.contents.leaves,
         layout,
         locations(layout),
-        saved=plan.saved,
+        saved=plan.contents.saved,
         zarr3=index.zarr3,
         whole_tree=index.whole_tree,
     )
@@ -197,31 +197,13 @@ def _indexed(item: Any, plan: _SharedSave, layout: Layout, index: IndexAs) -> Sa
     return None
 
 
-def laid_out(
-    tensors: TensorTypes, metadata: Mapping[str, str], max_file_bytes: int, options: SafetensorsOptions
-) -> Layout:
-    """Return the files of `tensors`, in the order of these.
-
-    Raises `HeaderError` if they cannot be stored, and `SafetensorsError` if `metadata` or `max_file_bytes` is wrong.
-    """
-    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-        raise SafetensorsError(f"max_file_bytes is {max_file_bytes!r}, must be an integer of at least 1")
-    if not isinstance(metadata, Mapping):
-        raise SafetensorsError(f"metadata is {metadata!r:.80}, must be a dict of strings")
-    return lay_out(
-        [(name, from_numpy(dtype), shape) for name, (dtype, shape) in tensors.items()],
-        METADATA | dict(metadata),
-        max_file_bytes=max_file_bytes,
-        alignment=options.alignment,
-    )
-
-
 def _digest(plan: _SharedSave) -> str:
     """Return a digest that is equal in processes that save the same files from arrays sharded and ordered alike."""
-    digest = hashlib.sha256(f"{plan.save.config}\0".encode())
+    model_files = plan.save.model_files
+    digest = hashlib.sha256(f"{json.dumps(model_files.config)}\0{sorted(model_files.names)}\0".encode())
     for _, header in plan.save.layout.files:
         digest.update(header.encode())
-    for leaf in plan.leaves:
+    for leaf in plan.contents.leaves:
         if isinstance(leaf.value, jax.Array):
             digest.update(placement(leaf.value.sharding, leaf.shape).encode())
         # Boxes are assigned to processes in this order. Headers have the name, so it can be encoded.

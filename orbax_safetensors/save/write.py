@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import jax
 
-from orbax_safetensors.checkpoint.config import CONFIG_NAME
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.format.layout import INDEX_NAME
@@ -52,7 +51,7 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     def data() -> tuple[Store, str, int]:
         store, path = store_of(directory, save.options.storage_options)
         if not store.is_local and jax.process_index() == 0:
-            _write_config(save, path, store)
+            save.model_files.write(store, path, sync=save.options.fsync)
         return store, path, _write_data(save, shards, path, store)
 
     def facts() -> None:
@@ -105,16 +104,16 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int
 
 
 def _write_facts(save: Save, directory: str, store: Store) -> None:
-    """Write config, indexes and headers, the last of which makes the files a checkpoint.
+    """Write the model's files, indexes and headers, the last of which makes the files a checkpoint.
 
-    On a store whose files appear whole, config and headers are there already, and only the indexes are written.
+    On a store whose files appear whole, all except the indexes is there already.
     """
     if not store.is_local:
         _write_index(save, directory, store)
         if save.index is not None:
             save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))
         return
-    _write_config(save, directory, store)
+    save.model_files.write(store, directory, sync=save.options.fsync)
     if save.index is not None:
         below = [posixpath.join(directory, name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
         for path in below:
@@ -163,11 +162,6 @@ def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) 
 def _write_index(save: Save, directory: str, store: Store) -> None:
     if save.layout.index is not None:
         _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
-
-
-def _write_config(save: Save, directory: str, store: Store) -> None:
-    if save.config is not None:
-        _write_small(save, directory, CONFIG_NAME, save.config.encode(), store)
 
 
 def _write_small(save: Save, directory: str, name: str, content: bytes, store: Store) -> None:

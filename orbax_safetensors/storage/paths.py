@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import hub_path
 
 PathLike = str | os.PathLike[str]
@@ -59,3 +61,25 @@ def place(path: PathLike) -> str:
         return os.path.abspath(path)
     except FileNotFoundError as error:
         raise StorageError(f"{path}: is in the working directory, which was deleted") from error
+
+
+def check_one_store(storage_options: Mapping[str, Any] | None, *paths: Any) -> None:
+    """Raise `SafetensorsError` if options would go to several stores: none may see another's, or knows them.
+
+    What is not a URL has no use for options.
+    """
+    urls = [path for path in paths if isinstance(path, str) and is_url(path)]
+    stores = {_store_name(path): shown(path) for path in urls}
+    if storage_options and len(stores) > 1:
+        raise SafetensorsError(
+            f"storage_options are for one store, and {' and '.join(stores.values())} are in different ones: set the "
+            "environment's variables for them instead"
+        )
+
+
+def _store_name(url: str) -> str:
+    """Return a name for the store of a URL: its kind, or the name of an HTTP server."""
+    scheme, _, rest = url.partition("://")
+    if scheme in HTTP:
+        return rest.partition("/")[0]
+    return next((kind[0] for kind in (S3, GCS, AZURE, HUB) if scheme in kind), scheme)

@@ -182,3 +182,11 @@ def read_small(file: File, most: int) -> bytes:
         return bytes(content)
     finally:
         file.close()
+
+
+def is_there(store: Store, path: str) -> bool:
+    """Return whether there is a file at `path`."""
+    if (file := store.find(path)) is None:
+        return False
+    file.close()
+    return True

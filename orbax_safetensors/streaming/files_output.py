@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.cost.conversion import PlannedArray
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.files_sink import FilesSink
-from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes
 from orbax_safetensors.streaming.work import Unit
 

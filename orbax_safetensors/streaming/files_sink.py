@@ -9,6 +9,7 @@ from itertools import chain
 
 import numpy as np
 
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
@@ -16,7 +17,6 @@ from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import NewFile, write_small
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from orbax_safetensors.streaming.pipeline import Tile, is_below, pace
 from orbax_safetensors.streaming.work import Unit

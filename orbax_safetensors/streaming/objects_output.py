@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.cost.conversion import PlannedArray
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.file_units import file_units
-from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.objects_sink import ObjectsSink
 from orbax_safetensors.streaming.pipeline import TileSource, bundle_bytes
 from orbax_safetensors.streaming.work import Unit

@@ -12,6 +12,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
@@ -20,7 +21,6 @@ from orbax_safetensors.storage.store import NewFile, Store, write_small
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.file_units import FileUnit
-from orbax_safetensors.streaming.model_files import ModelFiles
 from orbax_safetensors.streaming.pipeline import Tile, TileSource, is_below, nbytes
 from orbax_safetensors.streaming.unfinished_objects import UnfinishedObjects
 from orbax_safetensors.transfer.engine import WholeFileWriter

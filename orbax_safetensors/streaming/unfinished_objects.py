@@ -11,12 +11,12 @@ import json
 import posixpath
 from typing import Any
 
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Store, read_small, write_small
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.model_files import ModelFiles
 
 _MAX_RECORD_BYTES = 1 << 20
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_safetensors as ost
@@ -187,3 +188,15 @@ class TestMxfp4:
         restored = ckptr.restore(directory, args=ost.SafetensorsRestore(item=item))
         for name, array in wanted.items():
             same(restored[name], np.ascontiguousarray(array.astype(dtype)))
+
+    def test_a_save_like_it_stores_the_values(self, model, tmp_path):
+        directory, family, wanted = model
+        ckptr = ocp.Checkpointer(ost.SafetensorsHandler(family=family))
+        ckptr.save(tmp_path / "saved", args=ost.SafetensorsSave(ckptr.restore(directory), like=directory))
+        saved = ost.SafetensorsHandler().restore(
+            epath.Path(tmp_path / "saved"), ost.SafetensorsRestore(family="identity")
+        )
+        both = np.stack([wanted["gate"], wanted["up"]], -1).reshape(self.EXPERTS, self.WIDTH, -1)
+        assert saved.keys() == {"gate_up"}
+        same(saved["gate_up"], both.astype(BF16))
+        assert json.loads((tmp_path / "saved" / "config.json").read_text()) == {}

@@ -15,7 +15,9 @@ from tests.multiprocess.workers_families import (
     made_by_maxtext,
     sharded,
     stored_directory,
+    target,
 )
+from tests.support.family_samples import TREES
 from tests.support.maxtext_trees import (
     COVER,
     DIMENSIONS,
@@ -32,6 +34,8 @@ from tests.support.maxtext_trees import (
 )
 from tests.support.tiers import cross
 
+WITH_TOWERS = {"llama4", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"}
+
 
 @pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(MOVED, MODES), COVER))
 def test_there_and_back_bit_for_bit(tmp_path, sample, mode):
@@ -41,6 +45,21 @@ def test_there_and_back_bit_for_bit(tmp_path, sample, mode):
     assert_same_bits(stored(tmp_path / "saved"), {name: expected[name] for name in saved_names(sample)})
     assert json.loads((tmp_path / "saved" / "config.json").read_text()) == config_of(sample)
     assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    assert ost.verify(tmp_path / "saved") == []
+
+
+@pytest.mark.parametrize(
+    ("sample", "mode"),
+    cross([tree for tree in TREES if tree[0] in WITH_TOWERS], {("qwen3_omni", "unscanned"), ("llama4", "scanned")}),
+)
+def test_models_with_towers_there_and_back(tmp_path, sample, mode):
+    """Towers too, on eight devices; MaxText stacks a Llama 4 beside its tower."""
+    with checkpointer(mode) as ckptr:
+        leaves = ckptr.metadata(stored_directory(sample)).item_metadata.tree
+        item = target(leaves, jax.make_mesh((8,), ("d",)), (None, "d"))
+        tree = ckptr.restore(stored_directory(sample), args=ost.SafetensorsRestore(item=item))
+        save(ckptr, tmp_path / "saved", sample, tree)
+    assert_same_bits(stored(tmp_path / "saved"), stored(stored_directory(sample)))
     assert ost.verify(tmp_path / "saved") == []
 
 

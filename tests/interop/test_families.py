@@ -68,6 +68,61 @@ IMAGES = {
     "eoi_token_index": 91,
     "image_token_index": 92,
 }
+TEXT = SIZES | EXPERTS | {"pad_token_id": 0}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": SIZES["hidden_size"],
+    "patch_size": 4,
+}
+TOKENS_OF_IMAGES = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+MROPE = {"rope_parameters": {"mrope_section": [4, 2, 2], "rope_theta": 10_000.0, "rope_type": "default"}}
+LINEAR = {
+    **SIZES,
+    **EXPERTS,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 40,
+}
+QWEN3_5 = TOKENS_OF_IMAGES | {
+    "text_config": {key: size for key, size in (LINEAR | MROPE).items() if key != "intermediate_size"},
+    "vision_config": TOWER,
+}
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 12,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 40,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+}
+LARGE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+GEMMA4_EXPERTS = {**GEMMA4, **LARGE, **EXPERTS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+GEMMA4_IMAGES = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 10,
+        "standardize": True,
+    },
+    "audio_config": None,
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "audio_token_id": 92,
+}
 _NORMS = r".*(norm|layernorm)\.weight"
 _QUERIES = r".*\.q_proj\.weight"
 _EMBEDDING = r".*\.embed_tokens\.weight"
@@ -104,6 +159,8 @@ class Case:
         for name, tensor in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # which is learnt, too, and float32 beside any dtype
                 tensor.data = torch.nn.init.normal_(tensor, std=0.1).float()
+            if name.endswith(("layer_scalar", "std_bias", "std_scale")):
+                torch.nn.init.normal_(tensor)
         return model
 
 
@@ -128,6 +185,60 @@ EXACT = {
         "GptOssForCausalLM",
         "GptOssConfig",
         SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": ROPE},
+    ),
+    "olmo3": Case("Olmo3ForCausalLM", "Olmo3Config", SIZES | {"sliding_window": 8}),
+    "qwen3_next": Case("Qwen3NextForCausalLM", "Qwen3NextConfig", LINEAR),
+    "gemma4, exact factors": Case("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | LARGE),
+    "gemma4 with experts and images, exact factors": Case(
+        "Gemma4ForConditionalGeneration", "Gemma4Config", GEMMA4_IMAGES | {"text_config": GEMMA4_EXPERTS}
+    ),
+    "llama4": Case(
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        {
+            "text_config": TEXT | {"intermediate_size_mlp": 56, "num_local_experts": 4, "interleave_moe_layer_step": 2},
+            "vision_config": {
+                **{key: size for key, size in IMAGES["vision_config"].items() if key != "intermediate_size"},
+                "intermediate_size": 64,
+                "projector_input_dim": 24,
+                "projector_output_dim": 24,
+                "vision_output_dim": 24,
+            },
+            "image_token_index": 90,
+        },
+    ),
+}
+# MaxText never stacks their layers.
+UNSCANNED = {
+    "gemma4_small, exact factors": Case(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        GEMMA4 | {"num_kv_shared_layers": 6, "hidden_size_per_layer_input": 5, "use_double_wide_mlp": True},
+    ),
+    "qwen3_vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        TOKENS_OF_IMAGES
+        | {"text_config": SIZES | MROPE, "vision_config": TOWER | {"deepstack_visual_indexes": [0, 1]}},
+    ),
+    "qwen3_vl, tied": Case(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        TOKENS_OF_IMAGES
+        | {
+            "text_config": SIZES | MROPE,
+            "vision_config": TOWER | {"deepstack_visual_indexes": [1]},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl_moe": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        TOKENS_OF_IMAGES
+        | {
+            "text_config": TEXT | MROPE | {"num_experts": 4},
+            "vision_config": TOWER | {"deepstack_visual_indexes": [0, 1]},
+        },
     ),
 }
 # `transformers` adds the 1 as well, in float32, and so makes the same of a norm's scale that came back rounded.
@@ -157,6 +268,9 @@ ROUNDED = {
         f"{_NORMS}|{_EMBEDDING}",
         same_logits=False,
     ),
+    "gemma4": Case(
+        "Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4 | LARGE | {"hidden_size": 48}, _EMBEDDING, same_logits=False
+    ),
     "gemma3 with images, exact factors": Case(
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
@@ -173,6 +287,29 @@ ROUNDED = {
         same_logits=False,
     ),
 }
+# MaxText has no parameters for the routers' biases, and for the tables of experts by token.
+DEEPSEEK4 = Case(
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4Config",
+    {
+        **SIZES,
+        **EXPERTS,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention"] * 2
+        + ["compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "n_routed_experts": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 2,
+        "sliding_window": 8,
+    },
+    left_out=r"model\.layers\.\d+\.mlp\.gate\.(tid2eid|e_score_correction_bias)",
+)
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 TOKENS = torch.arange(24).reshape(2, 12)
 SCANNED = pytest.mark.parametrize("scan_layers", cross([True, False], {True}), ids=["scanned", "unscanned"])
@@ -245,6 +382,52 @@ def test_what_is_only_moved_comes_back_bit_for_bit(tmp_path, case, dtype, scan_l
     assert (tmp_path / "second" / "model.safetensors.index.json").exists()
     assert not different(stored(tmp_path / "second"), stored(tmp_path / "first"))
     found = load(tmp_path / "second", model)
+    assert not different(found.state_dict(), model.state_dict())
+    assert same_bits(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("case", UNSCANNED.values(), ids=UNSCANNED)
+def test_models_with_towers_come_back_bit_for_bit(tmp_path, case):
+    """Experts that `transformers` has stored the other way around are saved as published, and loaded as they were."""
+    model = case.make(torch.float32)
+    model.save_pretrained(tmp_path / "first", max_shard_size="60KB")
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config)
+    first, second = stored(tmp_path / "first"), stored(tmp_path / "second")
+    for name, tensor in first.items():
+        turned = second[name] if second[name].shape == tensor.shape else second[name].transpose(-1, -2)
+        assert same_bits(turned.contiguous(), tensor), name
+    assert second.keys() == first.keys()
+    found = load(tmp_path / "second", model)
+    assert not different(found.state_dict(), model.state_dict())
+    assert same_bits(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_qwen3_5_comes_back_with_its_experts_together_or_not(tmp_path, separate):
+    """`transformers` saves them one by one, and loads both."""
+    model = Case("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", QWEN3_5).make(torch.float32)
+    model.save_pretrained(tmp_path / "first", max_shard_size="60KB")
+    variant = {"separate_experts": True} if separate else {}
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config, **variant)
+    if separate:
+        assert not different(stored(tmp_path / "second"), stored(tmp_path / "first"))
+    found = load(tmp_path / "second", model)
+    assert not different(found.state_dict(), model.state_dict())
+    assert same_bits(logits(found), logits(model))
+
+
+@SCANNED
+def test_deepseek4_comes_back_but_for_what_maxtext_does_not_have(tmp_path, scan_layers):
+    """`transformers` saves the model that it has made with the published names of most tensors."""
+    model = DEEPSEEK4.make(torch.float32)
+    model.save_pretrained(tmp_path / "first", max_shard_size="60KB")
+    through_maxtext(tmp_path / "first", tmp_path / "second", model.config, scan_layers=scan_layers)
+    assert "model.layers.2.attn.indexer.compressor.ape" in stored(tmp_path / "first")
+    assert "model.layers.2.self_attn.compressor.indexer.position_bias" in stored(tmp_path / "second")
+    found = load(tmp_path / "second", model, DEEPSEEK4.left_out)
+    for name, buffer in model.named_buffers():
+        if re.fullmatch(DEEPSEEK4.left_out, name):
+            found.get_buffer(name).copy_(buffer)
     assert not different(found.state_dict(), model.state_dict())
     assert same_bits(logits(found), logits(model))
 

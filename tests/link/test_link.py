@@ -21,12 +21,17 @@ MADE = {
     "deepseek4",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4_moe",
+    "gemma4_small",
     "gpt-oss",
     "llama2",
     "llama3.1",
     "llama4",
+    "llama4_dense",
     "mistral",
     "mixtral",
+    "qwen3.5",
     "qwen3_vl_moe",
 }
 ALL_WAYS = {"gemma2 scanned", "qwen3 unscanned", "deepseek3 scanned"}

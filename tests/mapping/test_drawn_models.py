@@ -17,7 +17,7 @@ sizes = st.integers(1, 5)
 @st.composite
 def configs(draw, name):
     """Configs with everything that the architecture has."""
-    cycle = {"gpt_oss": 2, "gemma2": 2, "olmo3": 4, "qwen3_next": draw(st.integers(1, 3))}.get(name)
+    cycle = {"gpt_oss": 2, "gemma2": 2, "gemma4": 6, "olmo3": 4, "qwen3_next": 3, "qwen3_5": 2}.get(name)
     layers = cycle * draw(st.integers(1, 2)) if cycle else draw(st.integers(1, 9 if name == "gemma3" else 4))
     config = {
         "num_hidden_layers": layers,
@@ -40,13 +40,56 @@ def configs(draw, name):
             config["q_lora_rank"] = None
         if name != "deepseek2":
             config["num_nextn_predict_layers"] = draw(st.integers(0, 1))
-    if name == "qwen3_next":
+    if name in ("qwen3_next", "qwen3_5"):
         keys = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts", "linear_num_key_heads")
         keys += ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
         config |= {key: draw(sizes) for key in keys} | {"full_attention_interval": cycle}
-    if name == "gemma3" and draw(st.booleans()):
+    if name.startswith("gemma4"):
+        config |= draw(gemma4(name, layers))
+    if name == "qwen3_5":
+        config["linear_num_value_heads"] = config["linear_num_key_heads"] * draw(st.integers(1, 3))
+    if name in ("gemma3", "gemma4", "gemma4_small", "qwen3_5") and draw(st.booleans()):
         config = {"text_config": config, "tie_word_embeddings": config["tie_word_embeddings"]}
+        if name == "gemma4" and draw(st.booleans()):
+            config["vision_config"] = draw(tower())
+        if name == "qwen3_5" and draw(st.booleans()):
+            config["vision_config"] = draw(qwen_tower())
     return config
+
+
+@st.composite
+def gemma4(draw, name, layers):
+    small = name == "gemma4_small"
+    config = {
+        "global_head_dim": draw(sizes),
+        "attention_k_eq_v": not small,
+        "num_kv_shared_layers": draw(st.integers(0, layers)) if small else 0,
+        "hidden_size_per_layer_input": draw(st.integers(0, 3)) if small else 0,
+        "vocab_size_per_layer_input": draw(sizes),
+        "use_double_wide_mlp": draw(st.booleans()),
+        "enable_moe_block": draw(st.booleans()) and not small,
+        "num_experts": draw(sizes),
+        "moe_intermediate_size": draw(sizes),
+    }
+    if small:
+        kinds = st.sampled_from(["full_attention", "sliding_attention"])
+        return config | {"layer_types": [*(draw(kinds) for _ in range(layers - 1)), "full_attention"]}
+    return config | {"num_global_key_value_heads": draw(st.none() | sizes)}
+
+
+@st.composite
+def tower(draw):
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    keys += ("head_dim", "patch_size", "position_embedding_size")
+    return {key: draw(sizes) for key in keys} | {"standardize": True}
+
+
+@st.composite
+def qwen_tower(draw):
+    keys = ("intermediate_size", "depth", "num_heads", "patch_size", "spatial_merge_size", "out_hidden_size")
+    keys += ("num_position_embeddings", "in_channels", "temporal_patch_size")
+    config = {key: draw(sizes) for key in keys}
+    return config | {"hidden_size": config["num_heads"] * draw(sizes)}
 
 
 @examples(200)
@@ -56,10 +99,13 @@ def test_any_model_is_what_maxtext_makes_of_it(data):
     event(name)
     config = data.draw(configs(name))
     text = config.get("text_config", config)
-    variant = {"scan_layers": data.draw(st.booleans()), "param_scan_axis": data.draw(st.integers(0, 1))}
+    scan_layers = name != "gemma4_small" and data.draw(st.booleans())
+    variant = {"scan_layers": scan_layers, "param_scan_axis": data.draw(st.integers(0, 1))}
     if data.draw(st.booleans()):
         variant["vocab_size"] = text["vocab_size"] + data.draw(st.integers(0, 3))
     mtp = bool(config.get("num_nextn_predict_layers"))
+    if name == "qwen3_5":
+        variant["separate_experts"] = data.draw(st.booleans())
     family = FAMILY[name]
 
     shapes = {}

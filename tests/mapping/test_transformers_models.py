@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from orbax_safetensors.mapping import View
+from orbax_safetensors.mapping import View, registry
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.maxtext_reference import converted
@@ -74,9 +74,20 @@ LINEAR = {
     "num_experts_per_tok": 2,
     "shared_expert_intermediate_size": 9,
 }
+GEMMA4 = {**SIZES, "num_hidden_layers": 12, "head_dim": 4, "global_head_dim": 6, "vocab_size_per_layer_input": 30}
+LARGE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 CONFIGS |= {
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4, **LARGE),
+    "gemma4, with experts": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4, **LARGE, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=8
+    ),
+    "gemma4_small": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4, num_kv_shared_layers=6, hidden_size_per_layer_input=5, use_double_wide_mlp=True
+    ),
+    "gemma4_small, all alike": lambda: transformers.Gemma4TextConfig(**GEMMA4, hidden_size_per_layer_input=5),
     "olmo3": lambda: transformers.Olmo3Config(**SIZES),
     "olmo3, wide heads": lambda: transformers.Olmo3Config(**SIZES, head_dim=4),
+    "qwen3_5": lambda: transformers.Qwen3_5MoeTextConfig(**SIZES, **LINEAR, head_dim=4),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES, **LINEAR, head_dim=4),
 }
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -104,13 +115,16 @@ def checkpoint(request, tmp_path_factory):
 def test_a_saved_model_is_what_maxtext_makes_of_it(checkpoint, dtype, scan_layers):
     name, config, every = checkpoint
     stored = every[dtype]
-    family = FAMILY[config["architectures"][0]]
+    family = registry.find("maxtext", config)
     assert family.name == f"maxtext.{name}"
+    scan_layers = scan_layers and name != "gemma4_small"
     variant = {"mtp": False} if name in ("deepseek3", "deepseek3_2") else {}
+    variant |= family.stored_as({name: array.shape for name, array in stored.items()})
     tree = family.describe(config, {"scan_layers": scan_layers, **variant}, binder(stored))
     arrays = {path: evaluate(view, stored) for path, view in tree.items()}
 
-    expected = converted(name, config, stored, scan_layers=scan_layers)
+    separate_experts = variant.get("separate_experts", False)
+    expected = converted(name, config, stored, scan_layers=scan_layers, separate_experts=separate_experts)
     assert sorted(arrays) == sorted(target.replace("-", ".") for target in expected)
     for target, array in expected.items():
         found = arrays[target.replace("-", ".")]
@@ -150,17 +164,18 @@ CLASSES = {
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "Olmo3ForCausalLM": "Olmo3Config",
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
 }
 
 
-def described(architecture, config):
+def described(architecture, config, variant=()):
     shapes = {}
 
     def bind(name, shape):
         shapes[name] = shape
         return View.tensor(name, shape, np.dtype("f4"))
 
-    return list(FAMILY[architecture].describe(config, {}, bind)), shapes
+    return list(FAMILY[architecture].describe(config, dict(variant), bind)), shapes
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
@@ -169,6 +184,18 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(architecture):
     full = json.loads(config.to_json_string(use_diff=False))
     short = {key: value for key, value in full.items() if key not in LEFT_OUT}
     assert described(architecture, short) == described(architecture, full)
+
+
+@pytest.mark.parametrize("name", ["Llama4", "Qwen3VL", "Qwen3VLMoe"])
+def test_models_with_towers_of_the_default_sizes(name):
+    """All names and shapes; experts are in the layout of a model that `transformers` has made."""
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = getattr(transformers, f"{name}Config")()
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in model(config).state_dict().items()}
+    full = json.loads(config.to_json_string(use_diff=False))
+    variant = {"transposed_experts": True} if name == "Qwen3VLMoe" else {}
+    assert described(model.__name__, full, variant)[1] == expected
 
 
 def test_gemma_3_may_leave_out_everything():

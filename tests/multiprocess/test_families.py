@@ -107,6 +107,13 @@ def test_every_byte_is_written_by_one_process_once(together, case):
     )
 
 
+def test_what_is_saved_like_the_source_is_the_source(together):
+    found_in(together, "saved_like")
+    for path in workers.stored_directory("qwen3").iterdir():
+        if path.suffixes != [".safetensors", ".index", ".json"]:
+            assert (together[0] / "like" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 def test_in_the_background(alone, together):
     found_in(together, "saved_in_the_background")
     assert content(together[0] / "async") == content(alone / "gpt-oss scanned")

@@ -54,6 +54,15 @@ def test_what_several_processes_save(together):
     assert {name: array.tobytes() for name, array in restored.items()} == {
         name: host.tobytes() for name, host in family_values().items()
     }
+    restored = ost.load(f"{s3.url}/adapter/adapter_model.safetensors", options=options)
+    assert {name: array.tobytes() for name, array in restored.items()} == {
+        name: host.tobytes() for name, host in family_values().items()
+    }
+    names = {one["path"] for one in obstore.list(s3.store(), "adapter").collect()}
+    assert {name for name in names if name.endswith((".safetensors", "config.json"))} == {
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+    }
     # All fail where one does, and what the others wrote is no checkpoint.
     assert all("fails/model-00002-of-00004.safetensors: writing failed" in of_process["fails"] for of_process in found)
     with pytest.raises(

@@ -133,7 +133,7 @@ def saves() -> Iterator[tuple[str, str, str]]:
 def run(root: str) -> dict[str, Any]:
     """What was restored, saved and refused, each by name; a traceback in place of what was to be found."""
     out: dict[str, Any] = {}
-    for part in (_restored, _saved, _saved_in_the_background, _refused):
+    for part in (_restored, _saved, _saved_like, _saved_in_the_background, _refused):
         try:
             out[part.__name__.removeprefix("_")] = part(Path(root))
         except Exception:
@@ -175,6 +175,13 @@ def _saved(root: Path) -> dict[str, dict[str, list[int]]]:
         with written() as out[f"{sample} {mode} {layout}"]:
             save(root / f"{sample} {mode} {layout}", sample, mode, tree)
     return out
+
+
+def _saved_like(root: Path) -> None:
+    """A save that is like the files that were converted, which are aligned as the reference writer aligns them."""
+    tree = sharded(made_by_maxtext("qwen3", "scanned"), full_mesh(), LAYOUTS["scanned"]["layers and last"])
+    options = ost.SafetensorsOptions(alignment=8)
+    ost.save(root / "like", tree, family="maxtext", like=stored_directory("qwen3"), options=options)
 
 
 def _saved_in_the_background(root: Path) -> dict[str, list[int]]:

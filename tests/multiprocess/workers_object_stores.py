@@ -63,6 +63,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             continue
         found[name] = _wrong(directory, mesh, own)
     _family(f"{job['url']}/family", job, mesh)
+    _adapter(f"{job['url']}/adapter", job, mesh)
     found["again"] = _again(f"{job['url']}/again", job, mesh)
     found["one alone"] = _one_alone(f"{job['url']}/alone", job, mesh)
     return found
@@ -119,6 +120,13 @@ def _family(directory: str, job: dict[str, Any], mesh: Mesh) -> None:
     }
     handler = ost.SafetensorsHandler(family=Family("toy.model", (), _model), options=own)
     handler.save(directory, ost.SafetensorsSave(item))
+
+
+def _adapter(directory: str, job: dict[str, Any], mesh: Mesh) -> None:
+    """Saves an adapter, whose readers expect one file, without being asked for whole tensors."""
+    own = ost.SafetensorsOptions(storage_options=job["options"])
+    item = {name: array(values, mesh, "x", "y") for name, values in family_values().items()}
+    ost.save(directory, item, config={"peft_type": "LORA"}, max_file_bytes=1000, options=own)
 
 
 def _again(directory: str, job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:

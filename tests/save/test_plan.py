@@ -15,11 +15,12 @@ import orbax_safetensors as ost
 from orbax_safetensors.checkpoint import family as mapped
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.leaf import leaves_of
+from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
 from orbax_safetensors.format.layout import file_names
 from orbax_safetensors.save import writers
-from orbax_safetensors.save.prepare import laid_out
+from orbax_safetensors.save.contents import Contents
 from orbax_safetensors.storage import upload
 from orbax_safetensors.transfer.plan import Block, locations, transfer_plan
 from tests.support.roots import TESTDATA
@@ -70,8 +71,8 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
         )
         for name, view in checkpoint.leaves.items()
     }
-    given, tensors, _ = mapped.taken_apart(leaves_of(tree, None), family, variant, read_config(checkpoint))
-    layout = laid_out(tensors, {}, max_file_bytes, ost.SafetensorsOptions())
+    given, tensors = mapped.taken_apart(leaves_of(tree, None), family, variant, read_config(checkpoint))
+    layout = Contents(tree, given, tensors, {"format": "pt"}, ModelFiles(), {}).layout(max_file_bytes, alignment=64)
     with monkeypatch.context() as patched:
         patched.setattr(writers, "local_holders", local_holders)
         patched.setattr(jax, "process_index", lambda: process)

@@ -185,7 +185,7 @@ def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step
     told = []
     monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
     does = {
-        "plan": (prepare, "leaves_of"),
+        "plan": (prepare, "contents_of"),
         "copies": (shards, "_copies"),
         "data": (write, "_write_data"),
         "facts": (write, "_write_facts"),

@@ -19,17 +19,22 @@ SAMPLES = {
     "deepseek4": "deepseek4",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_moe": "gemma4",
+    "gemma4_small": "gemma4_small",
     "gpt-oss": "gpt_oss",
     "kimi-k2": "deepseek3",
     "llama2": "llama3",
     "llama3.1": "llama3",
     "llama4": "llama4",
+    "llama4_dense": "llama4",
     "mistral": "mistral",
     "mixtral": "mixtral",
     "olmo3": "olmo3",
     "qwen2.5": "qwen2_5",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3_moe",
+    "qwen3.5": "qwen3_5",
     "qwen3_next": "qwen3_next",
     "qwen3_omni": "qwen3_omni",
     "qwen3_vl": "qwen3_vl",
@@ -45,7 +50,7 @@ TREES = [
 
 def made_with(name, mode):
     """The switches of the tree that MaxText made. Its script for a scanned Llama 4 drops the tower."""
-    without_tower = {"use_multimodal": False} if (name, mode) == ("llama4", "scanned") else {}
+    without_tower = {"use_multimodal": False} if (SAMPLES[name], mode) == ("llama4", "scanned") else {}
     return {"scan_layers": mode == "scanned", **SWITCHES.get(name, {}), **without_tower}
 
 

@@ -3,7 +3,10 @@
 It is the model that the families are compared with, and itself compared with what MaxText's converter made. A row is
 `target stored operation sizes...`, with MaxText's spelling of targets. Operations: I, the tensor as it is; R, its
 transpose reshaped to the sizes, which is T where there are two; B, reshaped; `+1`, `query` and `rope` are what happens
-to its values or the order of its heads; `even` and `odd` are columns; EXPERTS stacks the tensors of all experts.
+to its values or the order of its heads; `even` and `odd` are columns; `low` and `high` are halves of the dimension
+before the last; `swap` exchanges the last two dimensions, and `first` the first two; `patches` puts the outputs and
+channels of a convolution last; `q`, `k` and `v` are thirds of the first dimension; EXPERTS stacks the tensors of all
+experts; QKVZ and BA join tensors by heads of keys.
 """
 
 import math
@@ -14,7 +17,8 @@ import ml_dtypes
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-Group = tuple[str, list[int], str, bool]  # a prefix in the tree, stored layers, their rows, whether they are stacked
+# A prefix in the tree, stored layers, their rows, and how many of them are stacked before these stacks are: none if 0.
+Group = tuple[str, list[int], str, int]
 
 NORMS = """
 pre_self_attention_layer_norm-scale    input_layernorm.weight           I
@@ -159,8 +163,95 @@ attention-dt_bias               linear_attn.dt_bias              I
 attention-norm-rms_norm-scale   linear_attn.norm.weight          I
 attention-out_proj-kernel       linear_attn.out_proj.weight      R values D
 """
+QWEN3_5_LINEAR = "\n".join(
+    [
+        "attention-in_proj_qkvz-kernel  linear_attn.in_proj_{}.weight  QKVZ",
+        "attention-in_proj_ba-kernel    linear_attn.in_proj_{}.weight  BA",
+        *(row for row in NEXT_LINEAR.split("\n") if "in_proj" not in row),
+    ]
+)
+QWEN3_5_EXPERTS = """
+mlp-routed_experts-wi_0   mlp.experts.gate_up_proj  low,swap
+mlp-routed_experts-wi_1   mlp.experts.gate_up_proj  high,swap
+mlp-routed_experts-wo     mlp.experts.down_proj     swap
+"""
+QWEN_TOWER = """
+VisionEncoder_0-patch_embed-proj-kernel           patch_embed.proj.weight    patches
+VisionEncoder_0-patch_embed-proj-bias             patch_embed.proj.bias      I
+VisionEncoder_0-pos_embed_interpolate-pos_embed   pos_embed.weight           I
+VisionProjector_0-merger-ln_q-scale               merger.norm.weight         I
+VisionProjector_0-merger-ln_q-bias                merger.norm.bias           I
+VisionProjector_0-merger-mlp_0-kernel             merger.linear_fc1.weight   R joined joined
+VisionProjector_0-merger-mlp_0-bias               merger.linear_fc1.bias     I
+VisionProjector_0-merger-mlp_2-kernel             merger.linear_fc2.weight   R joined out
+VisionProjector_0-merger-mlp_2-bias               merger.linear_fc2.bias     I
+"""
+QWEN_TOWER_LAYER = """
+ln1-scale                norm1.weight            I
+ln1-bias                 norm1.bias              I
+ln2-scale                norm2.weight            I
+ln2-bias                 norm2.bias              I
+attn-attn-query-kernel   attn.qkv.weight         q,R D H hd
+attn-attn-key-kernel     attn.qkv.weight         k,R D H hd
+attn-attn-value-kernel   attn.qkv.weight         v,R D H hd
+attn-attn-query-bias     attn.qkv.bias           q,B H hd
+attn-attn-key-bias       attn.qkv.bias           k,B H hd
+attn-attn-value-bias     attn.qkv.bias           v,B H hd
+attn-attn-out-kernel     attn.proj.weight        R H hd D
+attn-attn-out-bias       attn.proj.bias          I
+mlp-kernel               mlp.linear_fc1.weight   R D F
+mlp-bias                 mlp.linear_fc1.bias     I
+mlp_out-kernel           mlp.linear_fc2.weight   R F D
+mlp_out-bias             mlp.linear_fc2.bias     I
+"""
 GEMMA2 = GEMMA_NORMS + SCALED + MLP
 GEMMA3 = GEMMA_NORMS + ATTENTION + QK_NORMS.replace(" I", " +1") + MLP
+GEMMA4 = (
+    GEMMA_NORMS.replace("+1", "I")
+    + """
+layer_scalar  layer_scalar  I
+"""
+)
+GEMMA4_LOCAL = GEMMA4 + ATTENTION + QK_NORMS
+GEMMA4_GLOBAL = GEMMA4_LOCAL.replace(" K ", " gK ").replace(" hd", " ghd")
+SHARED_EXPERTS = MLP.replace("mlp-wi", "mlp-moe_block-shared_experts-wi").replace(
+    "mlp-wo", "mlp-moe_block-shared_experts-wo"
+)
+GEMMA4_EXPERTS = (
+    SHARED_EXPERTS
+    + """
+mlp-moe_block-MoeBlock_0-gate-kernel        router.proj.weight                     R D E
+mlp-moe_block-MoeBlock_0-wi_0               experts.gate_up_proj                   low,swap
+mlp-moe_block-MoeBlock_0-wi_1               experts.gate_up_proj                   high,swap
+mlp-moe_block-MoeBlock_0-wo                 experts.down_proj                      swap
+mlp-moe_block-MoeBlock_0-per_expert_scale   router.per_expert_scale                I
+mlp-pre_forward_scale_2                     router.scale                           I
+mlp-pre_feedforward_layernorm_2-scale       pre_feedforward_layernorm_2.weight     I
+mlp-post_feedforward_layernorm_1-scale      post_feedforward_layernorm_1.weight    I
+mlp-post_feedforward_layernorm_2-scale      post_feedforward_layernorm_2.weight    I
+"""
+)
+PER_LAYER_INPUT = """
+per_layer_input_gate-kernel       per_layer_input_gate.weight       R D P
+per_layer_projection-kernel       per_layer_projection.weight       R P D
+post_per_layer_input_norm-scale   post_per_layer_input_norm.weight  I
+"""
+PER_LAYER_EMBEDDER = """
+per_layer_embedder-embed_tokens_per_layer             embed_tokens_per_layer.weight      I
+per_layer_embedder-per_layer_model_projection-kernel  per_layer_model_projection.weight  R D LP
+per_layer_embedder-per_layer_projection_norm-scale    per_layer_projection_norm.weight   I
+"""
+GEMMA4_TOWER = """
+vision_entry-input_projection-kernel  patch_embedder.input_proj.weight        R patch D
+vision_entry-pos_emb_param            patch_embedder.position_embedding_table first
+std_scale                             std_scale                               I
+std_bias                              std_bias                                I
+"""
+GEMMA4_TOWER_LAYER = (
+    GEMMA_NORMS.replace("+1", "I").replace("self_attention_norm", "attention_norm")
+    + (ATTENTION + MLP).replace("self_attention-", "attention-").replace("_proj.", "_proj.linear.")
+    + QK_NORMS.replace("self_attention-", "attention-")
+)
 UNIFORM = {
     "qwen3": NORMS + ATTENTION + QK_NORMS + MLP,
     "qwen3_moe": NORMS + ATTENTION + QK_NORMS + QWEN_EXPERTS,
@@ -170,7 +261,10 @@ UNIFORM = {
     "mixtral": NORMS + SCALED + MIXTRAL_EXPERTS,
 }
 
-MODELS = [*UNIFORM, "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gpt_oss"]
+MODELS = [
+    *UNIFORM, "deepseek2", "deepseek3", "deepseek3_2", "gemma2", "gemma3", "gemma4", "gemma4_small", "gpt_oss", "olmo3",
+    "qwen3_5", "qwen3_next",
+]  # fmt: skip
 
 
 def converted(
@@ -182,6 +276,7 @@ def converted(
     param_scan_axis: int = 1,
     vocab_size: int | None = None,
     mtp: bool = False,
+    separate_experts: bool = False,
 ) -> Arrays:
     """MaxText's parameters, `params-decoder-...`, of the stored tensors of `model`, which is the family's last name.
 
@@ -191,18 +286,32 @@ def converted(
     c = config.get("text_config", config)
     sizes = _sizes(c)
     out: Arrays = {}
-    for path, layers, rows, stacked in _groups(model, c, scan_layers):
-        for target, arrays in _layers(stored, prefix, layers, rows, sizes):
-            out[f"params-{path}-{target}"] = np.stack(arrays, param_scan_axis) if stacked else arrays[0]
+    for path, layers, rows, stacked in _groups(model, c, scan_layers, separate_experts):
+        for target, arrays in _layers(stored, [f"{prefix}layers.{i}." for i in layers], rows, sizes):
+            out[f"params-{path}-{target}"] = _stacked(arrays, stacked, param_scan_axis) if stacked else arrays[0]
+    if model == "gemma4_small" and c["hidden_size_per_layer_input"]:
+        for target, (array,) in _layers(stored, [prefix], PER_LAYER_EMBEDDER, sizes):
+            out[f"params-decoder-{target}"] = array
+    if model == "gemma4" and "vision_config" in config:
+        out |= _gemma4_tower(config["vision_config"], c, stored)
+    if model == "qwen3_5" and "vision_config" in config:
+        out |= _qwen_tower(config["vision_config"], stored)
     if mtp:
-        layer = [c["num_hidden_layers"]]
+        layer = [f"{prefix}layers.{c['num_hidden_layers']}."]
         top = "params-mtp_block-mtp_layer_1-"
         inner = NORMS + LATENT + LOW_RANK_QUERIES + DEEPSEEK_EXPERTS + GATE_BIAS
         inner += INDEXER if model == "deepseek3_2" else ""
-        out |= {top + target: arrays[0] for target, arrays in _layers(stored, prefix, layer, PREDICTOR, sizes)}
-        for target, arrays in _layers(stored, prefix, layer, inner, sizes):
+        out |= {top + target: arrays[0] for target, arrays in _layers(stored, layer, PREDICTOR, sizes)}
+        for target, arrays in _layers(stored, layer, inner, sizes):
             out[f"{top}mtp_1_transformer_layer-{target}"] = arrays[0]
     return out | _ends(model, c, stored, prefix, vocab_size)
+
+
+def _stacked(arrays: list[np.ndarray], size: int, axis: int) -> np.ndarray:
+    """The arrays stacked by `size`, and these stacks stacked."""
+    if size > 1:
+        arrays = [np.stack(arrays[at : at + size], axis) for at in range(0, len(arrays), size)]
+    return np.stack(arrays, axis)
 
 
 def _ends(
@@ -212,14 +321,14 @@ def _ends(
     embedding = stored[prefix + "embed_tokens.weight"]
     more = (vocab_size or c["vocab_size"]) - c["vocab_size"]
     embedding = np.concatenate([embedding, np.zeros((more, embedding.shape[1]), embedding.dtype)])
-    if model == "gemma2":
+    if model in ("gemma2", "gemma4", "gemma4_small"):
         embedding = (embedding * np.float32(c["hidden_size"] ** 0.5)).astype(embedding.dtype)
     if model == "gemma3":
         embedding = (embedding * ml_dtypes.bfloat16(c["hidden_size"] ** 0.5)).astype(embedding.dtype)
     last = stored[prefix + "norm.weight"]
     out = {
         "params-token_embedder-embedding": embedding,
-        "params-decoder-decoder_norm-scale": (last + 1.0).astype(last.dtype) if model.startswith("gemma") else last,
+        "params-decoder-decoder_norm-scale": (last + 1.0).astype(last.dtype) if model in ("gemma2", "gemma3") else last,
     }
     if not c["tie_word_embeddings"]:
         logits = stored["lm_head.weight"].T
@@ -228,7 +337,7 @@ def _ends(
     return out
 
 
-def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
+def _groups(model: str, c: Mapping[str, Any], scan_layers: bool, separate_experts: bool) -> list[Group]:
     every = list(range(c["num_hidden_layers"]))
     if model in UNIFORM:
         rows = UNIFORM[model]
@@ -239,10 +348,22 @@ def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
         return _cycles("layers", every, [NORMS + GPT_OSS] * 2, scan_layers)
     if model == "olmo3":
         return _cycles("layers", every, [OLMO3] * 4, scan_layers)
-    if model == "qwen3_next":
-        block = NEXT_COMMON + NEXT_EXPERTS
+    if model in ("qwen3_next", "qwen3_5"):
+        block = NEXT_COMMON + (NEXT_EXPERTS if model == "qwen3_next" or separate_experts else QWEN3_5_EXPERTS)
+        linear = block + (NEXT_LINEAR if model == "qwen3_next" else QWEN3_5_LINEAR)
         interval = c.get("full_attention_interval") or c["layer_types"].index("full_attention") + 1
-        return _cycles("layer", every, [block + NEXT_LINEAR] * (interval - 1) + [block + NEXT_FULL], scan_layers)
+        return _cycles("layer", every, [linear] * (interval - 1) + [block + NEXT_FULL], scan_layers)
+    if model == "gemma4":
+        after = GEMMA4_EXPERTS if c["enable_moe_block"] else MLP
+        local, last = GEMMA4_LOCAL + after, _without(GEMMA4_GLOBAL, "value") + after
+        if scan_layers:
+            locals_ = [i for i in every if i % 6 < 5]
+            scanned = "decoder-scanned_blocks"
+            return [(f"{scanned}-local_layers", locals_, local, 5), (f"{scanned}-global_layer", every[5::6], last, 1)]
+        return [(f"decoder-layers_{i}", [i], last if i % 6 == 5 else local, False) for i in every]
+    if model == "gemma4_small":
+        assert not scan_layers
+        return [(f"decoder-layers_{i}", [i], _gemma4_small(c, i), False) for i in every]
     if model == "gemma3":
         scanned = len(every) // 6 * 6
         if not scan_layers:
@@ -269,6 +390,46 @@ def _groups(model: str, c: Mapping[str, Any], scan_layers: bool) -> list[Group]:
     return groups
 
 
+def _gemma4_small(c: Mapping[str, Any], i: int) -> str:
+    """The rows of layer `i`, which may have the keys and values of an earlier one."""
+    rows = GEMMA4_GLOBAL if c["layer_types"][i] == "full_attention" else GEMMA4_LOCAL
+    shares = i >= c["num_hidden_layers"] - c["num_kv_shared_layers"]
+    rows = _without(rows, "key", "value", "key_norm") if shares else rows
+    rows += MLP.replace(" F", " 2F") if shares and c["use_double_wide_mlp"] else MLP
+    return rows + (PER_LAYER_INPUT if c["hidden_size_per_layer_input"] else "")
+
+
+def _without(rows: str, *parts: str) -> str:
+    """Rows without those of these parts of attention."""
+    return "\n".join(row for row in rows.split("\n") if not any(f"self_attention-{part}-" in row for part in parts))
+
+
+def _gemma4_tower(c: Mapping[str, Any], text: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Arrays:
+    """Gemma 4's tower for images, and what makes its output as wide as the language model's input."""
+    sizes = _sizes(c) | {"patch": 3 * c["patch_size"] ** 2}
+    above, tower = "params-vision_encoder-Gemma4VisionEncoderLayer_0-", "model.vision_tower."
+    out = {above + target: array for target, (array,) in _layers(stored, [tower], GEMMA4_TOWER, sizes)}
+    for i in range(c["num_hidden_layers"]):
+        for target, (array,) in _layers(stored, [f"{tower}encoder.layers.{i}."], GEMMA4_TOWER_LAYER, sizes):
+            out[f"{above}layer_{i}-{target}"] = array
+    projection = stored["model.embed_vision.embedding_projection.weight"].T
+    assert projection.shape == (c["hidden_size"], text["hidden_size"])
+    return out | {"params-vision_encoder-Gemma4VisionProjector_0-projection-kernel": projection}
+
+
+def _qwen_tower(c: Mapping[str, Any], stored: Mapping[str, np.ndarray]) -> Arrays:
+    """Qwen3.5's tower for images, and what makes its output as wide as the language model's input."""
+    more = {"num_attention_heads": c["num_heads"], "num_key_value_heads": c["num_heads"]}
+    sizes = _sizes({**c, **more})
+    sizes |= {"joined": c["spatial_merge_size"] ** 2 * c["hidden_size"], "out": c["out_hidden_size"]}
+    above, tower = "params-vision_encoder-Qwen3_5Moe", "model.visual."
+    out = {above + target: array for target, (array,) in _layers(stored, [tower], QWEN_TOWER, sizes)}
+    for i in range(c["depth"]):
+        for target, (array,) in _layers(stored, [f"{tower}blocks.{i}."], QWEN_TOWER_LAYER, sizes):
+            out[f"{above}VisionEncoder_0-blocks_{i}-{target}"] = array
+    return out
+
+
 def _cycles(name: str, every: list[int], cycle: list[str], scan_layers: bool) -> list[Group]:
     """Layers whose rows repeat: those at each place of a cycle are stacked as `name_0` and so on."""
     size = len(cycle)
@@ -293,13 +454,20 @@ def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
         "K": "num_key_value_heads", "hd": "head_dim", "kvr": "kv_lora_rank", "qr": "q_lora_rank",
         "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "v": "v_head_dim", "ih": "index_n_heads",
         "ihd": "index_head_dim", "S": "shared_expert_intermediate_size", "hv": "linear_num_value_heads",
-        "conv": "linear_conv_kernel_dim",
+        "conv": "linear_conv_kernel_dim", "ghd": "global_head_dim", "gK": "num_global_key_value_heads",
+        "P": "hidden_size_per_layer_input",
     }  # fmt: skip
     sizes = {short: c[name] for short, name in names.items() if c.get(name) is not None}
     sizes.setdefault("hd", sizes["D"] // sizes["H"])
     sizes |= {"1": 1, "2D": 2 * sizes["D"], "2hd": 2 * sizes["hd"], "H*hd": sizes["H"] * sizes["hd"]}
+    for of_layer in (c.get("per_layer_config") or {}).values():  # as `transformers` writes them
+        sizes |= {"ghd": of_layer["head_dim"], "gK": of_layer.get("num_key_value_heads", sizes["K"])}
+    sizes.setdefault("gK", sizes["K"])
+    if "P" in sizes:
+        sizes |= {"LP": c["num_hidden_layers"] * sizes["P"], "2F": 2 * sizes["F"]}
     if "hv" in sizes:
-        sizes["keys"] = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        sizes["hk"] = c["linear_num_key_heads"]
+        sizes["keys"] = sizes["hk"] * c["linear_key_head_dim"]
         sizes["values"] = sizes["hv"] * c["linear_value_head_dim"]
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if c.get(name) is not None:
@@ -310,14 +478,13 @@ def _sizes(c: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _layers(
-    stored: Mapping[str, np.ndarray], prefix: str, layers: list[int], rows: str, sizes: Mapping[str, int]
+    stored: Mapping[str, np.ndarray], prefixes: list[str], rows: str, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     for row in rows.split("\n"):
         if row:
             target, name, operation, *shape = row.split()
             dims = [sum(sizes[size] for size in part.split("+")) for part in shape]
-            names = [f"{prefix}layers.{layer}.{name}" for layer in layers]
-            yield target, [_one(stored, name, operation.split(","), dims, sizes) for name in names]
+            yield target, [_one(stored, prefix + name, operation.split(","), dims, sizes) for prefix in prefixes]
 
 
 def _one(
@@ -327,6 +494,19 @@ def _one(
         experts = [stored[name.replace("{E}", str(e))].T for e in range(sizes["E"])]
         assert all(expert.shape == tuple(dims) for expert in experts)
         return np.stack(experts)
+    if operations == ["QKVZ"]:
+        qkv, z = stored[name.format("qkv")], stored[name.format("z")]
+        keys, values = sizes["keys"] // sizes["hk"], sizes["values"] // sizes["hk"]
+        rows = []
+        for head in range(sizes["hk"]):
+            rows += [qkv[head * keys :][:keys], qkv[sizes["keys"] + head * keys :][:keys]]
+            rows += [qkv[2 * sizes["keys"] + head * values :][:values], z[head * values :][:values]]
+        return np.concatenate(rows).T
+    if operations == ["BA"]:
+        b, a = stored[name.format("b")], stored[name.format("a")]
+        heads = sizes["hv"] // sizes["hk"]
+        rows = [part[head * heads :][:heads] for head in range(sizes["hk"]) for part in (b, a)]
+        return np.concatenate(rows).T
     x = stored[name]
     for operation in operations:
         if operation == "R":
@@ -341,6 +521,16 @@ def _one(
             out = np.empty_like(x)
             out[..., 0::2], out[..., 1::2] = np.split(x, 2, axis=-1)
             x = out
+        elif operation in ("low", "high"):
+            x = np.split(x, 2, axis=-2)[operation == "high"]
+        elif operation in ("q", "k", "v"):
+            x = np.split(x, 3)["qkv".index(operation)]
+        elif operation == "patches":
+            x = x.transpose(2, 3, 4, 1, 0)
+        elif operation == "swap":
+            x = np.swapaxes(x, -1, -2)
+        elif operation == "first":
+            x = np.swapaxes(x, 0, 1)
         elif operation in ("even", "odd"):
             x = x[..., operation == "odd" :: 2]
         else:

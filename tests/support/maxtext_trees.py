@@ -22,8 +22,11 @@ from tests.support.tiers import cross
 MODES = ("scanned", "unscanned")
 # Their parameters are moved. What the others compute, a save undoes but for a rounding.
 MOVED = ("deepseek3", "deepseek3.2", "deepseek3_mtp", "gpt-oss", "qwen3")
-# Between them: experts and none, every attention, what is moved and what is computed, both modes.
-COVER = {("deepseek3_mtp", "scanned"), ("gemma3", "scanned"), ("gpt-oss", "unscanned"), ("qwen3", "unscanned")}
+# Between them: experts and none, towers, every attention, what is moved and what is computed, both modes.
+COVER = {
+    ("deepseek3_mtp", "scanned"), ("deepseek4", "scanned"), ("gemma3", "scanned"), ("gpt-oss", "unscanned"),
+    ("qwen3", "unscanned"), ("qwen3_omni", "unscanned"),
+}  # fmt: skip
 
 
 EACH_TREE = pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(SAMPLES, MODES), COVER))

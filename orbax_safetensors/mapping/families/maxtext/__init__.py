@@ -10,13 +10,14 @@ dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is 
 from orbax_safetensors.mapping.families.maxtext.deepseek import DEEPSEEK2, DEEPSEEK3, DEEPSEEK3_2
 from orbax_safetensors.mapping.families.maxtext.deepseek4 import DEEPSEEK4
 from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA2, GEMMA3
+from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4, GEMMA4_SMALL
 from orbax_safetensors.mapping.families.maxtext.gpt_oss import GPT_OSS
 from orbax_safetensors.mapping.families.maxtext.llama import LLAMA3
 from orbax_safetensors.mapping.families.maxtext.llama4 import LLAMA4
 from orbax_safetensors.mapping.families.maxtext.mistral import MISTRAL, MIXTRAL
 from orbax_safetensors.mapping.families.maxtext.olmo import OLMO3
 from orbax_safetensors.mapping.families.maxtext.qwen import QWEN2_5, QWEN3, QWEN3_MOE
-from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_NEXT
+from orbax_safetensors.mapping.families.maxtext.qwen3_next import QWEN3_5, QWEN3_NEXT
 from orbax_safetensors.mapping.families.maxtext.qwen3_vl import QWEN3_OMNI, QWEN3_VL, QWEN3_VL_MOE
 
 FAMILIES = (
@@ -37,8 +38,11 @@ FAMILIES = (
     GPT_OSS,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
+    GEMMA4_SMALL,
     OLMO3,
     QWEN3_NEXT,
+    QWEN3_5,
 )
 
 __all__ = ["FAMILIES"]

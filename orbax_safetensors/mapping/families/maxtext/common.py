@@ -94,12 +94,6 @@ def under(prefix: str, leaves: Leaves) -> Leaves:
     return {f"{prefix}.{path}": view for path, view in leaves.items()}
 
 
-def num_experts(c: Config) -> int:
-    """Return the number of experts, under the key of configs from transformers 5 or of published configs."""
-    count: int = c["num_local_experts" if "num_local_experts" in c else "num_experts"]
-    return count
-
-
 def norm(name: str, size: int) -> View:
     """Return the scale of a norm, unchanged."""
     return tensor(f"{name}.weight", (size,))

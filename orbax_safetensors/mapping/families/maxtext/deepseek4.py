@@ -31,6 +31,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
 )
 
 _ALONE = 3  # layers at the start, which choose experts by token
+_PAIR = [128, 4]  # the ratios of all others
 _STREAMS = 4  # of hidden states, which hyper-connections mix
 
 # How many keys are compressed to one, by kind of attention; 0 if none are.
@@ -68,7 +69,9 @@ _OTHER_SPELLINGS = (
 def _ratios(c: Config) -> list[int]:
     """Return the ratio of every layer. Configs of `transformers` name the kinds, published ones list ratios."""
     count = c["num_hidden_layers"]
-    ratios = [_RATIOS[kind] for kind in c["layer_types"]] if c.get("layer_types") else list(c["compress_ratios"])
+    ratios = (
+        [_RATIOS.get(kind, kind) for kind in c["layer_types"]] if c.get("layer_types") else list(c["compress_ratios"])
+    )
     if len(ratios) < count or not set(ratios) <= set(_RATIOS.values()):
         raise MappingError(f"expected one of the ratios {list(_RATIOS.values())} for {count} layers, found {ratios}")
     return ratios[:count]
@@ -151,17 +154,13 @@ def _layer(h: str, c: Config, ratio: int) -> Leaves:
 
 def _in_pairs(layers: Sequence[Leaves], ratios: Sequence[int], axis: int) -> Leaves:
     """Return the first layers alone, and a stack of the layers at each of two places."""
-    if len(layers) > _ALONE and (len(layers) - _ALONE) % 2:
+    if ratios[_ALONE:] != _PAIR * (len(ratios[_ALONE:]) // 2):
         raise MappingError(
-            f"MaxText stacks the layers after the first {_ALONE} in pairs, and config.json has {len(layers)} layers"
+            f"MaxText stacks the layers after the first {_ALONE} in pairs of the ratios {_PAIR}; "
+            f"config.json has the ratios {ratios}"
         )
-    places = [slice(_ALONE + place, None, 2) for place in range(2)]
-    if any(len(set(ratios[place])) > 1 for place in places):
-        raise MappingError(f"MaxText stacks layers in pairs of the same two kinds; config.json has the ratios {ratios}")
-    return {
-        **numbered("layers", layers[:_ALONE]),
-        **under("scanned_blocks", numbered("layers", [stacked(layers[place], axis) for place in places])),
-    }
+    places = [stacked(layers[_ALONE + place :: 2], axis) for place in range(2)]
+    return {**numbered("layers", layers[:_ALONE]), **under("scanned_blocks", numbered("layers", places))}
 
 
 def deepseek4(
@@ -170,7 +169,7 @@ def deepseek4(
     """Return the tree of V4, without the routers' biases, which a save therefore leaves out."""
     c = completed(config, n_shared_experts=1)
     refuse(c, "attention_bias", "mlp_bias")
-    require(c, hc_mult=_STREAMS)
+    require(c, hc_mult=_STREAMS, num_hash_layers=_ALONE)
     ratios = _ratios(c)
     layers = [_layer(f"model.layers.{i}.", c, ratio) for i, ratio in enumerate(ratios)]
     decoder = _in_pairs(layers, ratios, param_scan_axis) if scan_layers else numbered("layers", layers)

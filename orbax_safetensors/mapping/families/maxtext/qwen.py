@@ -12,7 +12,6 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     head_norms,
     layer_norms,
     mlp,
-    num_experts,
     refuse,
     require,
     under,
@@ -50,7 +49,9 @@ def expert_sizes(c: Config) -> tuple[int, int, int]:
     """Return the number of experts, their width and inner width; `MappingError` if some layers have none."""
     require(c, decoder_sparse_step=1)
     refuse(c, "mlp_only_layers")
-    return num_experts(c), c["hidden_size"], c["moe_intermediate_size"]
+    # The key in configs from transformers 5, and the key in published configs.
+    count = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
+    return count, c["hidden_size"], c["moe_intermediate_size"]
 
 
 def qwen3_moe_layer(h: str, c: Config) -> Leaves:

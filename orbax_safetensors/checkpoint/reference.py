@@ -1,0 +1,188 @@
+"""`Reference`: the checkpoint that a save is like, with names, dtypes, order, files and config of its tensors."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
+from orbax_safetensors.checkpoint.config import as_config, read_config, stored_dtype
+from orbax_safetensors.checkpoint.family import (
+    FamilyLike,
+    TensorTypes,
+    add_tensor,
+    mapped_by,
+    without_family,
+)
+from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model
+from orbax_safetensors.checkpoint.quantized import quantized_tensors
+from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.format.dtypes import from_numpy
+from orbax_safetensors.format.layout import FILE_NAME, file_names
+from orbax_safetensors.format.names import by_path, by_same, some
+from orbax_safetensors.format.sharding_info import without_sharding_info
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.coverage import Shapes, check_use, leaf_problems
+from orbax_safetensors.mapping.family import Family, Tree
+from orbax_safetensors.mapping.quantization import Quantization
+from orbax_safetensors.options import Dequantize, SafetensorsOptions
+from orbax_safetensors.storage.paths import PathLike
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint as a save stores it again.
+
+    Attributes:
+      checkpoint: each tensor is in one piece, and plain if a family sees it decoded.
+      family: the family whose tree is saved; None for a tree of stored names.
+      config: the content of the config, {} if there is none.
+      model_files: the files that are copied, with the config that is written.
+      splits: whether the tree has codes and scales of quantised tensors, and stores them again.
+    """
+
+    checkpoint: Checkpoint
+    family: Family | None
+    config: Mapping[str, Any]
+    model_files: ModelFiles
+    splits: bool = False
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of the headers."""
+        return without_sharding_info(self.checkpoint.metadata)
+
+    def taken_apart(self, leaves: Sequence[Leaf], variant: Mapping[str, Any]) -> tuple[list[Leaf], TensorTypes]:
+        """Return `leaves` with their views, and dtype and shape of the tensors to store, in the checkpoint's order.
+
+        The dtype of a tensor is the stored one, unless the caller casts the leaf. Raises `MappingError` if the leaves
+        are not those of the checkpoint, and `TensorMismatchError` if one cannot be cast to the stored dtype.
+        """
+        stored = self.checkpoint
+        name = registry.IDENTITY.name if self.family is None else self.family.name
+        mapped = self._mapped(variant)
+        spelled = by_same if self.family is None else by_path
+        paths = spelled({leaf.name: leaf for leaf in leaves}, mapped)
+        self._check_leaves(mapped, {path: leaf.shape for path, leaf in paths.items()})
+        viewed, tensors = [], TensorTypes()
+        try:
+            for path, leaf in paths.items():
+                dtypes = {tensor: self._dtype(leaf, tensor) for tensor in mapped[path].tensors}
+                for tensor, dtype in dtypes.items():
+                    add_tensor(tensors, name, leaf.name, tensor, dtype, stored.shapes[tensor])
+                viewed.append(_with_view(leaf, replace(mapped[path], dtype=leaf.value.dtype), set(dtypes.values())))
+            # A family may leave out parts of tensors that it does not need, and a save has to fill every tensor.
+            check_use(name, Tree(mapped), {tensor: shape for tensor, (_, shape) in tensors.items()})
+        except MappingError as error:
+            raise MappingError(f"like {stored.path}: {error}") from error
+        return viewed, {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}
+
+    def files(self, tensors: Iterable[str]) -> dict[str, list[str]] | None:
+        """Return the names of `tensors` by file, as the checkpoint has them; None if its files are not named as usual.
+
+        A file without any of `tensors` would leave a gap in the numbers of the others, and is not usual either.
+        """
+        names = [posixpath.basename(file.path) for file in self.checkpoint.files]
+        if sorted(names) not in ([FILE_NAME], file_names(len(names))):
+            return None
+        files: dict[str, list[str]] = {name: [] for name in sorted(names)}
+        for tensor in tensors:
+            files[names[self.checkpoint[tensor].file]].append(tensor)
+        return files if all(files.values()) else None
+
+    def _mapped(self, variant: Mapping[str, Any]) -> Tree:
+        if self.family is None:
+            without_family(variant)
+            return Tree(self.checkpoint.leaves)
+        dequantize: Dequantize = "split" if self.splits else False
+        try:
+            mapped = mapped_by(self.checkpoint, self.family, self.config, variant, complete=True, dequantize=dequantize)
+        except MappingError as error:
+            raise MappingError(f"like {self.checkpoint.path}: {error}") from error
+        return Tree(mapped.leaves)
+
+    def _check_leaves(self, mapped: Tree, leaves: Shapes) -> None:
+        """Raise `MappingError` if the leaves to save are not exactly those of the checkpoint."""
+        whose = "the checkpoint" if self.family is None else f"the tree of {self.family.name}"
+        _, missing, wrong = leaf_problems(mapped, leaves, whose)
+        if problems := missing + wrong:
+            hint = " (ocp.PLACEHOLDER in place of a leaf leaves it out)" if leaves.keys() > mapped.keys() else ""
+            raise MappingError(f"like {self.checkpoint.path}: {some(problems, separator='; ')}{hint}")
+
+    def _dtype(self, leaf: Leaf, tensor: str) -> np.dtype:
+        """Return the dtype in which a part of a leaf is stored; `TensorMismatchError` if it does not take the leaf."""
+        stored = self.checkpoint[tensor].stored_dtype
+        if leaf.dtype_is_chosen:
+            return leaf.dtype
+        if stored.numpy is None or not _takes(stored.numpy, np.dtype(leaf.value.dtype)):
+            raise TensorMismatchError(
+                f"{leaf.name!r} is {leaf.value.dtype}, and {tensor!r} of {self.checkpoint.path} is {stored.name}: a "
+                "save casts floats to floats of 16 bits or more, and integers to longer ones; ocp.SaveArgs(dtype=...) "
+                "stores another dtype"
+            )
+        return stored.numpy
+
+
+def read_reference(path: PathLike, family: FamilyLike, config: Any, options: SafetensorsOptions) -> Reference:
+    """Read what a save takes from the checkpoint at `path`; `config` goes before the config there, unless it is None.
+
+    Raises what `open_checkpoint` raises.
+    """
+    checkpoint = read_checkpoint(path, options.storage_options)
+    stored_config = read_config(checkpoint)
+    known = registry.find(family, config or stored_config)
+    model_files = ModelFiles(stored_config or None)
+    if not checkpoint.is_file:
+        model_files = files_of_model(checkpoint.store, checkpoint.path)
+    encoded = Quantization({})
+    if known is not None and options.dequantize is True:
+        encoded = quantized_tensors(checkpoint, stored_config)
+    if encoded.tensors and config is None:
+        model_files = replace(model_files, config=as_config(stored_config))
+    if config is not None:
+        model_files = replace(model_files, config=config)
+    plain = _as_saved(checkpoint, encoded, stored_dtype(stored_config, checkpoint.decoded_dtype))
+    return Reference(plain, known, config or stored_config, model_files, options.dequantize == "split")
+
+
+def _as_saved(checkpoint: Checkpoint, encoded: Quantization, dtype: np.dtype) -> Checkpoint:
+    """Return a checkpoint with each tensor in one piece, and with tensors of `dtype` in place of codes and scales."""
+    decoded = replace(checkpoint, quantized=encoded.tensors)
+    name_of = {quantized.codes: name for name, quantized in encoded.tensors.items()}
+    left_out = encoded.unused | {quantized.scales for quantized in encoded.tensors.values()}
+    tensors = {}
+    for name, tensor in checkpoint.tensors.items():
+        if name in name_of:
+            plain = name_of[name]
+            tensors[plain] = StoredTensor(from_numpy(dtype), decoded.shapes[plain], tensor.pieces)
+        elif name not in left_out:
+            tensors[name] = tensor._replace(pieces=tensor.pieces[:1])
+    return replace(checkpoint, tensors=tensors)
+
+
+def _takes(stored: np.dtype, saved: np.dtype) -> bool:
+    """Return whether values of dtype `saved` may be cast to the stored dtype."""
+    if stored == saved:
+        return True
+    if _is_float(stored):
+        return _is_float(saved) and stored.itemsize > 1
+    return stored.kind == saved.kind and stored.kind in "iu" and stored.itemsize > saved.itemsize
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, np.floating)  # NumPy does not know the dtypes of ml_dtypes as floating
+
+
+def _with_view(leaf: Leaf, view: View, dtypes: Set[np.dtype]) -> Leaf:
+    """Return a leaf with its view, and with the dtype in which it is stored; some leaves have parts of several."""
+    if len(dtypes) == 1:
+        return replace(leaf, view=view, dtype=next(iter(dtypes)))
+    return replace(leaf, view=view.cast(view.dtype))  # an index for Orbax cannot have such a leaf
