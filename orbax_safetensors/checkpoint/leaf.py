@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.devices.trees import empty_nodes, flatten
+from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.geometry.view import View
@@ -68,10 +68,10 @@ def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
     described = abstract and isinstance(leaf, jax.ShapeDtypeStruct)
     if isinstance(leaf, jax.Array) or described:
         value: Any = leaf
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if is_random(leaf.dtype):
             raise TensorMismatchError(
-                f"{name!r}: an array of {leaf.dtype} cannot be stored; save jax.random.key_data of it and restore it "
-                "with jax.random.wrap_key_data"
+                f"{name!r}: an array of {leaf.dtype} cannot be stored; leave it out, as nnx.state(model, nnx.Param) "
+                "does, or save jax.random.key_data of it and restore it with jax.random.wrap_key_data"
             )
         if described:
             canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -82,7 +82,10 @@ def _leaf(name: str, leaf: Any, args: ocp.SaveArgs, abstract: bool) -> Leaf:
         array = np.asarray(leaf)
         value = array.astype(array.dtype.newbyteorder("="), copy=False)
     else:
-        raise TensorMismatchError(f"{name!r}: a leaf of type {type(leaf).__name__} cannot be stored: {leaf!r:.80}")
+        advice = "; leave functions out, as eqx.filter(model, eqx.is_array) does" if callable(leaf) else ""
+        raise TensorMismatchError(
+            f"{name!r}: a leaf of type {type(leaf).__name__} cannot be stored: {leaf!r:.80}{advice}"
+        )
     try:
         dtype: np.dtype = np.dtype(value.dtype if args.dtype is None else args.dtype).newbyteorder("=")
         from_numpy(dtype)

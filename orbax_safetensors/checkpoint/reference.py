@@ -14,9 +14,11 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
 from orbax_safetensors.checkpoint.config import as_config, read_config, stored_dtype
 from orbax_safetensors.checkpoint.family import (
     FamilyLike,
+    TakenApart,
     TensorTypes,
     add_tensor,
     mapped_by,
+    with_variant,
     without_family,
 )
 from orbax_safetensors.checkpoint.leaf import Leaf
@@ -26,12 +28,13 @@ from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import FILE_NAME, file_names
-from orbax_safetensors.format.names import by_same, some
+from orbax_safetensors.format.names import by_path, by_same, some
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import Shapes, check_use, leaf_problems
-from orbax_safetensors.mapping.family import Family, Tree
+from orbax_safetensors.mapping.family import Family, Tree, Variant
+from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize, SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
@@ -60,16 +63,27 @@ class Reference:
         """The metadata of the headers."""
         return without_sharding_info(self.checkpoint.metadata)
 
-    def taken_apart(self, leaves: Sequence[Leaf], variant: Mapping[str, Any]) -> tuple[list[Leaf], TensorTypes]:
-        """Return `leaves` with their views, and dtype and shape of the tensors to store, in the checkpoint's order.
+    def taken_apart(self, leaves: Sequence[Leaf], variant: Variant | None) -> TakenApart:
+        """Return `leaves` with their views, and the tensors to store, in the checkpoint's order.
 
-        The dtype of a tensor is the stored one, unless the caller casts the leaf. Raises `MappingError` if the leaves
-        are not those of the checkpoint, and `TensorMismatchError` if one cannot be cast to the stored dtype.
+        The dtype of a tensor is the stored one, unless the caller casts the leaf. Without a `variant`, switches follow
+        from the leaves. Raises `MappingError` if the leaves are not those of the checkpoint, and `TensorMismatchError`
+        if one cannot be cast to the stored dtype.
         """
-        stored = self.checkpoint
-        name = registry.IDENTITY.name if self.family is None else self.family.name
+        family, shapes = self.family, {leaf.name: leaf.shape for leaf in leaves}
+        if family is None:
+            return self._taken_apart(leaves, variant or {})
+        return with_variant(
+            lambda switches: self._taken_apart(leaves, switches or {}),
+            variant,
+            lambda: nearest_variant(family, self.config, shapes, stored=len(self.checkpoint.tensors)),
+        )
+
+    def _taken_apart(self, leaves: Sequence[Leaf], variant: Variant) -> TakenApart:
+        stored, family = self.checkpoint, self.family
+        name = registry.IDENTITY.name if family is None else family.name
         mapped = self._mapped(variant)
-        paths = by_same({leaf.name: leaf for leaf in leaves}, mapped)
+        paths = (by_same if family is None else by_path)({leaf.name: leaf for leaf in leaves}, mapped)
         self._check_leaves(mapped, {path: leaf.shape for path, leaf in paths.items()})
         viewed, tensors = [], TensorTypes()
         try:
@@ -82,7 +96,9 @@ class Reference:
             check_use(name, Tree(mapped), {tensor: shape for tensor, (_, shape) in tensors.items()})
         except MappingError as error:
             raise MappingError(f"like {stored.path}: {error}") from error
-        return viewed, {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}
+        in_order = {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}
+        switches = {**family.variant, **variant} if family is not None else {}
+        return TakenApart(viewed, in_order, {"family": family and family.name, "variant": switches})
 
     def files(self, tensors: Iterable[str]) -> dict[str, list[str]] | None:
         """Return the names of `tensors` by file, as the checkpoint has them; None if its files are not named as usual.
@@ -97,7 +113,7 @@ class Reference:
             files[names[self.checkpoint[tensor].file]].append(tensor)
         return files if all(files.values()) else None
 
-    def _mapped(self, variant: Mapping[str, Any]) -> Tree:
+    def _mapped(self, variant: Variant) -> Tree:
         if self.family is None:
             without_family(variant)
             return Tree(self.checkpoint.leaves)
@@ -111,8 +127,8 @@ class Reference:
     def _check_leaves(self, mapped: Tree, leaves: Shapes) -> None:
         """Raise `MappingError` if the leaves to save are not exactly those of the checkpoint."""
         whose = "the checkpoint" if self.family is None else f"the tree of {self.family.name}"
-        _, problems = leaf_problems(mapped, leaves, whose)
-        if problems:
+        _, missing, wrong = leaf_problems(mapped, leaves, whose)
+        if problems := missing + wrong:
             hint = " (ocp.PLACEHOLDER in place of a leaf leaves it out)" if leaves.keys() > mapped.keys() else ""
             raise MappingError(f"like {self.checkpoint.path}: {some(problems, separator='; ')}{hint}")
 

@@ -30,6 +30,12 @@ def empty_nodes(tree: Any) -> set[str]:
     return {_name(path) for path, node in paths if _is_empty(node)}
 
 
+def is_random(dtype: Any) -> bool:
+    """Return whether this is the dtype of random keys, which only JAX has."""
+    kind = getattr(dtype, "type", dtype)
+    return isinstance(kind, type) and issubclass(kind, jax.dtypes.extended)
+
+
 def _is_empty(node: Any) -> bool:
     level = jax.tree_util.default_registry.flatten_one_level(node)
     return level is not None and not list(level[0])

@@ -9,6 +9,9 @@ _T = TypeVar("_T")
 
 _VALUE = ".value"
 
+# Flax's collection of parameters: some trees begin below it, and some have it twice.
+_COLLECTION = "params."
+
 # Items that an error lists before it counts the rest.
 _LISTED = 8
 # Similar names are searched among this many sorted names before and after a name.
@@ -36,6 +39,17 @@ def by_same(leaves: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:
     """Return the leaves under the `same` names in `names`; unchanged if two leaves would have the same name."""
     renamed = {same(name, names): leaf for name, leaf in leaves.items()}
     return renamed if len(renamed) == len(leaves) else dict(leaves)
+
+
+def by_path(leaves: Mapping[str, _T], paths: Container[str]) -> dict[str, _T]:
+    """Return the leaves under the names that they have in `paths`, those of a family's tree.
+
+    The names have one leading `params` more or less if that puts more of them in `paths`, and are the `same` otherwise.
+    """
+    above = {_COLLECTION + name: leaf for name, leaf in leaves.items()}
+    below = {name.removeprefix(_COLLECTION): leaf for name, leaf in leaves.items()}
+    spellings = [by_same(named, paths) for named in (leaves, above, below) if len(named) == len(leaves)]
+    return max(spellings, key=lambda named: sum(name in paths for name in named))
 
 
 def without_value(name: str) -> str:

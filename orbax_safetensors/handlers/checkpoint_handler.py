@@ -138,12 +138,13 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     is not noted beside the files, it returns all tensors as a flat dict of NumPy arrays, in one process only.
 
     Attributes:
-      item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree. The restored tree
-        has its structure. A leaf's name in the checkpoint is its key path joined by dots. A leaf that describes an
-        array, as a `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If
-        neither has, it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several
-        processes: a file does not say on which devices an array was. `ocp.ArrayRestoreArgs()` without a sharding makes
-        it a `jax.Array` on the default device.
+      item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree, such as an
+        `nnx.State` or a module of Equinox, whose functions stay as they are. The restored tree has its structure. A
+        leaf's name in the checkpoint is its key path joined by dots. A leaf that describes an array, as a
+        `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If neither has,
+        it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several processes: a
+        file does not say on which devices an array was. `ocp.ArrayRestoreArgs()` without a sharding makes it a
+        `jax.Array` on the default device.
       restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself if
         there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
       partial_restore: leave out tensors that the tree does not name, and ignore leaves of `restore_args` that `item`
@@ -153,8 +154,10 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         (`"maxtext.qwen3"`), or the part before the dot, which finds the rest by the architecture in the checkpoint's
         `config.json`. Names are then paths in the model's tree, joined by dots, and a restore without `item` and
         `restore_args` returns that tree of NumPy arrays. None finds a family that was registered for the architecture;
-        if there is none, and with `"identity"`, names are those of the stored tensors.
-      variant: the family's switches, as `{"scan_layers": False}`.
+        if there is none, and with `"identity"`, names are those of the stored tensors. Paths may have one leading
+        `params` more or less.
+      variant: the family's switches, as `{"scan_layers": False}`. With None, switches that differ from the family's
+        defaults follow from the leaves' names and shapes, if the family says how, as MaxText's do.
       transforms: None, or an empty dict, which to Orbax means `partial_restore=True`.
 
     Raises:

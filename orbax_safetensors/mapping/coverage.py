@@ -58,14 +58,17 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
         raise MappingError(f"{where}: {some(problems, problem, '; ')}")
 
 
-def leaf_problems(tree: Tree, leaves: LeafShapes, whose: str = "the family's tree") -> tuple[Tree, list[str]]:
-    """Return `tree` without its optional leaves that are not among `leaves`, and the other differences.
+def leaf_problems(
+    tree: Tree, leaves: LeafShapes, whose: str = "the family's tree"
+) -> tuple[Tree, list[str], list[str]]:
+    """Return `tree` without its optional leaves that are not among `leaves`, and what else differs.
 
-    `whose` names the tree for messages.
+    The first list has what is missing among `leaves`, the second what is wrong with them. `whose` names the tree for
+    messages.
     """
     kept = _without_optional(tree, leaves.keys())
-    problems = [
-        *(f"{path} is missing" for path in kept if path not in leaves),
+    missing = [f"{path} is missing" for path in kept if path not in leaves]
+    wrong = [
         *(f"{path} is not in {whose}" for path in leaves if path not in kept),
         *(
             f"{path}, of {some(view.tensors, shown)}: expected {view.shape}, found {leaves[path]}"
@@ -73,7 +76,7 @@ def leaf_problems(tree: Tree, leaves: LeafShapes, whose: str = "the family's tre
             if path in leaves and leaves[path] not in (None, view.shape)
         ),
     ]
-    return kept, problems
+    return kept, missing, wrong
 
 
 def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
@@ -81,8 +84,8 @@ def check_leaves(where: str, tree: Tree, leaves: Shapes) -> Tree:
 
     Raises `MappingError` if other leaves are missing or unknown, or have another shape.
     """
-    kept, problems = leaf_problems(tree, leaves)
-    if problems:
+    kept, missing, wrong = leaf_problems(tree, leaves)
+    if problems := missing + wrong:
         raise MappingError(f"{where}: {some(problems, separator='; ')}")
     return kept
 

@@ -1,19 +1,17 @@
-"""Finds the registered family and its variant whose tree has the requested leaves."""
+"""Find the registered family, and the variant of a family, whose tree has the requested leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.names import by_same, some
+from orbax_safetensors.format.names import by_path, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping.coverage import leaf_problems
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant
-
-# Flax's collection of parameters: some trees begin below it, and some have it twice.
-_COLLECTION = "params."
+from orbax_safetensors.mapping.family import Family, LeafShapes, Variant
 
 
 @dataclass(frozen=True)
@@ -22,13 +20,20 @@ class Fit:
 
     Attributes:
       paths: the path of each leaf in the family's tree, by the leaf's name.
-      problems: the differences.
+      missing: what the family's tree has and the leaves do not.
+      wrong: what the leaves have and the family's tree does not.
     """
 
     family: Family
     variant: Variant
     paths: Mapping[str, str]
-    problems: Sequence[str]
+    missing: Sequence[str]
+    wrong: Sequence[str]
+
+    @property
+    def problems(self) -> list[str]:
+        """Return all differences."""
+        return [*self.missing, *self.wrong]
 
 
 def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShapes, *, stored: int) -> Fit:
@@ -65,6 +70,21 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     )
 
 
+def nearest_variant(family: Family, config: Mapping[str, Any], leaves: LeafShapes, *, stored: int) -> Variant | None:
+    """Return the variant whose tree has most of these leaves, and of several the one that has the fewest others.
+
+    `stored` is as for `fit`. Returns None if no variant has a tree for this config.
+    """
+    candidates: list[Fit] = []
+    for variant in _variants(family, leaves):
+        with suppress(MappingError):
+            candidates.append(_against(family, config, variant, leaves, stored))
+            if not candidates[-1].problems:
+                return variant
+    nearest = min(candidates, key=lambda candidate: (len(candidate.wrong), len(candidate.missing)), default=None)
+    return None if nearest is None else nearest.variant
+
+
 def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
     """Return the possible variants of a family for these leaves, each once, with its default switches."""
     try:
@@ -76,18 +96,6 @@ def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
 
 def _against(family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: int) -> Fit:
     tree = family.describe(config, variant, lambda name, shape: View.tensor(name, shape, UNKNOWN), stored=stored)
-    paths = _paths(leaves, tree)
-    _, problems = leaf_problems(tree, {path: leaves[name] for name, path in paths.items()})
-    return Fit(family, variant, paths, problems)
-
-
-def _paths(leaves: LeafShapes, tree: Tree) -> dict[str, str]:
-    """Return the paths of all leaves in `tree`, by name.
-
-    The paths have one leading `params` more or less than the names if that puts more of them in the tree.
-    """
-    spellings = [{name: name for name in leaves}, {_COLLECTION + name: name for name in leaves}]
-    if all(name.startswith(_COLLECTION) for name in leaves):
-        spellings.append({name.removeprefix(_COLLECTION): name for name in leaves})
-    best = max((by_same(names, tree) for names in spellings), key=lambda names: len(names.keys() & tree.keys()))
-    return {name: path for path, name in best.items()}
+    paths = {name: path for path, name in by_path({name: name for name in leaves}, tree).items()}
+    _, missing, wrong = leaf_problems(tree, {path: leaves[name] for name, path in paths.items()})
+    return Fit(family, variant, paths, missing, wrong)

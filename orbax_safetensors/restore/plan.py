@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import FamilyLike, mapped
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead
 from orbax_safetensors.cost.counter import ShardedLeaf
@@ -20,7 +20,7 @@ from orbax_safetensors.devices.sharding import by_process, device_boxes, device_
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore import replicas, request
+from orbax_safetensors.restore import replicas, request, variants
 from orbax_safetensors.restore.exchanges import Chooser, Swap, exchangeable
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.memory import no_collection
@@ -61,14 +61,15 @@ def plan_restore(
     """
     options = options or SafetensorsOptions()
     with no_collection():
-        checkpoint = mapped(
+        checkpoint, resolved = variants.resolved(
             read_checkpoint(path, options.storage_options),
-            family,
-            variant,
-            complete=False,
+            *_item_and_args(target),
+            partial=True,
+            family=family,
+            variant=variant,
             dequantize=options.dequantize,
         )
-        return distribution(checkpoint, target, process_count, options).plan()
+        return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
 
 
 @dataclass(frozen=True)
@@ -193,10 +194,12 @@ def distribution(
     checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
 ) -> Distribution:
     """Check a target and assign its shards to processes; see `plan_restore` for the arguments and errors."""
-    item, restore_args = (None, target) if request.are_restore_args(target) else (target, None)
-    return distribution_of(
-        checkpoint, request.resolve(checkpoint, item, restore_args, partial=True).targets, process_count, options
-    )
+    resolved = request.resolve(checkpoint, *_item_and_args(target), partial=True)
+    return distribution_of(checkpoint, resolved.targets, process_count, options)
+
+
+def _item_and_args(target: Any) -> tuple[Any, Any]:
+    return (None, target) if request.are_restore_args(target) else (target, None)
 
 
 def distribution_of(

@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import default_sharding, is_abstract
-from orbax_safetensors.devices.trees import empty_nodes, flatten
+from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import by_same, nearest, some
+from orbax_safetensors.format.names import by_path, by_same, nearest, some
 from orbax_safetensors.restore.target import LeafRequest, Target, as_stored, leaf_request, target
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
@@ -105,16 +105,21 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
 
     `item` is a tree of arrays, `jax.ShapeDtypeStruct`s, Orbax metadata or scalars; `restore_args` is a tree of
     `ocp.RestoreArgs` of the same structure; either may be None, not both. For each leaf, `restore_args` goes before
-    `item`, except for fields that are None. Unless `partial`, the request must have a leaf, a placeholder or an empty
-    node such as None for every tensor of the checkpoint. If `partial`, `restore_args` may have leaves that `item` does
-    not have.
+    `item`, except for fields that are None. Functions among the leaves, which modules of Equinox have, stay as they
+    are. Unless `partial`, the request must have a leaf, a placeholder or an empty node such as None for every tensor of
+    the checkpoint. If `partial`, `restore_args` may have leaves that `item` does not have.
 
     Raises:
       TensorMismatchError: names, shapes, dtypes or shardings do not fit the checkpoint.
     """
     structure, leaves, args = _flattened(item, restore_args)
-    leaves, args = by_same(leaves, checkpoint.leaves), by_same(args, checkpoint.leaves)
-    requested = dict(_without_placeholders(leaves, args))
+    spelled = by_same if checkpoint.mapped is None else by_path
+    leaves, args = spelled(leaves, checkpoint.leaves), spelled(args, checkpoint.leaves)
+    requested = {
+        name: leaf
+        for name, leaf in _without_placeholders(leaves, args)
+        if name in checkpoint.leaves or not callable(leaf)
+    }
     if restore_args is not None:
         beyond: Set[str] = set() if partial else args.keys() - leaves.keys()
         lacking = requested.keys() - args.keys()
@@ -128,7 +133,7 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     out: list[Target | Any] = []
     for name, leaf in leaves.items():
         if name not in requested:
-            out.append(ocp.PLACEHOLDER)
+            out.append(leaf if callable(leaf) else ocp.PLACEHOLDER)
             continue
         args_of_leaf = args.get(name, ocp.RestoreArgs())
         if not isinstance(args_of_leaf, ocp.RestoreArgs):
@@ -154,6 +159,19 @@ def args_of(sharding_of: ShardingOf, name: str, shape: tuple[int, ...]) -> ocp.R
     """Return the restore arguments of an array that goes where `sharding_of` says."""
     sharding = sharding_of(name, shape)
     return ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding)
+
+
+def leaf_shapes(item: Any, restore_args: Any) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes that the leaves of a request must have, by name; None if the request does not say."""
+    _, leaves, args = _flattened(item, restore_args)
+    shapes = {}
+    for name, leaf in leaves.items():
+        given = args.get(name)
+        shape = exact_shape(given) if isinstance(given, ocp.RestoreArgs) else None
+        if shape is None and getattr(given, "strict", True):
+            shape = getattr(leaf, "shape", None)
+        shapes[name] = shape if isinstance(shape, tuple) else None
+    return shapes
 
 
 def exact_shape(args: ocp.RestoreArgs) -> tuple[int, ...] | None:
@@ -182,7 +200,9 @@ def _check_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
             similar = nearest(name, stored)
             return shown(name) + (f" (nearest stored: {shown(similar)})" if similar else "")
 
-        problems.append(f"not in the checkpoint: {some(missing, with_nearest)}")
+        keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
+        advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
+        problems.append(f"not in the checkpoint: {some(missing, with_nearest)}{advice}")
     if unexpected:
         problems.append(
             "in the checkpoint but not in the tree (pass partial_restore=True to leave them out): "

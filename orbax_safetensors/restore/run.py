@@ -20,6 +20,7 @@ from orbax_safetensors.restore.exchanges import exchangeable
 from orbax_safetensors.restore.plan import cooperates
 from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.saved_tree import saved_tree
+from orbax_safetensors.restore.variants import resolved
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import is_unpinned
@@ -49,7 +50,17 @@ def restore(
 
     def resolve(stored: Checkpoint) -> tuple[Checkpoint, requests.Request]:
         everything = item is None and restore_args is None
-        saved = saved_tree(path, stored, family, variant) if everything else None
+        if not everything:
+            return resolved(
+                stored,
+                item,
+                restore_args,
+                partial=partial_restore,
+                family=family,
+                variant=variant,
+                dequantize=options.dequantize,
+            )
+        saved = saved_tree(path, stored, family, variant)
         checkpoint = mapped(
             stored,
             family if saved is None else saved.family,
@@ -59,15 +70,13 @@ def restore(
         )
         if saved is not None:
             request = requests.resolve(checkpoint, None, saved.restore_args(checkpoint, sharding_of), partial=False)
-        elif everything:
-            if jax.process_count() > 1 and sharding_of is None:
-                raise TensorMismatchError(
-                    f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each "
-                    "array a sharding with item or restore_args"
-                )
-            request = requests.everything(checkpoint, sharding_of)
+        elif jax.process_count() > 1 and sharding_of is None:
+            raise TensorMismatchError(
+                f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each "
+                "array a sharding with item or restore_args"
+            )
         else:
-            request = requests.resolve(checkpoint, item, restore_args, partial=partial_restore)
+            request = requests.everything(checkpoint, sharding_of)
         return checkpoint, request
 
     return _restored(path, _all_together(path, item, restore_args, sharding_of, options), options, resolve)

@@ -16,6 +16,7 @@ from jax.experimental.layout import Format, Layout
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
+from orbax_safetensors.devices.trees import is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
 from orbax_safetensors.geometry.box import Box
@@ -220,8 +221,7 @@ def _dtype(
 
 def _checked_dtype(requested: Any, where: str) -> np.dtype:
     """Return a requested dtype as NumPy's; raises `TensorMismatchError` if a file cannot have it."""
-    extended = getattr(requested, "type", requested)
-    if isinstance(extended, type) and issubclass(extended, jax.dtypes.extended):
+    if is_random(requested):
         raise TensorMismatchError(
             f"{where}: {requested} is not a dtype of stored tensors; restore the key data as uint32 and pass it to "
             "jax.random.wrap_key_data"

@@ -16,7 +16,6 @@ from orbax_safetensors.checkpoint.reference import Reference, read_reference
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy, nbytes
 from orbax_safetensors.format.layout import ADAPTER_NAME, Layout, TensorFacts, lay_out, lay_out_files
-from orbax_safetensors.mapping import registry
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike, check_one_store
 
@@ -102,16 +101,11 @@ def contents_of(
     leaves = leaves_of(item, save_args, abstract=abstract)
     model_files = model_files_of(config, options.storage_options)
     if like is None:
-        known = registry.find(family, model_files.config or {})
-        viewed, tensors = taken_apart(leaves, family, variant, model_files.config or {})
+        viewed, tensors, saved = taken_apart(leaves, family, variant, model_files.config or {})
         reference, of_files = None, _METADATA
     else:
         reference = read_reference(like, family, model_files.config, options)
-        known, model_files = reference.family, reference.model_files
-        viewed, tensors = reference.taken_apart(leaves, variant or {})
+        model_files = reference.model_files
+        viewed, tensors, saved = reference.taken_apart(leaves, variant)
         of_files = _METADATA | reference.metadata
-    saved = {
-        "family": known and known.name,
-        "variant": {**(known.variant if known else {}), **(variant or {})},
-    }
     return Contents(item, viewed, tensors, of_files | dict(metadata or {}), model_files, saved, reference)

@@ -59,6 +59,11 @@ def files(directory):
 FORMS = {
     "a state of Linen's": lambda flat: {"step": 0, "params": nested(flat), "opt_state": {}},
     "a state of NNX's": lambda flat: {"params": state_of(flat)["params"], "step": 0},
+    "a state of NNX's with counters": lambda flat: {
+        "params": nested(flat),
+        "nnx_aux": {"decoder": {"dropout": {"rngs": {"aqt": {"count": np.zeros(3, np.uint32)}}}}},
+        "step": 0,
+    },
     "parameters of Linen's": lambda flat: nested(flat),
     "a model of NNX's": lambda flat: state_of(flat)["params"],
     "a model of NNX's, without values": lambda flat: nested(flat)["params"],
