@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +13,14 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.quantized import check_splits, quantized_tensors, scales_beside, split
-from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
+from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
-from orbax_safetensors.mapping import inference, registry
+from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
+from orbax_safetensors.mapping.inference import fit
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -65,53 +66,13 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
         return checkpoint, as_stored
     try:
         config = read_config(checkpoint)
-        choice = inference.fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
+        choice = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
         fitting = mapped_by(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
             return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
         raise MappingError(f"{checkpoint.path}: {error}") from error
     return fitting, dict(choice.paths)
-
-
-_Result = TypeVar("_Result")
-
-
-def with_variant(
-    attempt: Callable[[Variant | None], _Result], variant: Variant | None, nearest: Callable[[], Variant | None]
-) -> _Result:
-    """Return `attempt(variant)`; without a `variant`, the result for the `nearest` if the family's defaults do not fit.
-
-    Raises what `attempt` raises. If it refuses the caller's variant and takes the nearest, the error names that.
-    """
-    try:
-        return attempt(variant)
-    except (MappingError, TensorMismatchError) as error:
-        refusal = error
-    other = nearest()
-    if other is None or other == (variant or {}):
-        raise refusal
-    if variant is None:
-        return attempt(other)
-    try:
-        attempt(other)
-    except SafetensorsError:
-        raise refusal from None
-    raise type(refusal)(f"{refusal}; this tree is that of variant={dict(other)}") from refusal
-
-
-def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes) -> Variant | None:
-    """Return the variant of the checkpoint's family whose tree is nearest to these leaves; None if there is none."""
-    if asked is None and not registry.any_registered():
-        return None
-    config = read_config(checkpoint)
-    try:
-        family = registry.find(asked, config)
-        if family is None:
-            return None
-        return inference.nearest_variant(family, config, leaves, stored=len(checkpoint.tensors))
-    except MappingError:
-        return None
 
 
 def without_family(variant: Mapping[str, Any] | None) -> None:
@@ -173,44 +134,19 @@ def mapped_by(
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name
 
 
-class TakenApart(NamedTuple):
-    """A tree to save, and what a save makes of it.
-
-    Attributes:
-      leaves: with the views that a family has for them.
-      tensors: dtype and shape of the tensors to store, by name.
-      saved: the names of the family and its switches.
-    """
-
-    leaves: list[Leaf]
-    tensors: TensorTypes
-    saved: Mapping[str, Any]
-
-
 def taken_apart(
-    leaves: Sequence[Leaf], asked: FamilyLike, variant: Variant | None, config: Mapping[str, Any]
-) -> TakenApart:
-    """Return `leaves` as the tensors that a family makes them of.
+    leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+) -> tuple[list[Leaf], TensorTypes]:
+    """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
     The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
-    leaf is a tensor. Without a `variant`, switches that differ from the family's defaults follow from the leaves. A
-    tensor has the dtype of its leaf, or the config's if the family casts and the caller names no dtype. Raises
-    `MappingError` if there is no such family, or if config, variant and leaves disagree.
+    leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and the caller names no
+    dtype. Raises `MappingError` if there is no such family, or if config, variant and leaves disagree.
     """
     family = registry.find(asked, config)
     if family is None:
         without_family(variant)
-        tensors = {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}
-        return TakenApart(list(leaves), tensors, {"family": None, "variant": dict(variant or {})})
-    shapes = {leaf.name: leaf.shape for leaf in leaves}
-    return with_variant(
-        lambda switches: _taken_apart(leaves, family, switches or {}, config),
-        variant,
-        lambda: inference.nearest_variant(family, config, shapes, stored=len(leaves)),
-    )
-
-
-def _taken_apart(leaves: Sequence[Leaf], family: Family, variant: Variant, config: Mapping[str, Any]) -> TakenApart:
+        return list(leaves), {leaf.name: (leaf.dtype, leaf.shape) for leaf in leaves}
     shapes: dict[str, tuple[int, ...]] = {}
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
@@ -218,7 +154,7 @@ def _taken_apart(leaves: Sequence[Leaf], family: Family, variant: Variant, confi
             raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
-    tree = family.describe(config, variant, bind, stored=len(leaves))
+    tree = family.describe(config, variant or {}, bind, stored=len(leaves))
     paths = by_path({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
     viewed, tensors = [], TensorTypes()
@@ -233,8 +169,7 @@ def _taken_apart(leaves: Sequence[Leaf], family: Family, variant: Variant, confi
         viewed.append(replace(leaf, view=view))
     # A save has to fill every tensor.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
-    in_order = dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
-    return TakenApart(viewed, in_order, {"family": family.name, "variant": {**family.variant, **variant}})
+    return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
 
 
 def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:

@@ -14,11 +14,9 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
 from orbax_safetensors.checkpoint.config import as_config, read_config, stored_dtype
 from orbax_safetensors.checkpoint.family import (
     FamilyLike,
-    TakenApart,
     TensorTypes,
     add_tensor,
     mapped_by,
-    with_variant,
     without_family,
 )
 from orbax_safetensors.checkpoint.leaf import Leaf
@@ -33,8 +31,7 @@ from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import Shapes, check_use, leaf_problems
-from orbax_safetensors.mapping.family import Family, Tree, Variant
-from orbax_safetensors.mapping.inference import nearest_variant
+from orbax_safetensors.mapping.family import Family, Tree
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize, SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
@@ -63,27 +60,17 @@ class Reference:
         """The metadata of the headers."""
         return without_sharding_info(self.checkpoint.metadata)
 
-    def taken_apart(self, leaves: Sequence[Leaf], variant: Variant | None) -> TakenApart:
-        """Return `leaves` with their views, and the tensors to store, in the checkpoint's order.
+    def taken_apart(self, leaves: Sequence[Leaf], variant: Mapping[str, Any]) -> tuple[list[Leaf], TensorTypes]:
+        """Return `leaves` with their views, and dtype and shape of the tensors to store, in the checkpoint's order.
 
-        The dtype of a tensor is the stored one, unless the caller casts the leaf. Without a `variant`, switches follow
-        from the leaves. Raises `MappingError` if the leaves are not those of the checkpoint, and `TensorMismatchError`
-        if one cannot be cast to the stored dtype.
+        The dtype of a tensor is the stored one, unless the caller casts the leaf. Raises `MappingError` if the leaves
+        are not those of the checkpoint, and `TensorMismatchError` if one cannot be cast to the stored dtype.
         """
-        family, shapes = self.family, {leaf.name: leaf.shape for leaf in leaves}
-        if family is None:
-            return self._taken_apart(leaves, variant or {})
-        return with_variant(
-            lambda switches: self._taken_apart(leaves, switches or {}),
-            variant,
-            lambda: nearest_variant(family, self.config, shapes, stored=len(self.checkpoint.tensors)),
-        )
-
-    def _taken_apart(self, leaves: Sequence[Leaf], variant: Variant) -> TakenApart:
-        stored, family = self.checkpoint, self.family
-        name = registry.IDENTITY.name if family is None else family.name
+        stored = self.checkpoint
+        name = registry.IDENTITY.name if self.family is None else self.family.name
         mapped = self._mapped(variant)
-        paths = (by_same if family is None else by_path)({leaf.name: leaf for leaf in leaves}, mapped)
+        spelled = by_same if self.family is None else by_path
+        paths = spelled({leaf.name: leaf for leaf in leaves}, mapped)
         self._check_leaves(mapped, {path: leaf.shape for path, leaf in paths.items()})
         viewed, tensors = [], TensorTypes()
         try:
@@ -96,9 +83,7 @@ class Reference:
             check_use(name, Tree(mapped), {tensor: shape for tensor, (_, shape) in tensors.items()})
         except MappingError as error:
             raise MappingError(f"like {stored.path}: {error}") from error
-        in_order = {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}
-        switches = {**family.variant, **variant} if family is not None else {}
-        return TakenApart(viewed, in_order, {"family": family and family.name, "variant": switches})
+        return viewed, {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}
 
     def files(self, tensors: Iterable[str]) -> dict[str, list[str]] | None:
         """Return the names of `tensors` by file, as the checkpoint has them; None if its files are not named as usual.
@@ -113,7 +98,7 @@ class Reference:
             files[names[self.checkpoint[tensor].file]].append(tensor)
         return files if all(files.values()) else None
 
-    def _mapped(self, variant: Variant) -> Tree:
+    def _mapped(self, variant: Mapping[str, Any]) -> Tree:
         if self.family is None:
             without_family(variant)
             return Tree(self.checkpoint.leaves)

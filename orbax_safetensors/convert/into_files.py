@@ -57,7 +57,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         Leaf(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
-    viewed, tensors, _ = taken_apart(leaves, request.family, variant or None, model_files.config or {})
+    viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
     max_file_bytes = MAX_FILE_BYTES
     if not store_of(request.destination, request.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.

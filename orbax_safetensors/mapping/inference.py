@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orbax_safetensors.errors import MappingError
@@ -70,11 +70,14 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     )
 
 
-def nearest_variant(family: Family, config: Mapping[str, Any], leaves: LeafShapes, *, stored: int) -> Variant | None:
-    """Return the variant whose tree has most of these leaves, and of several the one that has the fewest others.
+def nearest_variant(
+    family: Family, config: Mapping[str, Any], leaves: LeafShapes, passed: Variant, *, stored: int
+) -> Variant | None:
+    """Return the variant with the `passed` switches whose tree has most of these leaves, and then the fewest others.
 
     `stored` is as for `fit`. Returns None if no variant has a tree for this config.
     """
+    family = replace(family, variant={**family.variant, **passed})
     candidates: list[Fit] = []
     for variant in _variants(family, leaves):
         with suppress(MappingError):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import FamilyLike, mapped, nearest_variant, with_variant
+from orbax_safetensors.checkpoint.family import FamilyLike, mapped
+from orbax_safetensors.checkpoint.variants import nearest_variant, with_variant
 from orbax_safetensors.options import Dequantize
 from orbax_safetensors.restore.request import Request, leaf_shapes, resolve
 
@@ -23,12 +24,15 @@ def resolved(
 ) -> tuple[Checkpoint, Request]:
     """Return the checkpoint as its family sees it, if it has one, and the request, checked against it.
 
-    If there is no `variant` and the family's default tree does not have the leaves of the request, the variant follows
-    from their names and shapes. Raises `MappingError` or `TensorMismatchError`, as `mapped` and `resolve`.
+    Switches that `variant` does not pass follow from names and shapes of the leaves if the family's defaults do not
+    fit. Raises `MappingError` or `TensorMismatchError`, as `mapped` and `resolve`.
     """
 
-    def attempt(switches: Mapping[str, Any] | None) -> tuple[Checkpoint, Request]:
+    def attempt(switches: Mapping[str, Any]) -> tuple[Checkpoint, Request]:
         checkpoint = mapped(stored, family, switches, complete=not partial, dequantize=dequantize)
         return checkpoint, resolve(checkpoint, item, restore_args, partial=partial)
 
-    return with_variant(attempt, variant, lambda: nearest_variant(stored, family, leaf_shapes(item, restore_args)))
+    def nearest(passed: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return nearest_variant(stored, family, leaf_shapes(item, restore_args), passed)
+
+    return with_variant(attempt, variant, nearest)

@@ -13,9 +13,13 @@ from orbax_safetensors.checkpoint.family import FamilyLike, TensorTypes, taken_a
 from orbax_safetensors.checkpoint.leaf import Leaf, leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles, model_files_of
 from orbax_safetensors.checkpoint.reference import Reference, read_reference
+from orbax_safetensors.checkpoint.variants import with_variant
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy, nbytes
 from orbax_safetensors.format.layout import ADAPTER_NAME, Layout, TensorFacts, lay_out, lay_out_files
+from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.family import Variant
+from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike, check_one_store
 
@@ -101,11 +105,23 @@ def contents_of(
     leaves = leaves_of(item, save_args, abstract=abstract)
     model_files = model_files_of(config, options.storage_options)
     if like is None:
-        viewed, tensors, saved = taken_apart(leaves, family, variant, model_files.config or {})
         reference, of_files = None, _METADATA
+        config = model_files.config or {}
+        known = registry.find(family, config)
     else:
         reference = read_reference(like, family, model_files.config, options)
-        model_files = reference.model_files
-        viewed, tensors, saved = reference.taken_apart(leaves, variant)
+        known, config, model_files = reference.family, reference.config, reference.model_files
         of_files = _METADATA | reference.metadata
+
+    def attempt(switches: Variant) -> tuple[list[Leaf], TensorTypes, Variant]:
+        if reference is None:
+            return *taken_apart(leaves, family, switches, config), switches
+        return *reference.taken_apart(leaves, switches), switches
+
+    def nearest(passed: Variant) -> Variant | None:
+        shapes = {leaf.name: leaf.shape for leaf in leaves}
+        return None if known is None else nearest_variant(known, config, shapes, passed, stored=len(leaves))
+
+    viewed, tensors, switches = with_variant(attempt, variant, nearest)
+    saved = {"family": known and known.name, "variant": {**(known.variant if known else {}), **switches}}
     return Contents(item, viewed, tensors, of_files | dict(metadata or {}), model_files, saved, reference)

@@ -265,6 +265,8 @@ def test_unregister_takes_all_back(line):
 
 def test_from_many_threads(line):
     samples = ("qwen3", "gpt-oss", "deepseek3", "gemma3")
+    # Read here, as Python 3.11 cannot parse NumPy's headers in several threads.
+    trees = {(sample, mode): made_by_maxtext(sample, mode) for sample in samples for mode in MODES}
     start, errors = threading.Barrier(len(samples)), []
 
     def work(sample):
@@ -272,7 +274,7 @@ def test_from_many_threads(line):
             start.wait()
             ost.register("maxtext")
             for mode in MODES:
-                expected = made_by_maxtext(sample, mode)
+                expected = trees[sample, mode]
                 item = target(expected, line, ("d",))
                 assert_restored(stock(stored_directory(sample), item), item, expected, sample)
         except Exception as error:

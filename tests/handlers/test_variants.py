@@ -123,18 +123,28 @@ def test_the_state_of_an_nnx_trainer(line):
 
 
 def test_switches_that_are_passed_stay(line):
+    """The others follow, and an error names the variant that fits."""
     item = target(made_by_maxtext("qwen3", "unscanned"), line, ())
     fits = r"; this tree is that of variant=\{'scan_layers': False, 'vocab_size': 64\}$"
-    for switches in ({"scan_layers": True}, {"param_scan_axis": 0}, {}):
-        with pytest.raises(
-            ost.TensorMismatchError, match=f"not in the checkpoint: 'params.decoder.layers_0.{'.*'}{fits}"
-        ):
-            restore("qwen3", item, variant=switches)
-        with pytest.raises(ost.TensorMismatchError, match=fits):
-            ost.plan_restore(stored_directory("qwen3"), item, family="maxtext", variant=switches)
+    with pytest.raises(ost.TensorMismatchError, match=f"not in the checkpoint: 'params.decoder.layers_0.{'.*'}{fits}"):
+        restore("qwen3", item, variant={"scan_layers": True})
+    with pytest.raises(ost.TensorMismatchError, match=fits):
+        ost.plan_restore(stored_directory("qwen3"), item, family="maxtext", variant={"scan_layers": True})
     ost.register("maxtext", variant={"scan_layers": True})
     with pytest.raises(ost.TensorMismatchError, match="not in the checkpoint: 'params.decoder.layers_0"):
         restore("qwen3", item, None)
+    assert_same_bits(restore("qwen3", item, variant={"param_scan_axis": 0}), made_by_maxtext("qwen3", "unscanned"))
+
+
+def test_a_switch_that_does_not_follow(line):
+    switches = {"rope_type": "default", **UNSCANNED}
+    with ost.SafetensorsCheckpointer(family="maxtext", variant=switches) as checkpointer:
+        expected = checkpointer.restore(stored_directory("llama3.1"))
+    item = target(expected, line, ("d",))
+    restored = restore("llama3.1", item, variant={"rope_type": "default"})
+    assert_restored(restored, item, expected, "others follow")
+    with pytest.raises(ost.TensorMismatchError, match=r"variant=\{'rope_type': 'default', 'scan_layers': False"):
+        restore("llama3.1", item, variant={"rope_type": "default", "scan_layers": True})
 
 
 def test_errors_are_about_the_nearest_variant(line):

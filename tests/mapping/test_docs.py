@@ -3,12 +3,21 @@
 import json
 import re
 
+import flax.nnx as nnx
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families import FAMILIES
+from tests.support.family_samples import Sample
 from tests.support.files import write
 from tests.support.roots import ROOT
 
@@ -67,8 +76,8 @@ def quantized(source, directory):
 def test_the_examples(tmp_path):
     stored = checkpoint(tmp_path / "llama")
     in_fp8 = quantized(tmp_path / "llama", tmp_path / "fp8")
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 10
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("\n## MaxText\n")[0], re.DOTALL)
+    assert len(blocks) == 11
     names, found = {}, []
     try:
         for block in blocks:
@@ -81,8 +90,8 @@ def test_the_examples(tmp_path):
     for params in found[1:3]:
         assert params["layers"]["mlp"]["in"].shape == (2, 2, WIDTH, HIDDEN)
         assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
-    assert found[4]["layers"]["1"]["mlp"]["in"].tobytes() == both.tobytes()
-    assert np.asarray(found[5]["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
+    for params in found[4:7]:
+        assert np.asarray(params["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
     assert "layers" in found[2]
     codes = np.stack([in_fp8[f"model.layers.{i}.mlp.down_proj.weight"].T for i in range(2)])
     assert np.asarray(names["out"]["qvalue"]).tobytes() == codes.tobytes()
@@ -90,6 +99,50 @@ def test_the_examples(tmp_path):
     for directory in ("tuned", "again"):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}
+
+
+class Part(nnx.Module):
+    """A part of a model, with parameters and a counter, which is not stored."""
+
+    def __init__(self, tree):
+        for name, child in tree.items():
+            setattr(self, name, Part(child) if isinstance(child, dict) else nnx.Param(child))
+        self.count = nnx.RngCount(jnp.zeros((), jnp.uint32))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_the_examples_for_maxtext(scan_layers, mesh):
+    """With abstract states as MaxText makes them: of Linen, and of NNX with other variables beside the parameters."""
+    sample = Sample("qwen3")
+    arrays = sample.made_by_maxtext(scan_layers)
+
+    def sharding(shape):
+        axes = (axis if size % mesh.shape[axis] == 0 else None for size, axis in zip(shape, ("x", "y"), strict=False))
+        return NamedSharding(mesh, P(*axes))
+
+    shapes = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding(array.shape))
+        for name, array in arrays.items()
+    }
+    tree = flax.traverse_util.unflatten_dict(shapes, sep=".")
+    names = {
+        "ost": ost,
+        "nnx": nnx,
+        "state": TrainState(step=0, apply_fn=None, params=tree, tx=None, opt_state={}),
+        "model": Part(tree["params"]),
+    }
+    linen, of_nnx = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("\n## MaxText\n")[1], re.DOTALL)
+    for block in (linen, of_nnx):
+        exec(block.replace("/models/qwen3", f"{sample.directory / 'hf'}"), names)
+    found = names["nnx"].to_pure_dict(nnx.state(names["model"], nnx.Param))
+    for params in (names["state"].params, {"params": found}):
+        leaves = flax.traverse_util.flatten_dict(params, sep=".")
+        assert leaves.keys() == arrays.keys()
+        for name, leaf in leaves.items():
+            assert leaf.sharding == shapes[name].sharding
+            assert (leaf.dtype, np.asarray(leaf).tobytes()) == (arrays[name].dtype, arrays[name].tobytes())
+    assert len({leaf.sharding.spec for leaf in shapes.values()}) > 1
+    assert names["model"].decoder.count[...] == 0
 
 
 def test_every_family_is_listed():
