@@ -14,8 +14,8 @@ from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import FAMILY, Sample
 from tests.support.files import write
 
-WITH_TOWERS = ["llama4", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
-UNSCANNED = ["qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
+WITH_TOWERS = ["gemma4", "gemma4_moe", "llama4", "qwen3.5", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
+UNSCANNED = ["gemma4_small", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
 TOWER = re.compile(r"params\.(vision|audio)_encoder\..+")
 EXPERTS = "model.language_model.layers.{}.mlp.experts.{}_proj"
 
