@@ -119,8 +119,7 @@ def mapped_by(
         bound.add(name)
         return checkpoint.view(stored[name])
 
-    variant = {**family.stored_as(shapes), **family.variant, **variant}
-    tree = family.describe(config, variant, bind, stored=len(shapes))
+    tree = family.describe(config, family.variant_of(shapes, variant), bind, stored=len(shapes))
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
     check_shapes(family.name, tree, unbound, shapes)
     if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:

@@ -157,6 +157,13 @@ class Family:
                     raise MappingError(f"{self.name}: {parent!r} cannot be a leaf and have {path!r} below it")
         return tree if isinstance(tree, Tree) else Tree(tree)
 
+    def variant_of(self, shapes: Mapping[str, tuple[int, ...]], variant: Variant) -> Variant:
+        """Return `variant` with the switches that it leaves to a checkpoint with tensors of these names and shapes."""
+        try:
+            return {**self.stored_as(shapes), **self.variant, **variant}
+        except Exception as error:
+            raise MappingError(f"{self.name}: no switches follow from the stored tensors: {error!r}") from error
+
     def check_variant(self, variant: Variant) -> None:
         """Raise `MappingError` for switches that the family does not have, or for values of another type."""
         switches = list(inspect.signature(self.tree).parameters.values())[1:]

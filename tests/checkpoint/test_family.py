@@ -1,6 +1,7 @@
 """A model's own tree, restored and saved through a family that somebody wrote."""
 
 import json
+from dataclasses import replace
 
 import jax
 import ml_dtypes
@@ -8,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, concatenate, full, stack, tensor
@@ -276,6 +278,31 @@ class TestRestore:
             ckptr.restore(tmp_path)
         with pytest.raises(ost.MappingError, match=r"f: c is missing"):
             ckptr.save(tmp_path / "saved", {name: stored[name] for name in ("a", "b")})
+
+    def test_how_a_model_is_stored_sets_a_switch(self, tmp_path):
+        """Unless the caller or the registration sets it; a save has the default."""
+
+        def tree(config, *, turned=False):
+            return {"w": tensor("w", (3, 2)).T if turned else tensor("w", (2, 3))}
+
+        def turned(shapes):
+            return {"turned": shapes["w"] == (3, 2)}
+
+        family = Family("f", (), tree, stored_as=turned)
+        stored = np.arange(6, dtype=np.float32).reshape(3, 2)
+        write(tmp_path / "model.safetensors", {"w": stored})
+        restored = checkpointer(family=family).restore(tmp_path)
+        np.testing.assert_array_equal(restored["w"], stored.T)
+        for wrong in (
+            {"family": family, "variant": {"turned": False}},
+            {"family": replace(family, variant={"turned": False})},
+        ):
+            with pytest.raises(ost.MappingError, match=r"'w' of shape \(2, 3\), found \(3, 2\)"):
+                checkpointer(**wrong).restore(tmp_path)
+        checkpointer(family=family).save(tmp_path / "saved", restored)
+        np.testing.assert_array_equal(load_file(tmp_path / "saved" / "model.safetensors")["w"], stored.T)
+        with pytest.raises(ost.MappingError, match=r"f: no switches follow from the stored tensors: KeyError\('v'\)"):
+            checkpointer(family=replace(family, stored_as=lambda shapes: {"turned": shapes["v"]})).restore(tmp_path)
 
     def test_metadata_is_that_of_the_tree(self, model, tensors):
         tree = checkpointer(family=TOY).metadata(model).item_metadata.tree

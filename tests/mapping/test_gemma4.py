@@ -5,14 +5,12 @@ import re
 import numpy as np
 import pytest
 
-import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View, registry
 from tests.support.evaluate import binder, evaluate
 from tests.support.family_samples import FAMILY, Sample
 
-LARGE = ("gemma4", "gemma4_moe")
-EVERY = (*LARGE, "gemma4_small")
+EVERY = ("gemma4", "gemma4_moe", "gemma4_small")
 TOWER = "params.vision_encoder."
 
 
@@ -102,31 +100,6 @@ def test_a_config_that_cannot_tell(wrong):
 # --- the tower ---
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_the_tower_is_there_if_it_is_wanted(name):
-    sample = Sample(name)
-    made = sample.made_by_maxtext(True)
-    tower = {path for path in made if path.startswith(TOWER)}
-    optional, wanted, without = (sample.describe(use_multimodal=use) for use in (None, True, False))
-    assert optional.keys() == wanted.keys() == made.keys()
-    assert without.keys() == made.keys() - tower
-    assert {path for path in optional if any(re.fullmatch(pattern, path) for pattern in optional.optional)} == tower
-    assert wanted.optional == without.optional == ()
-    assert {name for name in sample.stored if unused(without, name)} == {
-        name for path in tower for name in wanted[path].tensors
-    }
-    assert not any(unused(tree, name) for tree in (optional, wanted) for name in sample.stored)
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_a_tower_that_is_not_stored(name, tmp_path):
-    sample = Sample(name)
-    config = {**sample.config, "vision_config": None}
-    with pytest.raises(MappingError, match="use_multimodal is True, and config.json does not describe the tower"):
-        sample.family.describe(config, {"use_multimodal": True}, binder(sample.stored))
-    assert not any(path.startswith(TOWER) for path in sample.family.describe(config, {}, binder(sample.stored)))
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -150,14 +123,6 @@ def test_sounds_are_left_out():
 
 
 # --- small models ---
-
-
-def test_small_models_are_not_stacked():
-    message = "does not stack the layers of this model; expected scan_layers False, found True"
-    with pytest.raises(MappingError, match=message):
-        Sample("gemma4_small").describe(scan_layers=True)
-    with pytest.raises(MappingError, match=message):
-        ost.open_checkpoint(Sample("gemma4_small").directory / "hf", family="maxtext", variant={"scan_layers": True})
 
 
 def test_keys_and_values_that_are_not_used_may_be_stored():

@@ -44,23 +44,6 @@ def test_a_config_that_names_only_the_model():
     assert registry.find("maxtext", {"model_type": "qwen3_next"}).name == "maxtext.qwen3_next"
 
 
-# --- the tower ---
-
-
-def test_the_tower_is_there_if_it_is_wanted():
-    sample = Sample("qwen3.5")
-    made = sample.made_by_maxtext(True)
-    tower = {path for path in made if path.startswith(TOWER)}
-    optional, wanted, without = (sample.describe(use_multimodal=use) for use in (None, True, False))
-    assert optional.keys() == wanted.keys() == made.keys()
-    assert without.keys() == made.keys() - tower
-    assert {path for path in optional if any(re.fullmatch(pattern, path) for pattern in optional.optional)} == tower
-    assert wanted.optional == without.optional == ()
-    assert {name for name in sample.stored if unused(without, name)} == {
-        name for path in tower for name in wanted[path].tensors
-    }
-
-
 def test_a_language_model_alone():
     sample = Sample("qwen3.5")
     stored = {

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
@@ -13,8 +14,8 @@ from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import FAMILY, Sample
 from tests.support.files import write
 
-WITH_TOWERS = ["llama4", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
-UNSCANNED = ["qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
+WITH_TOWERS = ["gemma4", "gemma4_moe", "llama4", "qwen3.5", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
+UNSCANNED = ["gemma4_small", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
 TOWER = re.compile(r"params\.(vision|audio)_encoder\..+")
 EXPERTS = "model.language_model.layers.{}.mlp.experts.{}_proj"
 
@@ -159,6 +160,15 @@ class TestTransposedExperts:
     def test_the_caller_decides(self, transposed):
         with pytest.raises(MappingError, match=r"experts.gate_up_proj' of shape \(5, 20, 22\), found \(5, 22, 20\)"):
             self.restored(transposed, transposed_experts=False)
+
+    def test_a_save_like_it_writes_its_layout(self, transposed):
+        with ost.SafetensorsCheckpointer(family="maxtext") as checkpointer:
+            tree = checkpointer.restore(transposed)
+            checkpointer.save(transposed / "saved", args=ost.SafetensorsSave(tree, like=transposed))
+        stored, saved = (load_file(at / "model.safetensors") for at in (transposed, transposed / "saved"))
+        assert {name: (array.shape, array.tobytes()) for name, array in saved.items()} == {
+            name: (array.shape, array.tobytes()) for name, array in stored.items()
+        }
 
     def test_a_save_writes_the_published_layout(self, transposed):
         sample = Sample("qwen3_vl_moe")

@@ -79,6 +79,13 @@ def test_what_was_trained_in_float32_gets_the_stored_dtypes(tmp_path, source):
             assert array.tobytes() == narrow[name].tobytes(), name  # NumPy rounds as well
 
 
+def test_what_exceeds_the_range_of_the_stored_dtype_is_infinite(tmp_path):
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source" / "model.safetensors", {"a": np.ones(3, F16)})
+    saved = saved_tensors(tmp_path / "saved", {"a": np.array([1e30, -1e30, 1], F32)}, tmp_path / "source")
+    assert saved["a"].tolist() == [np.inf, -np.inf, 1]
+
+
 def test_a_dtype_of_the_caller_goes_before_the_stored_one(tmp_path):
     (tmp_path / "source").mkdir()
     write(tmp_path / "source" / "model.safetensors", {"a": np.ones(3, BF16), "b": np.ones(3, BF16)})

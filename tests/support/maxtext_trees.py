@@ -24,8 +24,8 @@ MODES = ("scanned", "unscanned")
 MOVED = ("deepseek3", "deepseek3.2", "deepseek3_mtp", "gpt-oss", "qwen3")
 # Between them: experts and none, towers, every attention, what is moved and what is computed, both modes.
 COVER = {
-    ("deepseek3_mtp", "scanned"), ("deepseek4", "scanned"), ("gemma3", "scanned"), ("gpt-oss", "unscanned"),
-    ("qwen3", "unscanned"), ("qwen3_omni", "unscanned"),
+    ("deepseek3_mtp", "scanned"), ("deepseek4", "scanned"), ("gemma3", "scanned"), ("gemma4_moe", "scanned"),
+    ("gpt-oss", "unscanned"), ("qwen3", "unscanned"), ("qwen3.5", "scanned"), ("qwen3_omni", "unscanned"),
 }  # fmt: skip
 
 

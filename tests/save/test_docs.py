@@ -1,0 +1,42 @@
+"""The page on saves: its examples run as they stand, on a small checkpoint in the place that they name."""
+
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.multiprocess.workers_families import stored_directory
+from tests.support.maxtext_trees import stored
+from tests.support.roots import ROOT
+
+PAGE = ROOT / "docs" / "saving.md"
+
+
+@pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
+def test_the_examples(tmp_path):
+    shutil.copytree(stored_directory("qwen3"), tmp_path / "qwen3")
+    (tmp_path / "qwen3" / "tokenizer.json").write_text("{}")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    names = {}
+    for block in blocks:
+        exec(block.replace("/models/", f"{tmp_path}/"), names)
+    source = stored(tmp_path / "qwen3")
+    for directory in ("tuned", "base"):
+        saved = stored(tmp_path / directory)
+        assert saved.keys() == source.keys()
+        assert all(saved[name].tobytes() == array.tobytes() for name, array in source.items())
+        assert (tmp_path / directory / "tokenizer.json").exists()
+        assert (tmp_path / directory / "config.json").read_bytes() == (tmp_path / "qwen3" / "config.json").read_bytes()
+    state = names["state"]
+    assert all(np.asarray(state[name]).tobytes() == array.tobytes() for name, array in source.items())
+    assert jax.tree.map(np.shape, state["up"]) == {"lora_a": (3, 32, 4), "lora_b": (3, 4, 48)}
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sorted(adapter) == [
+        f"base_model.model.model.layers.{n}.mlp.up_proj.lora_{part}.weight" for n in range(3) for part in "AB"
+    ]
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == names["config"]
