@@ -25,14 +25,18 @@ def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = 
 
 
 def same(name: str, names: Container[str]) -> str:
-    """Return `name` with or without `.value` at its end, as it is in `names`; `name` itself if neither is.
+    """Return `name` with or without the `.value` of a variable, as it is in `names`; `name` itself if neither is.
 
-    Paths in an `nnx.State` end in `.value`, paths of the same leaves in other trees do not.
+    Paths in an `nnx.State` end in `.value`, or have it before the parts of a variable whose value is a tree. Paths of
+    the same leaves in other trees do not have it.
     """
     if name in names:
         return name
-    other = without_value(name) if name.endswith(_VALUE) else name + _VALUE
-    return other if other in names else name
+    variable, _, part = name.rpartition(f"{_VALUE}.")
+    for other in (without_value(name), name + _VALUE, f"{variable}.{part}"):
+        if other in names:
+            return other
+    return name
 
 
 def by_same(leaves: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:

@@ -3,6 +3,7 @@
 import json
 import re
 
+import flax.nnx as nnx
 import jax
 import numpy as np
 import pytest
@@ -57,6 +58,23 @@ def test_whole(model):
     assert layers["up"]["scale"].dtype == np.float32
     np.testing.assert_array_equal(spread(layers["up"]), scales)
     assert layers["norm"].dtype == BF16
+
+
+def test_variables_of_flax_that_have_both(model):
+    """Their paths have `.value` before the codes and the scales."""
+    directory, codes, scales = model
+    described = {
+        name: jax.ShapeDtypeStruct(view.shape, view.dtype)
+        for name, view in ost.open_checkpoint(directory, family=FAMILY, options=SPLIT).leaves.items()
+    }
+    up = nnx.Param({part: described[f"layers.up.{part}"] for part in ("qvalue", "scale")})
+    item = nnx.State({"layers": {"up": up, "norm": nnx.Param(described["layers.norm"])}})
+    assert "layers.up.value.qvalue" in names_of(item)
+    restored = ost.load(directory, item, family=FAMILY, options=SPLIT)
+    assert jax.tree.structure(restored) == jax.tree.structure(item)
+    found = restored["layers"]["up"].get_value()
+    assert found["qvalue"].tobytes() == codes.tobytes()
+    np.testing.assert_array_equal(spread(found), scales)
 
 
 @pytest.mark.parametrize("axis", range(4))
@@ -116,7 +134,11 @@ def test_deepseek_in_maxtext_s_tree(tmp_path, scan_layers, block):
     (tmp_path / "config.json").write_text(json.dumps(config))
     family = {"family": "maxtext", "variant": {"scan_layers": scan_layers}}
     decoded = names_of(ost.load(tmp_path, **family))
-    split = names_of(ost.load(tmp_path, **family, options=SPLIT))
+    tree = ost.load(tmp_path, **family, options=SPLIT)
+    split = names_of(tree)
+    item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    for name, leaf in names_of(ost.load(tmp_path, item, family="maxtext", options=SPLIT)).items():
+        same(leaf, split[name])
     kept = {name for name in decoded if f"{name}.qvalue" in split}
     assert split.keys() == (decoded.keys() - kept) | {f"{name}.{part}" for name in kept for part in ("qvalue", "scale")}
     assert len(kept) >= 10
