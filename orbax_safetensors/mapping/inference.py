@@ -10,7 +10,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_same, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping.coverage import leaf_problems
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant
+from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Tree, Variant
 
 # Flax's collection of parameters: some trees begin below it, and some have it twice.
 _COLLECTION = "params."
@@ -31,19 +31,20 @@ class Fit:
     problems: Sequence[str]
 
 
-def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShapes, *, stored: int) -> Fit:
+def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShapes, stored: Shapes) -> Fit:
     """Return the family whose tree has exactly these leaves, with its first variant that has them.
 
-    `stored` is the number of stored tensors. Raises `MappingError` if no family has such a tree, with the differences
-    to the nearest tree, and if several families have one.
+    `stored` are the shapes of the stored tensors. Raises `MappingError` if no family has such a tree, with the
+    differences to the nearest tree, and if several families have one.
     """
     fits: list[Fit] = []
     others: list[Fit] = []
     errors: list[MappingError] = []
     for family in families:
+        shapes = {family.renamed(name): shape for name, shape in stored.items()}
         for variant in _variants(family, leaves):
             try:
-                candidate = _against(family, config, variant, leaves, stored)
+                candidate = _against(family, config, variant, leaves, shapes)
             except MappingError as error:
                 errors.append(error)
                 continue
@@ -74,8 +75,8 @@ def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
     return [variant for at, variant in enumerate(every) if variant not in every[:at]]
 
 
-def _against(family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: int) -> Fit:
-    tree = family.describe(config, variant, lambda name, shape: View.tensor(name, shape, UNKNOWN), stored=stored)
+def _against(family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: Shapes) -> Fit:
+    tree = family.describe(config, variant, lambda name, shape: View.tensor(name, shape, UNKNOWN), stored)
     paths = _paths(leaves, tree)
     _, problems = leaf_problems(tree, {path: leaves[name] for name, path in paths.items()})
     return Fit(family, variant, paths, problems)
