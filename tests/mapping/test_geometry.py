@@ -12,7 +12,7 @@ import pytest
 
 from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.mapping import View
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.roots import TESTDATA
 
 pytestmark = pytest.mark.full_size
