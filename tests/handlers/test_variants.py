@@ -10,8 +10,10 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target, variant
+from tests.support.family_samples import SAMPLES
 from tests.support.files import write
-from tests.support.maxtext_trees import EACH_TREE, MODES, assert_restored, assert_same_bits, content, named, stored
+from tests.support.maxtext_trees import COVER, MODES, assert_restored, assert_same_bits, content, named, stored
+from tests.support.tiers import cross
 
 UNSCANNED = {"scan_layers": False}
 
@@ -45,13 +47,25 @@ FORMS = {
 }
 
 
-@EACH_TREE
+TREES = [
+    (sample, mode)
+    for sample in SAMPLES
+    for mode in MODES
+    if (stored_directory(sample).parent / f"mt_{mode}.npz").exists()
+]
+
+
+@pytest.mark.parametrize(("sample", "mode"), cross(TREES, COVER))
 def test_trees_of_maxtexts_converter(sample, mode, line):
+    """Every switch follows from the tree, except one that changes only values."""
+    switches = {"rope_type": "default"} if sample == "llama2" else None
     expected = made_by_maxtext(sample, mode)
     item = target(expected, line, ("d",))
-    assert_restored(restore(sample, item), item, expected, "named")
-    ost.register("maxtext")
-    assert_restored(restore(sample, item, None), item, expected, "registered")
+    assert_restored(restore(sample, item, variant=switches), item, expected, "named")
+    ost.register("maxtext", variant=switches)
+    expected = state_of(inner(expected))
+    item = target(expected, line, ("d",))
+    assert_restored(restore(sample, item, None), item, expected, "registered, of NNX")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -194,6 +208,20 @@ def test_saves(tmp_path, form, mode):
     saved = stored(tmp_path / "inferred")
     assert saved.keys() == original.keys()
     assert all(saved[name].tobytes() == array.tobytes() for name, array in original.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_saves_like_the_source(tmp_path, mode):
+    source = stored_directory("qwen3")
+    ost.save(tmp_path / "saved", state_of(inner(made_by_maxtext("qwen3", mode))), family="maxtext", like=source)
+    saved, original = stored(tmp_path / "saved"), stored(source)
+    assert saved.keys() == original.keys()
+    assert all(saved[name].tobytes() == array.tobytes() for name, array in original.items())
+    assert (tmp_path / "saved" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    with pytest.raises(ost.MappingError, match="this tree is that of variant="):
+        switches = {"scan_layers": mode != "scanned"}
+        tree = made_by_maxtext("qwen3", mode)
+        ost.save(tmp_path / "wrong", tree, family="maxtext", like=source, variant=switches)
 
 
 def test_a_save_records_its_variant(tmp_path):
