@@ -120,7 +120,7 @@ def contents_of(
 
     def nearest(passed: Variant) -> Variant | None:
         shapes = {leaf.name: leaf.shape for leaf in leaves}
-        return None if known is None else nearest_variant(known, config, shapes, passed, stored=len(leaves))
+        return None if known is None else nearest_variant(known, config, shapes, passed, None)
 
     viewed, tensors, switches = with_variant(attempt, variant, nearest)
     saved = {"family": known and known.name, "variant": {**(known.variant if known else {}), **switches}}

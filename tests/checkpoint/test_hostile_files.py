@@ -270,9 +270,9 @@ def test_a_tree_may_be_made_of_a_multiple_of_many_stored_tensors(monkeypatch):
     def bind(name, shape):
         return View.tensor(name, shape, np.dtype("f4"))
 
-    MANY_THINGS.describe({"num_things": 400}, {}, bind, stored=100)
+    MANY_THINGS.describe({"num_things": 400}, {}, bind, leaves=100)
     with pytest.raises(ost.MappingError, match="more than 400 tensors, 't.400' among them, and the checkpoint has 100"):
-        MANY_THINGS.describe({"num_things": 401}, {}, bind, stored=100)
+        MANY_THINGS.describe({"num_things": 401}, {}, bind, leaves=100)
 
 
 # Orbax's own files.
