@@ -7,7 +7,7 @@ import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4_SMALL
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.family_samples import FAMILY, SAMPLES, SWITCHES, TREES, Sample, made_with

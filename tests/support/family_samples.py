@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import load_file
 
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.evaluate import binder
 from tests.support.roots import TESTDATA
 
