@@ -5,6 +5,7 @@ tables, as they are, and the `tunix` families restore the same trees with these 
 """
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +22,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("einops", reason="einops is not installed: pip install --no-deps google-tunix einops")
 
+from tests.support.roots import ROOT  # noqa: E402
 from tests.support.tiers import cross  # noqa: E402
-from tests.support.tunix_models import tunix_model  # noqa: E402
+from tests.support.tunix_models import import_tunix, tunix_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Tunix uses what JAX and Flax are about to remove
 
@@ -143,3 +145,27 @@ def test_what_a_save_gives_back(name, tmp_path):
     kept = {name: array for name, array in renamed.items() if not name.startswith(("vision_tower", "multi_modal"))}
     assert again.keys() == kept.keys()
     assert all(again[name].tobytes() == array.tobytes() for name, array in kept.items())
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    case = CASES["qwen3, tied"]
+    saved(case, tmp_path / "qwen3-0.6b")
+    config = tunix_model(case.kind, case.sizes).config
+    model = import_tunix("tunix.models.qwen3.model")
+    monkeypatch.setattr(model.ModelConfig, "qwen3_0p6b", lambda: config)
+    *_, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tables.md").read_text(), re.DOTALL)
+    names = {"jax": jax, "ocp": ocp, "ost": ost, "from_table": from_table}
+    exec(block.replace("/models/", f"{tmp_path}/"), names)
+    leaves = nnx.to_pure_dict(nnx.state(names["qwen3"]))
+    stored = load_file(tmp_path / "qwen3-0.6b" / "model.safetensors")
+    query = stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(64, 4, 32)
+    assert np.asarray(leaves["layers"][1]["attn"]["q_proj"]["w"]).tobytes() == query.astype(np.float32).tobytes()
+
+    tokens = np.array([[3, 14, 15, 92, 65, 35, 89, 79]])
+    positions, mask = np.arange(8)[None], np.tril(np.ones((1, 8, 8), bool))
+    with jax.numpy_dtype_promotion("standard"):
+        logits, _ = names["qwen3"](tokens, positions, None, mask)
+    torch_model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "qwen3-0.6b", dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch_model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-3)

@@ -19,17 +19,19 @@ class TunixModel(NamedTuple):
     """A model of Tunix.
 
     Attributes:
+      config: Tunix's config of it.
       table: its table of stored names.
       load: reads a directory, given a mesh.
     """
 
+    config: Any
     table: dict[str, Any]
     load: Any
 
 
 def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
     """Return the model of Tunix that is for a config of `transformers`, as far as parameters go."""
-    params = _module(f"tunix.models.{kind}.{'params_safetensors' if kind == 'gemma3' else 'params'}")
+    params = import_tunix(f"tunix.models.{kind}.{'params_safetensors' if kind == 'gemma3' else 'params'}")
     heads = config["num_attention_heads"]
     vocabulary = "num_embed" if kind == "gemma3" else "vocab_size"
     sizes: dict[str, Any] = {
@@ -50,12 +52,13 @@ def tunix_model(kind: str, config: dict[str, Any]) -> TunixModel:
         sizes |= {key: config[key] for key in ("num_experts", "num_experts_per_tok")}
     cfg = params.model_lib.ModelConfig(**sizes)
     return TunixModel(
+        cfg,
         params._get_key_and_transform_mapping(cfg),
         lambda directory, mesh: params.create_model_from_safe_tensors(str(directory), cfg, mesh=mesh),
     )
 
 
-def _module(name: str) -> Any:
+def import_tunix(name: str) -> Any:
     """Import a module of Tunix without `tunix/__init__.py`; skip the test if it is not installed."""
     if "tunix" not in sys.modules:
         spec = importlib.util.find_spec("tunix")
