@@ -18,6 +18,7 @@ from orbax_safetensors.mapping import Family, from_table, stored_shapes, tensor
 from tests.support.evaluate import binder, evaluate, given_back
 from tests.support.files import random_bits, write
 from tests.support.loaders import by_the_table, nested_leaves
+from tests.support.quantized_layers import FP8, GRIDS, in_tree, quantized, same
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYERS, EXPERTS, WIDTH, HEADS, HEAD, HIDDEN, VOCABULARY = 3, 4, 16, 2, 8, 24, 40
@@ -293,3 +294,38 @@ def test_the_views_run_backwards(model, stack):
     again = given_back(tree, leaves, stored)
     assert again.keys() == stored.keys()
     assert all(again[name].tobytes() == array.tobytes() for name, array in stored.items())
+
+
+@pytest.mark.parametrize("dequantize", [True, "split"])
+def test_quantised_tensors(dequantize, tmp_path):
+    """Patterns without an end match the names of scales as well, which are no tensors of the model."""
+    stored, plain = quantized(np.random.default_rng(0), *GRIDS["blocks"])
+    write(tmp_path / "model.safetensors", stored)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    table = {
+        r"(\d)\.experts\.(\d)\.weight": (r"layers.\1.\2.up", ((1, 0), None)),
+        r"(\d)\.norm\.weight": r"layers.\1.norm",
+    }
+    stack = {
+        r"(layers\.\d)\.\d\.up": r"\1.up",
+        r"layers\.\d\.up": ("layers.up", ((1, 0, 2, 3), None)),
+        r"layers\.\d\.norm": ("layers.norm", ((1, 0), None)),
+    }
+    handler = ost.SafetensorsHandler(
+        family=from_table(table, stack=stack), options=ost.SafetensorsOptions(dequantize=dequantize)
+    )
+    restored = ocp.Checkpointer(handler).restore(tmp_path)["layers"]
+    expected = in_tree({name: array.astype(BF16) for name, array in plain.items()})["layers"]
+    same(restored["norm"], expected["norm"])
+    if dequantize == "split":
+        same(restored["up"]["qvalue"], in_tree(stored)["layers"]["up"])
+    else:
+        same(restored["up"], expected["up"])
+
+
+def test_a_conversion_to_orbax(model, tmp_path):
+    directory, stored = model
+    ost.convert(directory, tmp_path / "orbax", to="orbax", family=from_table(TUNIX))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "orbax" / "0" / "items")
+    assert_same(nested_leaves(restored), by_the_table(stored, TUNIX))
