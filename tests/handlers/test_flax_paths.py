@@ -8,7 +8,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import orbax_safetensors as ost
 from tests.support.files import write
@@ -39,6 +39,11 @@ def test_a_state_is_restored_by_its_paths(separator, family, tmp_path):
         assert leaf.sharding == sharding
         assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
     nnx.update(model, restored)
+
+    checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(restored, like=tmp_path / "model.safetensors"))
+    again = load_file(tmp_path / "saved" / "model.safetensors")
+    assert again.keys() == flat.keys()
+    assert all(again[name].tobytes() == array.tobytes() for name, array in flat.items())
 
 
 def test_two_names_of_one_path(tmp_path):

@@ -150,7 +150,7 @@ def test_the_examples_of_tables(tmp_path, capsys):
     stored = checkpoint(tmp_path / "llama")
     blocks = re.findall(r"```python\n(.*?)```", TABLES.read_text(), re.DOTALL)
     *blocks, with_tunix = blocks
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert "tunix" in with_tunix  # tests/interop/test_tunix.py runs it
     names = {}
     try:
@@ -166,6 +166,9 @@ def test_the_examples_of_tables(tmp_path, capsys):
                 assert [int(half.replace(",", "")) * 2 for half, _ in halves] == [names["plan"].total_bytes] * 2
     finally:
         ost.unregister()
+    tuned = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert tuned.keys() == {name for name in stored if "inv_freq" not in name}
+    assert all(array.tobytes() == stored[name].tobytes() for name, array in tuned.items())
     down = stored["model.layers.1.mlp.down_proj.weight"]
     assert names["model"]["model"]["layers"]["1"]["mlp"]["down_proj"]["kernel"].tobytes() == down.T.tobytes()
     assert names["params"]["layers"]["mlp"]["down"][1].tobytes() == down.T.tobytes()

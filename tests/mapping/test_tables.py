@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
@@ -219,6 +220,19 @@ def test_a_save_without_a_checkpoint_to_resemble(model, tmp_path):
         MappingError, match="table: the tree follows from the names and shapes of stored tensors.*like="
     ):
         ocp.Checkpointer(ost.SafetensorsHandler(family=from_table(TUNIX))).save(tmp_path / "saved", tree)
+
+
+@pytest.mark.parametrize("stack", [None, STACK], ids=["as they are", "stacked"])
+def test_a_save_like_the_source(model, stack, tmp_path):
+    directory, stored = model
+    family = from_table(TUNIX, stack=stack)
+    tree = ocp.tree.from_flat_dict(restored(directory, family), sep=".")
+    args = ost.SafetensorsSave(tree, like=directory)
+    ocp.Checkpointer(ost.SafetensorsHandler(family=family)).save(tmp_path / "saved", args=args)
+    again = load_file(tmp_path / "saved" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(again[name].tobytes() == array.tobytes() for name, array in stored.items())
+    assert_same(restored(tmp_path / "saved", from_table(TUNIX)), by_the_table(stored, TUNIX))
 
 
 def test_shapes_that_a_family_sees(tmp_path):
