@@ -26,9 +26,8 @@ TOY = Family("toy.layers", ("Toy",), layers, variants=lambda leaves: EACH)
 def test_maxtexts_trees(name, mode):
     sample, scan_layers = Sample(name), mode == "scanned"
     leaves = {path: array.shape for path, array in sample.made_by_maxtext(scan_layers).items()}
-    shapes = {name: array.shape for name, array in sample.stored.items()}
     for known in (leaves, dict.fromkeys(leaves)):
-        found = fit([sample.family], sample.config, known, shapes)
+        found = fit([sample.family], sample.config, known, sample.shapes)
         assert found.variant["scan_layers"] == scan_layers
         assert found.variant.get("param_scan_axis", 1) == 1
         assert found.variant.get("mtp", sample.mtp or None) == (

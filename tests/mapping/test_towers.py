@@ -68,7 +68,7 @@ class TestUseMultimodal:
         leaves = {path: array.shape for path, array in sample.made_by_maxtext(False).items()}
         text = {path: shape for path, shape in leaves.items() if not TOWER.fullmatch(path)}
         for known, expected in ((leaves, None), (text, False)):
-            found = fit([sample.family], sample.config, known, stored=len(sample.stored))
+            found = fit([sample.family], sample.config, known, sample.shapes)
             assert found.variant["use_multimodal"] is expected
             assert found.variant["scan_layers"] is False
 
@@ -84,7 +84,7 @@ class TestUseAudio:
     def test_it_follows_from_the_leaves(self):
         sample = Sample("qwen3_omni")
         leaves = {path: None for path in sample.made_by_maxtext(False) if "audio_encoder" not in path}
-        found = fit([sample.family], sample.config, leaves, stored=len(sample.stored))
+        found = fit([sample.family], sample.config, leaves, sample.shapes)
         assert (found.variant["use_multimodal"], found.variant["use_audio"]) == (None, False)
 
     def test_a_config_without_the_tower(self):

@@ -75,6 +75,11 @@ class Sample:
     def describe_made(self, scan_layers):
         return self.describe(**made_with(self.name, "scanned" if scan_layers else "unscanned"))
 
+    @property
+    def shapes(self):
+        """The shapes of the stored tensors."""
+        return {name: array.shape for name, array in self.stored.items()}
+
     def describe(self, **variant):
         if self.model.startswith("deepseek3"):
             variant = {"mtp": self.mtp, **variant}
