@@ -200,7 +200,7 @@ class Family:
                     raise MappingError(f"{self.name}: {parent!r} cannot be a leaf and have {path!r} below it")
         return tree if isinstance(tree, Tree) else Tree(tree)
 
-    def variant_of(self, shapes: Mapping[str, tuple[int, ...]], variant: Variant) -> Variant:
+    def variant_of(self, shapes: Shapes, variant: Variant) -> Variant:
         """Return `variant` with the switches that it leaves to a checkpoint with tensors of these names and shapes."""
         try:
             return {**self.stored_as(shapes), **self.variant, **variant}

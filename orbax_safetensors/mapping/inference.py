@@ -46,9 +46,10 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     others: list[Fit] = []
     errors: list[MappingError] = []
     for family in families:
+        shapes = _renamed(family, stored)
         for variant in _variants(family, leaves):
             try:
-                candidate = _against(family, config, variant, leaves, stored)
+                candidate = _against(family, config, variant, leaves, shapes)
             except MappingError as error:
                 errors.append(error)
                 continue
@@ -75,13 +76,14 @@ def nearest_variant(
 ) -> Variant | None:
     """Return the variant with the `passed` switches whose tree has most of these leaves, and then the fewest others.
 
-    `stored` is as for `fit`, or None if there is no checkpoint. Returns None if no variant has a tree for this config.
+    `stored` is as for `fit`, or None without a checkpoint. Returns None if no variant has a tree for this config.
     """
     family = replace(family, variant={**family.variant, **passed})
+    shapes = None if stored is None else _renamed(family, stored)
     candidates: list[Fit] = []
     for variant in _variants(family, leaves):
         with suppress(MappingError):
-            candidates.append(_against(family, config, variant, leaves, stored))
+            candidates.append(_against(family, config, variant, leaves, shapes))
             if not candidates[-1].problems:
                 return variant
     nearest = min(candidates, key=lambda candidate: (len(candidate.wrong), len(candidate.missing)), default=None)
@@ -97,13 +99,17 @@ def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
     return [variant for at, variant in enumerate(every) if variant not in every[:at]]
 
 
+def _renamed(family: Family, stored: Shapes) -> Shapes:
+    return {family.renamed(name): shape for name, shape in stored.items()}
+
+
 def _against(
     family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: Shapes | None
 ) -> Fit:
-    shapes = None if stored is None else {family.renamed(name): shape for name, shape in stored.items()}
-    tree = family.describe(
-        config, variant, lambda name, shape: View.tensor(name, shape, UNKNOWN), shapes, leaves=len(leaves)
-    )
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        return View.tensor(name, shape, UNKNOWN)
+
+    tree = family.describe(config, variant, bind, stored, leaves=len(leaves))
     paths = {name: path for path, name in by_path({name: name for name in leaves}, tree).items()}
     _, missing, wrong = leaf_problems(tree, {path: leaves[name] for name, path in paths.items()})
     return Fit(family, variant, paths, missing, wrong)
