@@ -114,6 +114,9 @@ def load_all(directory: Path) -> dict[str, np.ndarray]:
 
 def differences(original: Path, saved: Path, params: Any) -> list[str]:
     """Return what is not as it should be in the directory `saved`."""
+    files = [{path.name for path in at.glob("*.safetensors*")} for at in (original, saved)]
+    if files[0] != files[1]:
+        return [f"the files are {sorted(files[1])}"]
     before, after = load_all(original), load_all(saved)
     wrong = [f"{name} is in one of both only" for name in before.keys() ^ after.keys()]
     for name in before.keys() & after.keys():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +65,8 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
         return checkpoint, as_stored
     try:
         config = read_config(checkpoint)
-        choice = fit(registry.registered_for(config), config, leaves, stored=len(checkpoint.tensors))
+        shapes = _decoded(checkpoint, config, dequantize)[0].shapes
+        choice = fit(registry.registered_for(config), config, leaves, shapes)
         fitting = mapped_by(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
@@ -91,14 +91,8 @@ def mapped_by(
     dequantize: Dequantize,
 ) -> Checkpoint:
     """Return `checkpoint` as a family sees it; see `mapped`."""
-    encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
-    spared = encoded.unused  # tensors that only quantised computation needs
-    if dequantize == "split":
-        spared |= check_splits(encoded)
-    elif dequantize:
-        dtype = stored_dtype(config, checkpoint.decoded_dtype)
-        checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
-    described_as = {tensor: _renamed(family, tensor) for tensor in checkpoint.shapes}
+    checkpoint, encoded, spared = _decoded(checkpoint, config, dequantize)
+    described_as = {tensor: family.renamed(tensor) for tensor in checkpoint.shapes}
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
@@ -119,7 +113,8 @@ def mapped_by(
         bound.add(name)
         return checkpoint.view(stored[name])
 
-    tree = family.describe(config, family.variant_of(shapes, variant), bind, stored=len(shapes))
+    values = {name: shape for name, shape in shapes.items() if stored[name] not in spared}
+    tree = family.describe(config, family.variant_of(shapes, variant), bind, values)
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
     check_shapes(family.name, tree, unbound, shapes)
     if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
@@ -128,6 +123,22 @@ def mapped_by(
         needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
     return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree)
+
+
+def _decoded(
+    checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize
+) -> tuple[Checkpoint, Quantization, Set[str]]:
+    """Return the checkpoint with the tensors that a family sees, and what is quantised of it.
+
+    The names are those of the tensors that only quantised computation needs.
+    """
+    encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
+    if dequantize == "split":
+        return checkpoint, encoded, encoded.unused | check_splits(encoded)
+    if dequantize:
+        dtype = stored_dtype(config, checkpoint.decoded_dtype)
+        checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
+    return checkpoint, encoded, encoded.unused
 
 
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name
@@ -153,7 +164,7 @@ def taken_apart(
             raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
-    tree = family.describe(config, variant or {}, bind, stored=len(leaves))
+    tree = family.describe(config, variant or {}, bind, leaves=len(leaves))
     paths = by_path({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
     viewed, tensors = [], TensorTypes()
@@ -180,9 +191,3 @@ def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-
-def _renamed(family: Family, name: str) -> str:
-    for pattern, replacement in family.renames:
-        name = re.sub(pattern, replacement, name)
-    return name

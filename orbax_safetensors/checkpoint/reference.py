@@ -30,8 +30,8 @@ from orbax_safetensors.format.names import by_path, by_same, some
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.coverage import Shapes, check_use, leaf_problems
-from orbax_safetensors.mapping.family import Family, Tree
+from orbax_safetensors.mapping.coverage import check_use, leaf_problems
+from orbax_safetensors.mapping.family import Family, Shapes, Tree
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize, SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike

@@ -55,6 +55,6 @@ def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShape
         family = registry.find(asked, config)
         if family is None:
             return None
-        return inference.nearest_variant(family, config, leaves, passed, stored=len(checkpoint.tensors))
+        return inference.nearest_variant(family, config, leaves, passed, checkpoint.shapes)
     except MappingError:
         return None

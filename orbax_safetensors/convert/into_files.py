@@ -70,6 +70,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         _METADATA,
         max_file_bytes=max_file_bytes,
         alignment=_ALIGNMENT,
+        adapter=model_files.is_adapter,
     )
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
@@ -93,6 +94,7 @@ def files_from_files(request: ReshardRequest) -> Work:
             metadata,
             max_file_bytes=request.max_file_bytes,
             alignment=_ALIGNMENT,
+            adapter=checkpoint.is_adapter,
         )
         files = file_layout.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
     else:

@@ -34,12 +34,16 @@ def lay_out(
     *,
     max_file_bytes: int,
     alignment: int,
+    adapter: bool = False,
 ) -> Layout:
     """Lay `tensors` out as Hugging Face does: fill one file after the other, in the order of `tensors`.
 
-    A file holds at most `max_file_bytes` of tensors, or a single longer tensor. The data of a file begins at a multiple
-    of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` if a header would be invalid.
+    A file holds at most `max_file_bytes` of tensors, or a single longer tensor; an `adapter` is one file. The data of a
+    file begins at a multiple of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` if a header
+    would be invalid.
     """
+    if adapter:
+        return lay_out_files({ADAPTER_NAME: tensors}, metadata, alignment=alignment)
     parts: list[list[TensorFacts]] = [[]]
     filled = 0
     for name, dtype, shape in tensors:

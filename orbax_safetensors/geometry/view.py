@@ -99,9 +99,11 @@ class View:
 
     def transpose(self, axes: Sequence[int] | None = None) -> View:
         """Permute the dimensions; without `axes`, reverse them."""
-        order = tuple(range(len(self.shape)))[::-1] if axes is None else tuple(axes)
-        if sorted(order) != list(range(len(self.shape))):
-            raise MappingError(f"{self}: transpose{order} is not a permutation of its {len(self.shape)} dimensions")
+        rank = len(self.shape)
+        axes = tuple(range(rank))[::-1] if axes is None else tuple(axes)
+        order = tuple(axis + rank if axis < 0 else axis for axis in axes)
+        if sorted(order) != list(range(rank)):
+            raise MappingError(f"{self}: transpose{axes} is not a permutation of its {rank} dimensions")
         pieces = (
             Piece(p.tensor, tuple(p.start[a] for a in order), p.offset, tuple(p.dims[a] for a in order), p.ops)
             for p in self.pieces

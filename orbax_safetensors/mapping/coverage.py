@@ -14,9 +14,7 @@ from orbax_safetensors.format.names import nearest, some
 from orbax_safetensors.geometry.coalesce import disjoint
 from orbax_safetensors.geometry.strided import extent, runs_of
 from orbax_safetensors.geometry.view import Piece, View
-from orbax_safetensors.mapping.family import LeafShapes, Tree
-
-Shapes = Mapping[str, tuple[int, ...]]
+from orbax_safetensors.mapping.family import LeafShapes, Shapes, Tree
 
 # The most elements of a tensor that are counted one by one if arithmetic cannot tell whether an element is used twice.
 _COUNTED = 2**26

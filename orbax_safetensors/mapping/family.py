@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
@@ -22,10 +22,22 @@ _MOST_OF_STORED = 4
 
 # Makes the result of `tensor` while `Family.describe` runs.
 Bind = Callable[[str, tuple[int, ...]], View]
+# The shapes of stored tensors by name.
+Shapes = Mapping[str, tuple[int, ...]]
 # The shapes of a tree's leaves by name, None if only the name is known.
 LeafShapes = Mapping[str, tuple[int, ...] | None]
 Variant = Mapping[str, Any]
-_bind: ContextVar[Bind | None] = ContextVar("bind", default=None)
+
+
+class _Stored(NamedTuple):
+    """What `tensor` and `stored_shapes` know of a checkpoint while `Family.describe` runs."""
+
+    bind: Bind = lambda name, shape: View.tensor(name, shape, UNKNOWN)
+    shapes: Shapes | None = None
+
+
+_NO_CHECKPOINT = _Stored()
+_stored: ContextVar[_Stored] = ContextVar("stored", default=_NO_CHECKPOINT)
 
 
 def tensor(name: str, shape: Sequence[int]) -> View:
@@ -35,8 +47,21 @@ def tensor(name: str, shape: Sequence[int]) -> View:
     """
     if not all(shape):
         raise MappingError(f"{name!r} of shape {tuple(shape)} has no elements")
-    bind = _bind.get()
-    return View.tensor(name, shape, UNKNOWN) if bind is None else bind(name, tuple(shape))
+    return _stored.get().bind(name, tuple(shape))
+
+
+def stored_shapes() -> Shapes:
+    """Return the shapes of all tensors of the checkpoint, by name, for a tree that follows from them.
+
+    Names are those after `Family.renames`. Quantised tensors have the shape of their values, and what only quantised
+    computation needs is left out. Raises `MappingError` if there is no checkpoint, as in a save that names none.
+    """
+    if (shapes := _stored.get().shapes) is None:
+        raise MappingError(
+            "the tree follows from the names and shapes of stored tensors, and there are none yet: a save takes them "
+            "from a checkpoint, with like="
+        )
+    return shapes
 
 
 class Tree(dict[str, View]):
@@ -65,7 +90,7 @@ def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _follow_from_nothing(shapes: Mapping[str, tuple[int, ...]]) -> Variant:
+def _follow_from_nothing(shapes: Shapes) -> Variant:
     return {}
 
 
@@ -107,33 +132,51 @@ class Family:
     variant: Variant = field(default_factory=dict, hash=False)
     envelope: Envelope = field(default=Envelope(), hash=False)
     applies_to: Callable[[Mapping[str, Any]], bool] = _to_all
-    stored_as: Callable[[Mapping[str, tuple[int, ...]]], Variant] = _follow_from_nothing
+    stored_as: Callable[[Shapes], Variant] = _follow_from_nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
             raise MappingError(f"{self.name}: expected a tuple of architectures, found {self.architectures!r}")
         _patterns(f"{self.name}: renames", [pattern for pattern, _ in self.renames])
 
-    def describe(self, config: Mapping[str, Any], variant: Variant, bind: Bind, *, stored: int = 0) -> Tree:
-        """Return `tree` with its tensors made by `bind`; `stored` is the number of stored tensors or of leaves to save.
+    def renamed(self, name: str) -> str:
+        """Return the name that the family has for a stored tensor."""
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def describe(
+        self,
+        config: Mapping[str, Any],
+        variant: Variant,
+        bind: Bind,
+        stored: Shapes | None = None,
+        *,
+        leaves: int = 0,
+    ) -> Tree:
+        """Return `tree` with its tensors made by `bind`.
+
+        `stored` are the shapes of the checkpoint's tensors by the family's names. A save that has no checkpoint passes
+        the number of its `leaves` instead.
 
         Raises `MappingError` if the config lacks a value or has a wrong one, if the family does not have a switch, if
         the tree is not a dict of views, and if it is made of far more tensors than are stored.
         """
         variant = {**self.variant, **variant}
         self.check_variant(variant)
-        most = max(_MOST_TENSORS, _MOST_OF_STORED * stored)
+        number = leaves if stored is None else len(stored)
+        most = max(_MOST_TENSORS, _MOST_OF_STORED * number)
         described = count()
 
         def bounded(name: str, shape: tuple[int, ...]) -> View:
             if next(described) == most:
                 raise MappingError(
                     f"the tree of this config.json{_counts(config, variant)} is made of more than {most} tensors, "
-                    f"{name!r} among them, and the checkpoint has {stored}"
+                    f"{name!r} among them, and the checkpoint has {number}"
                 )
             return bind(name, shape)
 
-        token = _bind.set(bounded)
+        token = _stored.set(_Stored(bounded, stored))
         try:
             tree = self.tree(config, **variant)
         except KeyError as error:
@@ -143,7 +186,7 @@ class Family:
         except Exception as error:
             raise MappingError(f"{self.name}: no tree follows from this config.json: {error!r}") from error
         finally:
-            _bind.reset(token)
+            _stored.reset(token)
         if not isinstance(tree, Mapping):
             raise MappingError(f"{self.name}: expected a dict of views by dotted path, found {tree!r:.80}")
         for path, view in tree.items():
@@ -157,7 +200,7 @@ class Family:
                     raise MappingError(f"{self.name}: {parent!r} cannot be a leaf and have {path!r} below it")
         return tree if isinstance(tree, Tree) else Tree(tree)
 
-    def variant_of(self, shapes: Mapping[str, tuple[int, ...]], variant: Variant) -> Variant:
+    def variant_of(self, shapes: Shapes, variant: Variant) -> Variant:
         """Return `variant` with the switches that it leaves to a checkpoint with tensors of these names and shapes."""
         try:
             return {**self.stored_as(shapes), **self.variant, **variant}

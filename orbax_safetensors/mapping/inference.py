@@ -11,7 +11,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_path, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping.coverage import leaf_problems
-from orbax_safetensors.mapping.family import Family, LeafShapes, Variant
+from orbax_safetensors.mapping.family import Family, LeafShapes, Shapes, Variant
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,20 @@ class Fit:
         return [*self.missing, *self.wrong]
 
 
-def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShapes, *, stored: int) -> Fit:
+def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShapes, stored: Shapes) -> Fit:
     """Return the family whose tree has exactly these leaves, with its first variant that has them.
 
-    `stored` is the number of stored tensors. Raises `MappingError` if no family has such a tree, with the differences
-    to the nearest tree, and if several families have one.
+    `stored` are the shapes of the stored tensors. Raises `MappingError` if no family has such a tree, with the
+    differences to the nearest tree, and if several families have one.
     """
     fits: list[Fit] = []
     others: list[Fit] = []
     errors: list[MappingError] = []
     for family in families:
+        shapes = _renamed(family, stored)
         for variant in _variants(family, leaves):
             try:
-                candidate = _against(family, config, variant, leaves, stored)
+                candidate = _against(family, config, variant, leaves, shapes)
             except MappingError as error:
                 errors.append(error)
                 continue
@@ -71,17 +72,18 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
 
 
 def nearest_variant(
-    family: Family, config: Mapping[str, Any], leaves: LeafShapes, passed: Variant, *, stored: int
+    family: Family, config: Mapping[str, Any], leaves: LeafShapes, passed: Variant, stored: Shapes | None
 ) -> Variant | None:
     """Return the variant with the `passed` switches whose tree has most of these leaves, and then the fewest others.
 
-    `stored` is as for `fit`. Returns None if no variant has a tree for this config.
+    `stored` is as for `fit`, or None without a checkpoint. Returns None if no variant has a tree for this config.
     """
     family = replace(family, variant={**family.variant, **passed})
+    shapes = None if stored is None else _renamed(family, stored)
     candidates: list[Fit] = []
     for variant in _variants(family, leaves):
         with suppress(MappingError):
-            candidates.append(_against(family, config, variant, leaves, stored))
+            candidates.append(_against(family, config, variant, leaves, shapes))
             if not candidates[-1].problems:
                 return variant
     nearest = min(candidates, key=lambda candidate: (len(candidate.wrong), len(candidate.missing)), default=None)
@@ -97,8 +99,17 @@ def _variants(family: Family, leaves: LeafShapes) -> list[Variant]:
     return [variant for at, variant in enumerate(every) if variant not in every[:at]]
 
 
-def _against(family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: int) -> Fit:
-    tree = family.describe(config, variant, lambda name, shape: View.tensor(name, shape, UNKNOWN), stored=stored)
+def _renamed(family: Family, stored: Shapes) -> Shapes:
+    return {family.renamed(name): shape for name, shape in stored.items()}
+
+
+def _against(
+    family: Family, config: Mapping[str, Any], variant: Variant, leaves: LeafShapes, stored: Shapes | None
+) -> Fit:
+    def bind(name: str, shape: tuple[int, ...]) -> View:
+        return View.tensor(name, shape, UNKNOWN)
+
+    tree = family.describe(config, variant, bind, stored, leaves=len(leaves))
     paths = {name: path for path, name in by_path({name: name for name in leaves}, tree).items()}
     _, missing, wrong = leaf_problems(tree, {path: leaves[name] for name, path in paths.items()})
     return Fit(family, variant, paths, missing, wrong)

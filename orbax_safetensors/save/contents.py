@@ -16,7 +16,7 @@ from orbax_safetensors.checkpoint.reference import Reference, read_reference
 from orbax_safetensors.checkpoint.variants import with_variant
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy, nbytes
-from orbax_safetensors.format.layout import ADAPTER_NAME, Layout, TensorFacts, lay_out, lay_out_files
+from orbax_safetensors.format.layout import Layout, TensorFacts, lay_out, lay_out_files
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Variant
 from orbax_safetensors.mapping.inference import nearest_variant
@@ -63,13 +63,18 @@ class Contents:
         stored.
         """
         facts = {name: (name, from_numpy(dtype), shape) for name, (dtype, shape) in self.tensors.items()}
-        if self.is_adapter:
-            return lay_out_files({ADAPTER_NAME: list(facts.values())}, self.metadata, alignment=alignment)
-        if self.like is not None and not anew and (names := self.like.files(self.tensors)) is not None:
+        names = None if self.like is None or anew or self.is_adapter else self.like.files(self.tensors)
+        if names is not None:
             files = {file: [facts[name] for name in of_file] for file, of_file in names.items()}
             if all(len(of_file) == 1 or _nbytes(of_file) <= max_file_bytes for of_file in files.values()):
                 return lay_out_files(files, self.metadata, alignment=alignment)
-        return lay_out(list(facts.values()), self.metadata, max_file_bytes=max_file_bytes, alignment=alignment)
+        return lay_out(
+            list(facts.values()),
+            self.metadata,
+            max_file_bytes=max_file_bytes,
+            alignment=alignment,
+            adapter=self.is_adapter,
+        )
 
 
 def _nbytes(tensors: Sequence[TensorFacts]) -> int:
@@ -120,7 +125,8 @@ def contents_of(
 
     def nearest(passed: Variant) -> Variant | None:
         shapes = {leaf.name: leaf.shape for leaf in leaves}
-        return None if known is None else nearest_variant(known, config, shapes, passed, stored=len(leaves))
+        stored = None if reference is None else reference.checkpoint.shapes
+        return None if known is None else nearest_variant(known, config, shapes, passed, stored)
 
     viewed, tensors, switches = with_variant(attempt, variant, nearest)
     saved = {"family": known and known.name, "variant": {**(known.variant if known else {}), **switches}}

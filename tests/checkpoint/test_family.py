@@ -427,6 +427,20 @@ class TestErrors:
             checkpointer().restore(model)
         assert "params" in checkpointer(family="other").restore(model)
 
+    def test_several_families_for_other_models_of_one_architecture(self, model, registered):
+        wide = Family(
+            "wide.model", ("ToyForCausalLM",), toy_tree, applies_to=lambda config: config["hidden_size"] > 1000
+        )
+        ost.register(wide)
+        assert "params" in checkpointer().restore(model)
+        with pytest.raises(ost.MappingError, match=r"wide: no family is for architectures \['ToyForCausalLM'\]"):
+            checkpointer(family="wide").restore(model)
+        edit(model, hidden_size="many")
+        with pytest.raises(
+            ost.MappingError, match=r"wide.model: cannot tell from this config.json if it applies: Type"
+        ):
+            checkpointer().restore(model)
+
     def test_registering_what_is_no_family(self):
         with pytest.raises(ost.MappingError, match=r"there is no family 'toy'"):
             ost.register("toy")

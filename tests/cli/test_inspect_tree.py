@@ -189,7 +189,7 @@ def test_without_a_family_a_registered_one_counts_for_nothing(cli):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--family", "nobody"], "there is no family 'nobody'; there are maxtext."),
+        (["--family", "nobody"], "there is no family 'nobody'; there are flax.paths, maxtext."),
         (["--family", ""], "there is no family ''"),
         (["--family", "maxtext.llama3"], "model.layers.0.self_attn"),
         (["--family", "maxtext", "--variant", "scan=true"], "maxtext.qwen3: there is no variant ['scan']; there are"),

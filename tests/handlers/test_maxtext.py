@@ -6,7 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import orbax_safetensors as ost
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.multiprocess.workers_families import (
     SAMPLES,
     made_by_maxtext,

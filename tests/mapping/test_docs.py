@@ -1,4 +1,4 @@
-"""The page on families: its examples run as they stand, on a small checkpoint in the place that they name."""
+"""The pages on families and tables: their examples run as they stand, on a small checkpoint where they look for one."""
 
 import json
 import re
@@ -22,6 +22,7 @@ from tests.support.files import write
 from tests.support.roots import ROOT
 
 PAGE = ROOT / "docs" / "families.md"
+TABLES = ROOT / "docs" / "tables.md"
 WIDTH, HIDDEN, VOCABULARY, HEADS, GROUPS, HEAD = 64, 96, 128, 8, 4, 8
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -145,7 +146,35 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
     assert names["model"].decoder.count[...] == 0
 
 
+def test_the_examples_of_tables(tmp_path, capsys):
+    stored = checkpoint(tmp_path / "llama")
+    blocks = re.findall(r"```python\n(.*?)```", TABLES.read_text(), re.DOTALL)
+    *blocks, with_tunix = blocks
+    assert len(blocks) == 7
+    assert "tunix" in with_tunix  # tests/interop/test_tunix.py runs it
+    names = {}
+    try:
+        for block in blocks:
+            exec(block.replace("/models/", f"{tmp_path}/"), names)
+            if "plan = " in block:
+                params = names["params"]
+                q = stored["model.layers.1.self_attn.q_proj.weight"]
+                assert np.asarray(params["layers"]["1"]["attention"]["q"]).tobytes() == q.T.tobytes()
+                halves = re.findall(
+                    r"^needs ([\d,]+) of ([\d,]+) bytes, and reads", capsys.readouterr().out, re.MULTILINE
+                )
+                assert [int(half.replace(",", "")) * 2 for half, _ in halves] == [names["plan"].total_bytes] * 2
+    finally:
+        ost.unregister()
+    tuned = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert tuned.keys() == {name for name in stored if "inv_freq" not in name}
+    assert all(array.tobytes() == stored[name].tobytes() for name, array in tuned.items())
+    down = stored["model.layers.1.mlp.down_proj.weight"]
+    assert names["model"]["model"]["layers"]["1"]["mlp"]["down_proj"]["kernel"].tobytes() == down.T.tobytes()
+    assert names["params"]["layers"]["mlp"]["down"][1].tobytes() == down.T.tobytes()
+
+
 def test_every_family_is_listed():
-    rows = re.findall(r"^\| `(maxtext\.\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     listed = {name: tuple(re.findall(r"`(\w+)`", architectures)) for name, architectures in rows}
     assert listed == {family.name: family.architectures for family in FAMILIES}

@@ -5,7 +5,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from orbax_safetensors.mapping import View
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.maxtext_reference import MODELS, converted
 from tests.support.strategies import examples

@@ -7,7 +7,7 @@ import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import View
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4_SMALL
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.family_samples import FAMILY, SAMPLES, SWITCHES, TREES, Sample, made_with
@@ -343,6 +343,36 @@ def test_an_incomplete_cycle_of_layers_is_refused(name, length):
     sample.config["num_hidden_layers"] = 3
     with pytest.raises(MappingError, match=f"in cycles of {length}, and config.json has 3 layers"):
         sample.describe()
+
+
+LONGER = {"num_hidden_layers": 24, "num_kv_shared_layers": 12, "use_double_wide_mlp": False, "per_layer_config": None}
+SIXTH = {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4}
+THIRDS = {"num_hidden_layers": 6, "full_attention_interval": 3, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tower", "scanned", "unscanned"),
+    [
+        ("gemma4", {}, {"num_hidden_layers": 3}, 73, 212),
+        ("gemma4_moe", {}, {"num_hidden_layers": 3}, 91, 320),
+        ("gemma4_small", LONGER | SIXTH, {}, None, 377),
+        ("olmo3", {"hidden_size": 40}, {}, 47, 91),
+        ("qwen3.5", THIRDS, {"depth": 3}, 110, 160),
+        ("qwen3_next", THIRDS, {}, 53, 103),
+    ],
+)
+def test_trees_of_other_sizes_have_as_many_leaves_as_maxtexts(name, text, tower, scanned, unscanned):
+    """MaxText's converter made these trees; only their numbers of leaves are here."""
+    sample = Sample(name)
+    sample.config.get("text_config", sample.config).update(text)
+    sample.config.get("vision_config", {}).update(tower)
+    for scan_layers, leaves in ((True, scanned), (False, unscanned)):
+        if leaves is not None:
+            variant = {"scan_layers": scan_layers}
+            tree = sample.family.describe(
+                sample.config, variant, lambda name, shape: View.tensor(name, shape, np.dtype("f4"))
+            )
+            assert len(tree) == leaves
 
 
 def test_a_config_without_what_is_needed_is_refused():

@@ -10,6 +10,7 @@ from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import TREES, Sample
 
 CONFIG = {"layers": 3}
+SHAPES = {f"{i}.w": (4, 2) for i in range(3)}
 EACH = [{"stacked": True}, {"stacked": True, "axis": 1}, {"stacked": False}]
 
 
@@ -26,7 +27,7 @@ def test_maxtexts_trees(name, mode):
     sample, scan_layers = Sample(name), mode == "scanned"
     leaves = {path: array.shape for path, array in sample.made_by_maxtext(scan_layers).items()}
     for known in (leaves, dict.fromkeys(leaves)):
-        found = fit([sample.family], sample.config, known, stored=len(sample.stored))
+        found = fit([sample.family], sample.config, known, sample.shapes)
         assert found.variant["scan_layers"] == scan_layers
         assert found.variant.get("param_scan_axis", 1) == 1
         assert found.variant.get("mtp", sample.mtp or None) == (
@@ -48,55 +49,55 @@ def test_maxtexts_trees(name, mode):
 def test_the_first_variant_that_fits(leaves, variant):
     for above, below in (("", ""), ("params.", ""), ("", ".value"), ("params.", ".value")):
         named = {f"{above}{name}{below}": shape for name, shape in leaves.items()}
-        found = fit([TOY], CONFIG, named, stored=3)
+        found = fit([TOY], CONFIG, named, SHAPES)
         assert found.variant == variant
         assert found.paths == {f"{above}{name}{below}": name for name in leaves}
     alone = {name.removeprefix("params."): shape for name, shape in leaves.items()}
-    assert fit([TOY], CONFIG, alone, stored=3).paths == {name.removeprefix("params."): name for name in leaves}
+    assert fit([TOY], CONFIG, alone, SHAPES).paths == {name.removeprefix("params."): name for name in leaves}
 
 
 def test_switches_that_are_set_stay():
     family = Family("toy.set", ("Toy",), layers, variants=TOY.variants, variant={"stacked": True})
-    assert fit([family], CONFIG, {"w": (4, 3, 2)}, stored=3).variant == EACH[1]
+    assert fit([family], CONFIG, {"w": (4, 3, 2)}, SHAPES).variant == EACH[1]
     with pytest.raises(MappingError, match=r"toy.set: no variant .*\{'stacked': True\}: params.w is missing"):
-        fit([family], CONFIG, {f"w_{i}": (4, 2) for i in range(3)}, stored=3)
+        fit([family], CONFIG, {f"w_{i}": (4, 2) for i in range(3)}, SHAPES)
 
 
 def test_a_family_that_does_not_say_has_its_defaults():
     family = Family("toy.plain", ("Toy",), layers)
-    assert fit([family], CONFIG, {"w": (3, 4, 2)}, stored=3).variant == {}
+    assert fit([family], CONFIG, {"w": (3, 4, 2)}, SHAPES).variant == {}
     with pytest.raises(MappingError, match=r"params.w, of '0.w', .*: expected \(3, 4, 2\), found \(4, 3, 2\)"):
-        fit([family], CONFIG, {"w": (4, 3, 2)}, stored=3)
+        fit([family], CONFIG, {"w": (4, 3, 2)}, SHAPES)
 
 
 def test_the_nearest_is_what_an_error_is_about():
     leaves = {**{f"w_{i}": (4, 2) for i in range(3)}, "w_1": (4, 4)}
     with pytest.raises(MappingError, match=r"nearest is \{'stacked': False\}: params.w_1, of '1.w': expected \(4, 2\)"):
-        fit([TOY], CONFIG, leaves, stored=3)
+        fit([TOY], CONFIG, leaves, SHAPES)
 
 
 def test_families_that_both_fit():
     other = Family("other.layers", ("Toy",), layers)
     with pytest.raises(MappingError, match="several .*: other.layers, toy.layers; register one"):
-        fit([TOY, other], CONFIG, {"w": (3, 4, 2)}, stored=3)
-    assert fit([TOY, other], CONFIG, {"w": (4, 3, 2)}, stored=3).family is TOY
+        fit([TOY, other], CONFIG, {"w": (3, 4, 2)}, SHAPES)
+    assert fit([TOY, other], CONFIG, {"w": (4, 3, 2)}, SHAPES).family is TOY
 
 
 @pytest.mark.parametrize("families", [[], [Family("toy.none", (), layers, variants=lambda leaves: [])]])
 def test_nothing_to_choose_from(families):
     with pytest.raises(MappingError, match="no registered family has a variant"):
-        fit(families, CONFIG, {"w": (3, 4, 2)}, stored=3)
+        fit(families, CONFIG, {"w": (3, 4, 2)}, SHAPES)
 
 
 @pytest.mark.parametrize("variants", [lambda leaves: leaves["nothing"], lambda leaves: [3], lambda leaves: None])
 def test_variants_that_fail(variants):
     with pytest.raises(MappingError, match="toy.wrong: no variants follow from these leaves: "):
-        fit([Family("toy.wrong", (), layers, variants=variants)], CONFIG, {"w": (3, 4, 2)}, stored=3)
+        fit([Family("toy.wrong", (), layers, variants=variants)], CONFIG, {"w": (3, 4, 2)}, SHAPES)
 
 
 def test_a_config_that_no_tree_follows_from():
     with pytest.raises(MappingError, match="toy.layers: config.json has no 'layers'"):
-        fit([TOY], {}, {"w": (3, 4, 2)}, stored=3)
+        fit([TOY], {}, {"w": (3, 4, 2)}, SHAPES)
 
 
 def test_a_family_has_the_switches_that_are_set():

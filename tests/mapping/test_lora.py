@@ -82,6 +82,21 @@ def test_an_adapter_is_one_file_whatever_its_size(tmp_path):
     assert [file.file for file in plan.files] == ["adapter_model.safetensors"]
 
 
+def test_conversions_keep_an_adapter(tmp_path):
+    tree = {"up": {"lora_a": np.ones((IN, RANK), np.float32), "lora_b": np.ones((RANK, OUT), np.float32)}}
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(tmp_path / "orbax", tree)
+    family = lora({"up": "model.layers.0.mlp.up"}, BASE)
+    ost.convert(tmp_path / "orbax", tmp_path / "to", to="safetensors", family=family, config=CONFIG)
+    ost.reshard(tmp_path / "to", tmp_path / "again", max_file_bytes=1)
+    for directory in ("to", "again"):
+        assert {path.name for path in (tmp_path / directory).iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+        assert load_file(tmp_path / directory / "adapter_model.safetensors").keys() == {names(0, "A"), names(0, "B")}
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text()) == CONFIG
+
+
 def test_an_adapter_on_a_server_that_does_not_list(web):
     family = lora({"up": "model.layers.0.mlp.up"}, BASE)
     arrays = {names(0, "A"): np.ones((RANK, IN), np.float32), names(0, "B"): np.ones((OUT, RANK), np.float32)}

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import MappingError
@@ -14,8 +13,8 @@ from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import FAMILY, Sample
 from tests.support.files import write
 
-WITH_TOWERS = ["gemma4", "gemma4_moe", "llama4", "qwen3.5", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
-UNSCANNED = ["gemma4_small", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
+WITH_TOWERS = ["llama4", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
+UNSCANNED = ["qwen3_omni", "qwen3_vl", "qwen3_vl_moe"]
 TOWER = re.compile(r"params\.(vision|audio)_encoder\..+")
 EXPERTS = "model.language_model.layers.{}.mlp.experts.{}_proj"
 
@@ -68,7 +67,7 @@ class TestUseMultimodal:
         leaves = {path: array.shape for path, array in sample.made_by_maxtext(False).items()}
         text = {path: shape for path, shape in leaves.items() if not TOWER.fullmatch(path)}
         for known, expected in ((leaves, None), (text, False)):
-            found = fit([sample.family], sample.config, known, stored=len(sample.stored))
+            found = fit([sample.family], sample.config, known, sample.shapes)
             assert found.variant["use_multimodal"] is expected
             assert found.variant["scan_layers"] is False
 
@@ -84,7 +83,7 @@ class TestUseAudio:
     def test_it_follows_from_the_leaves(self):
         sample = Sample("qwen3_omni")
         leaves = {path: None for path in sample.made_by_maxtext(False) if "audio_encoder" not in path}
-        found = fit([sample.family], sample.config, leaves, stored=len(sample.stored))
+        found = fit([sample.family], sample.config, leaves, sample.shapes)
         assert (found.variant["use_multimodal"], found.variant["use_audio"]) == (None, False)
 
     def test_a_config_without_the_tower(self):
@@ -160,15 +159,6 @@ class TestTransposedExperts:
     def test_the_caller_decides(self, transposed):
         with pytest.raises(MappingError, match=r"experts.gate_up_proj' of shape \(5, 20, 22\), found \(5, 22, 20\)"):
             self.restored(transposed, transposed_experts=False)
-
-    def test_a_save_like_it_writes_its_layout(self, transposed):
-        with ost.SafetensorsCheckpointer(family="maxtext") as checkpointer:
-            tree = checkpointer.restore(transposed)
-            checkpointer.save(transposed / "saved", args=ost.SafetensorsSave(tree, like=transposed))
-        stored, saved = (load_file(at / "model.safetensors") for at in (transposed, transposed / "saved"))
-        assert {name: (array.shape, array.tobytes()) for name, array in saved.items()} == {
-            name: (array.shape, array.tobytes()) for name, array in stored.items()
-        }
 
     def test_a_save_writes_the_published_layout(self, transposed):
         sample = Sample("qwen3_vl_moe")

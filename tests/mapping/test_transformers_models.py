@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from orbax_safetensors.mapping import View, registry
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.evaluate import binder, evaluate, given_back, uses
 from tests.support.maxtext_reference import converted
 

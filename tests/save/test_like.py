@@ -64,6 +64,14 @@ def test_the_files_are_those_of_the_source_byte_for_byte(tmp_path, source, mesh,
     assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
 
 
+def test_the_variant_follows_from_the_tree(tmp_path, source):
+    tree = restore(source, family="maxtext", variant={"scan_layers": False})
+    saved = saved_tensors(tmp_path / "saved", tree["params"], source, family="maxtext")
+    expected = stored_in(source)
+    assert saved.keys() == expected.keys()
+    assert all(saved[name].tobytes() == array.tobytes() for name, array in expected.items())
+
+
 def test_what_was_trained_in_float32_gets_the_stored_dtypes(tmp_path, source):
     stored = stored_in(source)
     narrow = {name: array.astype(BF16 if "proj" in name else F16) for name, array in stored.items()}

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import load_file
 
-from orbax_safetensors.mapping.families import FAMILIES
+from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from tests.support.evaluate import binder
 from tests.support.roots import TESTDATA
 
@@ -74,6 +74,11 @@ class Sample:
 
     def describe_made(self, scan_layers):
         return self.describe(**made_with(self.name, "scanned" if scan_layers else "unscanned"))
+
+    @property
+    def shapes(self):
+        """The shapes of the stored tensors."""
+        return {name: array.shape for name, array in self.stored.items()}
 
     def describe(self, **variant):
         if self.model.startswith("deepseek3"):

@@ -29,7 +29,9 @@ COVER = {
 }  # fmt: skip
 
 
-EACH_TREE = pytest.mark.parametrize(("sample", "mode"), cross(itertools.product(SAMPLES, MODES), COVER))
+# Beside those samples: layers that are stacked twice, and kernels that are made of four parts by heads.
+SCANNED = [("gemma4_moe", "scanned"), ("qwen3.5", "scanned")]
+EACH_TREE = pytest.mark.parametrize(("sample", "mode"), cross([*itertools.product(SAMPLES, MODES), *SCANNED], COVER))
 DIMENSIONS = range(4)
 # For every two dimensions one axis of a mesh each, and for each dimension both of them.
 ON_TWO_AXES = [

@@ -1,5 +1,7 @@
-"""The families of the package: a folder for each convention, a file for each line of models."""
+"""The families of the package: a folder or a file for each convention."""
 
-from orbax_safetensors.mapping.families.maxtext import FAMILIES
+from orbax_safetensors.mapping.families import flax, maxtext, tunix
+
+FAMILIES = (*maxtext.FAMILIES, *tunix.FAMILIES, *flax.FAMILIES)
 
 __all__ = ["FAMILIES"]

@@ -1,7 +1,7 @@
 """MaxText's parameter trees, scanned and unscanned, for checkpoints of many kinds of model.
 
-The facts are from MaxText 0.2.4 and 0.2.5: tests compare these descriptions bit for bit with the output of MaxText's
-converter, and of the converter's tables, for small models (`testdata/maxtext`).
+The facts are from MaxText 0.2.4, 0.2.5 and its repository: tests compare these descriptions bit for bit with the output
+of MaxText's converter, of the converter's tables and of its scripts, for small models (`testdata/maxtext`).
 
 All families have these switches: `scan_layers`, whether layers are stacked in one array; `param_scan_axis`, where that
 dimension is inserted; `vocab_size`, MaxText's size, to which the vocabulary is padded with zeros.
@@ -26,6 +26,8 @@ FAMILIES = (
     QWEN3_VL,
     QWEN3_VL_MOE,
     QWEN3_OMNI,
+    QWEN3_NEXT,
+    QWEN3_5,
     QWEN2_5,
     LLAMA3,
     LLAMA4,
@@ -41,8 +43,6 @@ FAMILIES = (
     GEMMA4,
     GEMMA4_SMALL,
     OLMO3,
-    QWEN3_NEXT,
-    QWEN3_5,
 )
 
 __all__ = ["FAMILIES"]

@@ -33,14 +33,14 @@ from orbax_safetensors.mapping.families.maxtext.common import (
 )
 
 # MaxText has no place for images. Some files spell `model.` differently.
-_VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
-_OTHER_SPELLINGS = (
+VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
+OTHER_SPELLINGS = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
 )
 
 # Published configs leave out what equals the defaults of `Gemma3TextConfig`.
-_GEMMA3_TEXT = {
+GEMMA3_TEXT = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -98,12 +98,12 @@ def gemma3(
     can no longer be saved.
     """
     text, prefix = text_config(config, tied=True)
-    c = completed(text, **_GEMMA3_TEXT)
+    c = completed(text, **GEMMA3_TEXT)
     refuse(c, "attention_bias")
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     factor = float(ml_dtypes.bfloat16(sqrt(c["hidden_size"])))
     decoder = in_cycles(6, layers, scan_layers, param_scan_axis)
-    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[_VISION])
+    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[VISION])
 
 
 GEMMA2 = family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
@@ -111,5 +111,5 @@ GEMMA3 = family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
-    renames=_OTHER_SPELLINGS,
+    renames=OTHER_SPELLINGS,
 )

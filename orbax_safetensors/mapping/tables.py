@@ -1,0 +1,216 @@
+"""`from_table`: a family of the table of a loader, as Tunix, Bonsai and jax-llm-examples have it.
+
+A table has a row for each kind of tensor: a regular expression for stored names, a template of the path in the tree,
+and what to do with the tensor. Names and shapes are those of the checkpoint. Nothing is known here of any model.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import methodcaller
+from typing import Any
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.names import some
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping.family import Family, Tree, stored_shapes, tensor
+
+Step = Callable[[View], View]
+_NUMBERS = re.compile(r"(\d+)")
+
+
+def from_table(
+    table: Mapping[Any, Any], *, stack: Mapping[Any, Any] | None = None, unused: Sequence[str] = ()
+) -> Family:
+    """Return the family of a loader's table `{pattern: path}` or `{pattern: (path, transform)}`.
+
+    A row is for the stored names that `re.match` its pattern. Its path may refer to the groups of the pattern, as for
+    `re.sub`; dots separate the keys, also written as `\\.`. A transform, or the value of an `Enum`, is one of these:
+
+    - None: the tensor as it is stored;
+    - `(permute, reshape)` in the order in which they apply, each of them None, axes, or sizes, of which one may be -1;
+    - `(permute, reshape, reshape_first)`;
+    - a function from a `View` to a `View`.
+
+    Args:
+      stack: a table from paths to paths. The leaves whose paths become one path are stacked in front, by the number in
+        which their paths differ, otherwise in the order of the table's rows; its transforms apply to the stack. Rows
+        apply in turn, so that a stack can be of stacks.
+      unused: regular expressions for whole names of stored tensors that the model does not read, whether or not a row
+        is for them.
+
+    Rows that are for no stored tensor are left out. The tree raises `MappingError` for a tensor that several rows are
+    for, several tensors with one path, stacks with a gap, and rows of `stack` that are for no path; a stored tensor
+    without a row is an error as with all families. A save needs a checkpoint for the names and shapes of its tensors.
+
+    Raises:
+      MappingError: a row does not have one of these forms.
+    """
+    rows = _rows("table", table)
+    stacks = _rows("stack", stack or {})
+    patterns = Tree({}, unused=unused).unused
+
+    def tree(config: Mapping[str, Any]) -> Tree:
+        leaves = _from_rows(rows, [re.compile(pattern) for pattern in patterns])
+        for row in stacks:
+            leaves = _stacked(row, leaves)
+        return Tree({path: leaf.view for path, leaf in leaves.items()}, unused=patterns)
+
+    return Family("table", (), tree)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a table.
+
+    Attributes:
+      number: the position of the row in the table.
+      steps: what happens to the tensor, in order.
+    """
+
+    number: int
+    pattern: re.Pattern[str]
+    template: str
+    steps: tuple[Step, ...]
+
+    def path(self, name: str) -> str:
+        """Return the path of a name that the row is for."""
+        try:
+            return self.pattern.sub(self.template, name).replace("\\.", ".")
+        except (re.error, IndexError) as error:
+            raise MappingError(f"{self.pattern.pattern!r}: {self.template!r} is not a template: {error}") from error
+
+    def apply(self, view: View) -> View:
+        """Return the view after all steps."""
+        for step in self.steps:
+            try:
+                view = step(view)
+            except MappingError as error:
+                raise MappingError(f"{self.pattern.pattern!r}: {error}") from error
+            except Exception as error:
+                raise MappingError(f"{self.pattern.pattern!r}: the transform of {view} failed: {error!r}") from error
+            if not isinstance(view, View):
+                raise MappingError(f"{self.pattern.pattern!r}: expected a transform to a View, found {view!r:.80}")
+        return view
+
+
+def _rows(what: str, table: Mapping[Any, Any]) -> list[_Row]:
+    if not isinstance(table, Mapping):
+        raise MappingError(f"{what}: expected a dict of paths by regular expression, found {table!r:.80}")
+    return [_row(what, number, pattern, value) for number, (pattern, value) in enumerate(table.items())]
+
+
+def _row(what: str, number: int, pattern: Any, value: Any) -> _Row:
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise MappingError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+    match (value,) if isinstance(value, str) else value:
+        case [str(template)]:
+            return _Row(number, compiled, template, ())
+        case [str(template), transform]:
+            return _Row(number, compiled, template, _steps(f"{what}: {compiled.pattern!r}", transform))
+    raise MappingError(f"{what}: {compiled.pattern!r}: expected a path, or a path and a transform, found {value!r:.80}")
+
+
+def _steps(where: str, transform: Any) -> tuple[Step, ...]:
+    """Return the operations of a transform, in the order in which they apply."""
+    if isinstance(transform, Enum):
+        transform = transform.value
+    if callable(transform):
+        return (transform,)
+    match transform:
+        case None:
+            return ()
+        case [permute, reshape, bool(reshape_first)]:
+            return _steps(where, (reshape, permute) if reshape_first else (permute, reshape))
+        case [_] | [_, _]:
+            return tuple(_step(where, numbers) for numbers in transform if numbers is not None)
+    raise MappingError(
+        f"{where}: expected None, (permute, reshape), (permute, reshape, reshape_first) or a function as transform, "
+        f"found {transform!r:.80}"
+    )
+
+
+def _step(where: str, numbers: Any) -> Step:
+    """Return a permutation or a reshape. Axes have 0 or minus the rank among them; sizes are positive, or once -1."""
+    try:
+        values = tuple(map(operator.index, numbers))
+    except TypeError:
+        raise MappingError(f"{where}: expected axes or sizes, found {numbers!r:.80}") from None
+    return methodcaller("transpose" if any(value == 0 or value < -1 for value in values) else "reshape", values)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the tree: `source` is a stored name or what a message says instead."""
+
+    view: View
+    row: int
+    source: str
+
+
+def _from_rows(rows: Sequence[_Row], unused: Sequence[re.Pattern[str]]) -> dict[str, _Leaf]:
+    """Return the leaves that the rows make of the stored tensors, by path."""
+    leaves: dict[str, _Leaf] = {}
+    for name, shape in stored_shapes().items():
+        matches = [row for row in rows if row.pattern.match(name)]
+        if not matches or any(pattern.fullmatch(name) for pattern in unused):
+            continue
+        if len(matches) > 1:
+            patterns = some(matches, lambda row: repr(row.pattern.pattern))
+            raise MappingError(f"several rows of the table are for {name!r}: {patterns}")
+        (row,) = matches
+        path = row.path(name)
+        if path in leaves:
+            raise MappingError(
+                f"{path!r} has two tensors, {leaves[path].source!r} and {name!r}; `stack` makes one leaf"
+            )
+        leaves[path] = _Leaf(row.apply(tensor(name, shape)), row.number, name)
+    return leaves
+
+
+def _stacked(row: _Row, leaves: Mapping[str, _Leaf]) -> dict[str, _Leaf]:
+    """Return `leaves` with those that the row is for in stacks."""
+    members: dict[str, list[str]] = {}
+    for path in leaves:
+        if row.pattern.match(path):
+            members.setdefault(row.path(path), []).append(path)
+    if not members:
+        raise MappingError(f"stack: {row.pattern.pattern!r} is for none of the paths {some(list(leaves), repr)}")
+    stacks = {path: _stack(path, paths, leaves) for path, paths in members.items()}
+    joined = {path for paths in members.values() for path in paths}
+    kept = {path: leaf for path, leaf in leaves.items() if path not in joined}
+    if both := [path for path in stacks if path in kept]:
+        raise MappingError(f"stack: {both[0]!r} is a leaf already, of {kept[both[0]].source!r}")
+    return kept | {path: _Leaf(row.apply(leaf.view), leaf.row, leaf.source) for path, leaf in stacks.items()}
+
+
+def _stack(path: str, members: Sequence[str], leaves: Mapping[str, _Leaf]) -> _Leaf:
+    """Return the stack of the leaves at `members`, by the number in which these differ, or else by row of the table."""
+    parts = {member: _NUMBERS.split(member) for member in members}  # texts, and numbers at odd positions
+    first = parts[members[0]]
+    columns = {at for split in parts.values() for at in range(len(first)) if split[at : at + 1] != first[at : at + 1]}
+    column = columns.pop() if len(columns) == 1 and all(len(split) == len(first) for split in parts.values()) else 0
+    numbers = {int(split[column]): member for member, split in parts.items()} if column % 2 else {}
+    if len(numbers) == len(members):
+        if missing := set(range(min(numbers), max(numbers))) - numbers.keys():
+            raise MappingError(
+                f"stack: {path!r} lacks number {min(missing)} between {members[0]!r} and {members[-1]!r}"
+            )
+        order = [numbers[number] for number in sorted(numbers)]
+    else:
+        rows = {leaves[member].row: member for member in members}
+        if len(rows) < len(members):
+            raise MappingError(
+                f"stack: {path!r} is of paths that differ in more than one number: {some(members, repr)}"
+            )
+        order = [rows[number] for number in sorted(rows)]
+    top = leaves[order[0]]
+    return _Leaf(
+        View.stack([leaves[member].view for member in order]), top.row, f"a stack of {top.source!r} and others"
+    )

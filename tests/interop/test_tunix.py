@@ -1,0 +1,171 @@
+"""Models that Tunix's own loaders make of Hugging Face files, against its tables and our families of the same trees.
+
+The models of `transformers` are tiny and random. Tunix's loaders put them on eight devices with Tunix's shardings. Its
+tables, as they are, and the `tunix` families restore the same trees with these shardings, bit for bit.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import orbax_safetensors as ost
+from orbax_safetensors.mapping import from_table
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("einops", reason="einops is not installed: pip install --no-deps google-tunix einops")
+
+from tests.support.roots import ROOT  # noqa: E402
+from tests.support.tiers import cross  # noqa: E402
+from tests.support.tunix_models import import_tunix, tunix_model  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Tunix uses what JAX and Flax are about to remove
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+TIED = {"tie_word_embeddings": True}
+WIDER = {"head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GEMMA3 = SIZES | TIED | WIDER | {"sliding_window": 16}
+IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# What Tunix's loaders do after they have applied the table.
+EXPERTS_IN_ONE = {r"(.*)\.experts\.[0-9]+\.(\w+)\.kernel": r"\1.\2"}
+KEYS_AND_VALUES_IN_ONE = {
+    r"tmp\.layers\.(\d+)\.attn\.q": (r"layers.\1.attn.q_einsum.w", ((0, 2, 1, 3), (4, 64, 32))),
+    r"tmp\.layers\.(\d+)\.attn\.[kv]": (r"layers.\1.attn.kv_einsum.w", ((0, 2, 1, 3), None)),
+}
+ALL_THREE_IN_ONE = {r"tmp\.layers\.(\d+)\.attn\.[qkv]": (r"layers.\1.attn.qkv_einsum.w", ((0, 2, 1, 3), None))}
+
+
+class Case(NamedTuple):
+    """A model: Tunix's name of its kind, the class of `transformers`, sizes, and the number of leaves."""
+
+    kind: str
+    model: str
+    sizes: dict[str, Any]
+    leaves: int
+    stack: dict[str, Any] | None = None
+
+
+CASES = {
+    "qwen2": Case("qwen2", "Qwen2ForCausalLM", SIZES, 27),
+    "qwen2, tied": Case("qwen2", "Qwen2ForCausalLM", SIZES | TIED, 26),
+    "qwen3": Case("qwen3", "Qwen3ForCausalLM", SIZES | WIDER, 25),
+    "qwen3, tied": Case("qwen3", "Qwen3ForCausalLM", SIZES | WIDER | TIED, 24),
+    "qwen3, experts": Case("qwen3", "Qwen3MoeForCausalLM", SIZES | WIDER | EXPERTS, 27, EXPERTS_IN_ONE),
+    "llama3": Case("llama3", "LlamaForCausalLM", SIZES, 21),
+    "llama3, tied": Case("llama3", "LlamaForCausalLM", SIZES | TIED, 20),
+    "gemma3": Case("gemma3", "Gemma3ForCausalLM", GEMMA3, 26, KEYS_AND_VALUES_IN_ONE),
+    "gemma3, as many heads": Case(
+        "gemma3", "Gemma3ForCausalLM", GEMMA3 | {"num_key_value_heads": 4}, 24, ALL_THREE_IN_ONE
+    ),
+    "gemma3, with images": Case("gemma3", "Gemma3ForConditionalGeneration", GEMMA3, 26, KEYS_AND_VALUES_IN_ONE),
+}
+NAMES = cross(CASES, ["qwen3, experts", "gemma3"])
+UNREAD = [r"(vision_tower|multi_modal_projector)\..*"]
+
+
+def saved(case, directory):
+    """Save a random model of `transformers`."""
+    config_class = getattr(transformers, case.model).config_class
+    if "Conditional" in case.model:
+        config = config_class(text_config=case.sizes, vision_config=IMAGES, mm_tokens_per_image=4, image_token_index=92)
+    else:
+        config = config_class(**case.sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, case.model)._from_config(config, dtype=torch.bfloat16)
+    for tensor in model.parameters():
+        torch.nn.init.normal_(tensor, std=0.1)
+    model.save_pretrained(directory)
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def restored(directory, item, family):
+    args = ost.SafetensorsRestore(item=item)
+    return ocp.Checkpointer(ost.SafetensorsHandler(family=family)).restore(directory, args=args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_tunix_loads(name, tmp_path):
+    case = CASES[name]
+    saved(case, tmp_path / "hf")
+    tunix = tunix_model(case.kind, case.sizes)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    loaded = nnx.to_pure_dict(nnx.state(tunix.load(tmp_path / "hf", mesh)))
+    expected = jax.tree_util.tree_leaves_with_path(loaded)
+    assert len(expected) == case.leaves
+    assert any(len(leaf.sharding.device_set) == 8 and not leaf.is_fully_replicated for _, leaf in expected)
+
+    table = from_table(tunix.table, stack=case.stack, unused=UNREAD)
+    for family in (table, f"tunix.{case.kind}", "tunix"):
+        leaves = jax.tree_util.tree_leaves_with_path(restored(tmp_path / "hf", abstract(loaded), family))
+        assert [path for path, _ in leaves] == [path for path, _ in expected]
+        for (path, leaf), (_, other) in zip(leaves, expected, strict=True):
+            assert leaf.dtype == other.dtype, path
+            assert leaf.sharding == other.sharding, path
+            assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes(), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_save_gives_back(name, tmp_path):
+    """A save with a family gives all tensors back, under the names of newer files."""
+    case = CASES[name]
+    saved(case, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    checkpointer = ocp.Checkpointer(ost.SafetensorsHandler(family=f"tunix.{case.kind}"))
+    params = checkpointer.restore(tmp_path / "hf")
+    checkpointer.save(tmp_path / "again", args=ost.SafetensorsSave(params, config=config))
+    again, stored = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "hf"))
+    renamed = {name.replace("language_model.model.", "model.language_model."): array for name, array in stored.items()}
+    kept = {name: array for name, array in renamed.items() if not name.startswith(("vision_tower", "multi_modal"))}
+    assert again.keys() == kept.keys()
+    assert all(again[name].tobytes() == array.tobytes() for name, array in kept.items())
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    case = CASES["qwen3, tied"]
+    saved(case, tmp_path / "qwen3-0.6b")
+    config = tunix_model(case.kind, case.sizes).config
+    model = import_tunix("tunix.models.qwen3.model")
+    monkeypatch.setattr(model.ModelConfig, "qwen3_0p6b", lambda: config)
+    *_, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tables.md").read_text(), re.DOTALL)
+    names = {"jax": jax, "ocp": ocp, "ost": ost, "from_table": from_table}
+    exec(block.replace("/models/", f"{tmp_path}/"), names)
+    leaves = nnx.to_pure_dict(nnx.state(names["qwen3"]))
+    stored = load_file(tmp_path / "qwen3-0.6b" / "model.safetensors")
+    query = stored["model.layers.1.self_attn.q_proj.weight"].T.reshape(64, 4, 32)
+    assert np.asarray(leaves["layers"][1]["attn"]["q_proj"]["w"]).tobytes() == query.astype(np.float32).tobytes()
+
+    tokens = np.array([[3, 14, 15, 92, 65, 35, 89, 79]])
+    positions, mask = np.arange(8)[None], np.tril(np.ones((1, 8, 8), bool))
+    with jax.numpy_dtype_promotion("standard"):
+        logits, _ = names["qwen3"](tokens, positions, None, mask)
+    torch_model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "qwen3-0.6b", dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch_model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-3)
