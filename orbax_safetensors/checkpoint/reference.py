@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
@@ -23,12 +22,12 @@ from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.layout import FILE_NAME, file_names
 from orbax_safetensors.format.names import by_path, by_same, some
 from orbax_safetensors.format.sharding_info import without_sharding_info
-from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_use, leaf_problems
 from orbax_safetensors.mapping.family import Family, Shapes, Tree
@@ -78,7 +77,9 @@ class Reference:
                 dtypes = {tensor: self._dtype(leaf, tensor) for tensor in mapped[path].tensors}
                 for tensor, dtype in dtypes.items():
                     add_tensor(tensors, name, leaf.name, tensor, dtype, stored.shapes[tensor])
-                viewed.append(_with_view(leaf, replace(mapped[path], dtype=leaf.value.dtype), set(dtypes.values())))
+                # A leaf of tensors of several dtypes is computed, so that no index for Orbax needs its dtype.
+                dtype = next(iter(dtypes.values()), leaf.dtype)
+                viewed.append(replace(leaf, view=replace(mapped[path], dtype=leaf.value.dtype), dtype=dtype))
             # A family may leave out parts of tensors that it does not need, and a save has to fill every tensor.
             check_use(name, Tree(mapped), {tensor: shape for tensor, (_, shape) in tensors.items()})
         except MappingError as error:
@@ -172,17 +173,6 @@ def _takes(stored: np.dtype, saved: np.dtype) -> bool:
     """Return whether values of dtype `saved` may be cast to the stored dtype."""
     if stored == saved:
         return True
-    if _is_float(stored):
-        return _is_float(saved) and stored.itemsize > 1
+    if is_float(stored):
+        return is_float(saved) and stored.itemsize > 1
     return stored.kind == saved.kind and stored.kind in "iu" and stored.itemsize > saved.itemsize
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, np.floating)  # NumPy does not know the dtypes of ml_dtypes as floating
-
-
-def _with_view(leaf: Leaf, view: View, dtypes: Set[np.dtype]) -> Leaf:
-    """Return a leaf with its view, and with the dtype in which it is stored; some leaves have parts of several."""
-    if len(dtypes) == 1:
-        return replace(leaf, view=view, dtype=next(iter(dtypes)))
-    return replace(leaf, view=view.cast(view.dtype))  # an index for Orbax cannot have such a leaf

@@ -7,11 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def is_float(dtype: np.dtype) -> bool:
+    """Return whether a dtype is of floating point, as NumPy does not know of those of `ml_dtypes`."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
 def to_bits(array: jax.Array) -> jax.Array:
     """Return the elements as integers of their size; complex ones have one more dimension."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.stack([to_bits(jnp.real(array)), to_bits(jnp.imag(array))], axis=-1)
-    if jnp.issubdtype(array.dtype, jnp.floating):
+    if is_float(array.dtype):
         bits: jax.Array = jax.lax.bitcast_convert_type(array, jnp.dtype(f"u{array.dtype.itemsize}"))
         return bits
     return array
@@ -22,7 +27,7 @@ def from_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.dtype(f"f{dtype.itemsize // 2}")
         return jax.lax.complex(from_bits(bits[..., 0], part), from_bits(bits[..., 1], part))
-    if jnp.issubdtype(dtype, jnp.floating):
+    if is_float(dtype):
         made: jax.Array = jax.lax.bitcast_convert_type(bits, dtype)
         return made
     return bits

@@ -121,8 +121,8 @@ def plan_save(
         store, _ = store_of(path, options.storage_options)
         if store.is_local or not store.writes:
             return _to_shared_files(written, layout, count)
-        if count == 1:
-            return _to_objects([layout.files])
+        if count == 1 or contents.is_adapter:
+            return _to_objects([layout.files, *[()] * (count - 1)])
         headers = [
             files_of_process(
                 [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.devices.rules import check_pattern, check_used, first_match
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
@@ -35,7 +35,7 @@ class Casts:
 
         Raises `TensorMismatchError` if a pattern counts for no floating-point array.
         """
-        floats = [name for name, dtype in dtypes.items() if _is_float(dtype)]
+        floats = [name for name, dtype in dtypes.items() if is_float(dtype)]
         check_used("dtype", self._patterns, floats, "floating-point arrays")
         return dict(dtypes) | {name: self._of(name, dtypes[name]) for name in floats}
 
@@ -46,15 +46,11 @@ class Casts:
         return dtype if self.everywhere is None else self.everywhere
 
 
-def _is_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, np.floating)  # NumPy does not know the dtypes of ml_dtypes as floating
-
-
 def _dtype(value: Any) -> np.dtype:
     try:
         dtype: np.dtype = np.dtype(value)
         from_numpy(dtype)
-        if not _is_float(dtype):
+        if not is_float(dtype):
             raise TypeError
     except (TypeError, TensorMismatchError) as error:
         raise TensorMismatchError(f"dtype: expected a floating-point dtype of files, found {value!r}") from error

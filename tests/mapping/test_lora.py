@@ -80,6 +80,11 @@ def test_an_adapter_is_one_file_whatever_its_size(tmp_path):
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["adapter_model.safetensors"]
     plan = ost.plan_save(tmp_path / "x", tree, family=family, config=CONFIG, max_file_bytes=1)
     assert [file.file for file in plan.files] == ["adapter_model.safetensors"]
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+    plan = ost.plan_save("gs://bucket/x", item, family=family, config=CONFIG, process_count=2)
+    assert [[file.file for file in process.files] for process in plan.processes] == [["adapter_model.safetensors"], []]
 
 
 def test_conversions_keep_an_adapter(tmp_path):

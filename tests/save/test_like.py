@@ -85,6 +85,14 @@ def test_what_was_trained_in_float32_gets_the_stored_dtypes(tmp_path, source):
         for name, array in saved.items():
             assert array.dtype == narrow[name].dtype
             assert array.tobytes() == narrow[name].tobytes(), name  # NumPy rounds as well
+        # The index says what is stored, so Orbax itself restores the tree, and so does a restore without arguments.
+        by_orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(tmp_path / directory)
+        again = restore(tmp_path / directory)
+        wanted = narrow if family is None else restore(tmp_path / "narrow", family="maxtext")
+        for found in (by_orbax, again):
+            assert jax.tree.structure(found) == jax.tree.structure(wanted)
+            for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                assert (leaf.dtype, np.asarray(leaf).tobytes()) == (other.dtype, other.tobytes())
 
 
 def test_what_exceeds_the_range_of_the_stored_dtype_is_infinite(tmp_path):
@@ -180,6 +188,17 @@ def test_tensors_without_a_leaf_are_refused(tmp_path, source):
     stored["model.norm.weight"] = np.ones(3, F32)
     with pytest.raises(ost.MappingError, match=r"model.norm.weight, of .*: expected \(32,\), found \(3,\)"):
         save(tmp_path / "saved", stored, source)
+
+
+def test_paths_of_an_nnx_state_are_those_of_the_source(tmp_path):
+    (tmp_path / "source").mkdir()
+    kernel = np.arange(6, dtype=F32).reshape(2, 3)
+    write(tmp_path / "source" / "model.safetensors", {"linear.kernel": kernel})
+    state = {"linear": {"kernel": {"value": kernel}}}
+    assert saved_tensors(tmp_path / "saved", state, tmp_path / "source").keys() == {"linear.kernel"}
+    assert ost.verify(tmp_path / "saved") == []
+    restored = restore(tmp_path / "saved")
+    assert restored["linear"]["kernel"]["value"].tobytes() == kernel.tobytes()
 
 
 def model(config):
