@@ -77,7 +77,7 @@ def as_the_loader(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def main() -> None:
     """Restore a small model with the table, and compare every leaf with what the loader makes."""
     stored = stored_model()
-    mesh = jax.make_mesh((jax.device_count(),), ("tp",))
+    mesh = jax.make_mesh((jax.device_count(),), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     family = from_table(TABLE, stack=STACK)
     checkpointer = ocp.Checkpointer(ost.SafetensorsHandler(family=family))
 

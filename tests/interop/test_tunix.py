@@ -21,6 +21,7 @@ from orbax_safetensors.mapping import from_table
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("einops", reason="einops is not installed: pip install --no-deps google-tunix einops")
+pytest.importorskip("jaxtyping", reason="jaxtyping is not installed")
 
 from tests.support.roots import ROOT  # noqa: E402
 from tests.support.tiers import cross  # noqa: E402

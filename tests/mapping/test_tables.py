@@ -330,6 +330,7 @@ def test_quantised_tensors(dequantize, tmp_path):
     )
     restored = ocp.Checkpointer(handler).restore(tmp_path)["layers"]
     expected = in_tree({name: array.astype(BF16) for name, array in plain.items()})["layers"]
+    assert restored.keys() == expected.keys()
     same(restored["norm"], expected["norm"])
     if dequantize == "split":
         same(restored["up"]["qvalue"], in_tree(stored)["layers"]["up"])

@@ -1,8 +1,8 @@
 """The models of Tunix with the tables and loaders that come with them, of `google-tunix` without its dependencies.
 
 `import tunix` imports its trainers and all that these need, 1.6 GB with a `safetensors` older than this project's. The
-modules of the models need `flax`, `transformers`' dependencies and `einops`, so they are imported without the package
-around them: `pip install --no-deps google-tunix einops`.
+modules of the models need `einops`, and `jaxtyping`, which `equinox` brings along, so they are imported without the
+package around them: `pip install --no-deps google-tunix einops`.
 """
 
 import importlib
