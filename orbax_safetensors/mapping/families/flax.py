@@ -6,7 +6,7 @@ Stored names with dots need no family.
 from __future__ import annotations
 
 from orbax_safetensors.mapping import Family, Tree, stored_shapes, tensor
-from orbax_safetensors.mapping.families.maxtext.common import Config
+from orbax_safetensors.mapping.families.stored import Config
 
 
 def _paths(config: Config) -> Tree:

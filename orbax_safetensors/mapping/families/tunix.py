@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
-from orbax_safetensors.mapping.families.maxtext.common import Config, Leaves, completed, kernel, norm, text_config
-from orbax_safetensors.mapping.families.maxtext.gemma import GEMMA3_TEXT, OTHER_SPELLINGS, VISION
+from orbax_safetensors.mapping.families.stored import (
+    GEMMA3_SPELLINGS,
+    GEMMA3_TEXT,
+    GEMMA3_VISION,
+    Config,
+    Leaves,
+    completed,
+    kernel,
+    norm,
+    text_config,
+)
 
 _QKV = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
 
@@ -130,7 +139,7 @@ def _llama3(config: Config) -> Tree:
 
 def _gemma3(config: Config) -> Tree:
     text, prefix = text_config(config, tied=True)
-    return _model(completed(text, **GEMMA3_TEXT), _gemma3_layer, "scale", prefix, [VISION])
+    return _model(completed(text, **GEMMA3_TEXT), _gemma3_layer, "scale", prefix, [GEMMA3_VISION])
 
 
 FAMILIES = (
@@ -141,6 +150,6 @@ FAMILIES = (
         "tunix.gemma3",
         ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
         _gemma3,
-        renames=OTHER_SPELLINGS,
+        renames=GEMMA3_SPELLINGS,
     ),
 )

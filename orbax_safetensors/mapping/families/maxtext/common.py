@@ -1,16 +1,16 @@
 """The common parts of MaxText's trees: the parts of a layer, and how layers make a model. No model is named here.
 
 Parts are dicts of views by dotted path. `h` is the prefix of a layer's stored names, such as `model.layers.7.`, and `c`
-the config that `completed` returns.
+the config that `stored.completed` returns.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod, sqrt
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
 from orbax_safetensors.mapping.envelope import Envelope
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed, kernel, norm
 from orbax_safetensors.mapping.family import LeafShapes, Variant
 
-Config = Mapping[str, Any]
-Leaves = dict[str, View]
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size
 
@@ -35,16 +34,6 @@ TRAINING_STATE = Envelope(
     root="params.",
     found_below=("params.params.", "params.", ""),
 )
-
-
-def completed(config: Config, **defaults: Any) -> Config:
-    """Return the config with values that `config.json` may omit: `defaults` are from its class in `transformers`."""
-    out = {"tie_word_embeddings": False, **defaults, **config}
-    if out.get("num_key_value_heads") is None:
-        out["num_key_value_heads"] = out["num_attention_heads"]
-    if out.get("head_dim") is None:
-        out["head_dim"] = out["hidden_size"] // out["num_attention_heads"]
-    return out
 
 
 def refuse(c: Config, *keys: str) -> None:
@@ -71,18 +60,6 @@ def require_cycles(c: Config, length: int) -> None:
         )
 
 
-def text_config(config: Config, *, tied: bool = False) -> tuple[Config, str]:
-    """Return the config of the language model, and the prefix of its stored names.
-
-    The config of a model that also reads images holds the language model's, and says itself whether embeddings are
-    tied; if it does not, they are if `tied`.
-    """
-    if "text_config" not in config:
-        return config, "model."
-    text = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
-    return text, "model.language_model."
-
-
 def require_unscanned(scan_layers: bool) -> None:
     """Raise `MappingError` if `scan_layers`, for a model whose layers MaxText does not stack."""
     if scan_layers:
@@ -92,28 +69,6 @@ def require_unscanned(scan_layers: bool) -> None:
 def under(prefix: str, leaves: Leaves) -> Leaves:
     """Return `leaves` with their paths below `prefix`."""
     return {f"{prefix}.{path}": view for path, view in leaves.items()}
-
-
-def norm(name: str, size: int) -> View:
-    """Return the scale of a norm, unchanged."""
-    return tensor(f"{name}.weight", (size,))
-
-
-def kernel(name: str, shape: Sequence[int], inputs: int = 1) -> View:
-    """Return a linear layer in `shape`, whose first `inputs` dimensions are inputs. Stored as [outputs, inputs]."""
-    return tensor(f"{name}.weight", (prod(shape[inputs:]), prod(shape[:inputs]))).T.reshape(shape)
-
-
-def biased_norm(name: str, size: int) -> Leaves:
-    """Return the scale and the bias of a norm."""
-    return {"scale": norm(name, size), "bias": tensor(f"{name}.bias", (size,))}
-
-
-def biased(name: str, shape: Sequence[int], inputs: int = 1) -> Leaves:
-    """Return the kernel of a linear layer, as `kernel` does, and its bias, in the shape of the outputs."""
-    outputs = shape[inputs:]
-    bias = tensor(f"{name}.bias", (prod(outputs),)).reshape(outputs)
-    return {"kernel": kernel(name, shape, inputs), "bias": bias}
 
 
 def layer_norms(h: str, c: Config) -> Leaves:

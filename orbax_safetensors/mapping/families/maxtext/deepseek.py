@@ -9,24 +9,19 @@ from __future__ import annotations
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
     Layer,
-    Leaves,
     alike,
-    biased_norm,
-    completed,
     experts,
     family,
-    kernel,
     layer_norms,
     mlp,
     model,
-    norm,
     refuse,
     require,
     under,
     variants_with,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased_norm, completed, kernel, norm
 
 
 def _queries(a: str, c: Config) -> Leaves:

@@ -13,22 +13,18 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, full, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
-    completed,
     experts,
     family,
-    kernel,
     layer_norms,
     mlp,
     model,
-    norm,
     numbered,
     refuse,
     require,
     stacked,
     under,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves, completed, kernel, norm
 
 _ALONE = 3  # layers at the start, which choose experts by token
 _PAIR = [128, 4]  # the ratios of all others

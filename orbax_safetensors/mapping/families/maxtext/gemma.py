@@ -12,13 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from orbax_safetensors.mapping import Tree, View
-from orbax_safetensors.mapping.families.maxtext import common
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     alike,
     attention,
-    completed,
     family,
     head_norms,
     in_cycles,
@@ -28,32 +24,22 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     require_cycles,
     sandwich_norms,
     scaled_query,
-    text_config,
     under,
 )
-
-# MaxText has no place for images. Some files spell `model.` differently.
-VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
-OTHER_SPELLINGS = (
-    (r"^language_model\.model\.", "model.language_model."),
-    (r"^language_model\.lm_head\.", "lm_head."),
+from orbax_safetensors.mapping.families.stored import (
+    GEMMA3_SPELLINGS,
+    GEMMA3_TEXT,
+    GEMMA3_VISION,
+    Config,
+    Leaves,
+    completed,
+    norm,
+    text_config,
 )
-
-# Published configs leave out what equals the defaults of `Gemma3TextConfig`.
-GEMMA3_TEXT = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-}
 
 
 def _norm(name: str, size: int) -> View:
-    return common.norm(name, size).offset(1)
+    return norm(name, size).offset(1)
 
 
 def _gemma2_half(h: str, c: Config, place: str) -> Leaves:
@@ -103,7 +89,7 @@ def gemma3(
     layers = [_gemma3_layer(f"{prefix}layers.{i}.", c) for i in range(c["num_hidden_layers"])]
     factor = float(ml_dtypes.bfloat16(sqrt(c["hidden_size"])))
     decoder = in_cycles(6, layers, scan_layers, param_scan_axis)
-    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[VISION])
+    return model(c, decoder, vocab_size, prefix=prefix, norm=_norm, factor=factor, cut=True, unused=[GEMMA3_VISION])
 
 
 GEMMA2 = family("maxtext.gemma2", ("Gemma2ForCausalLM",), gemma2)
@@ -111,5 +97,5 @@ GEMMA3 = family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
-    renames=OTHER_SPELLINGS,
+    renames=GEMMA3_SPELLINGS,
 )

@@ -18,29 +18,24 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
-    completed,
     family,
     head_norms,
     joint_experts,
-    kernel,
     mlp,
     model,
     multimodal,
-    norm,
     numbered,
     refuse,
     require,
     require_unscanned,
     sandwich_norms,
     stacked,
-    text_config,
     under,
     unscanned_family,
     variants_with,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves, completed, kernel, norm, text_config
 
 _CYCLE = 6
 _VISION = r"model\.(vision_tower|embed_vision)\..+"

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
     attention_biases,
-    biased,
-    completed,
     family,
     in_cycles,
     layer_norms,
@@ -17,6 +13,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     require_cycles,
     under,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed
 
 
 def _attention(h: str, c: Config) -> Leaves:

@@ -11,8 +11,6 @@ from functools import partial
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, View
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
     family,
     layer_norms,
@@ -21,6 +19,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
     uniform,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves
 
 
 def _interleaved(view: View) -> View:

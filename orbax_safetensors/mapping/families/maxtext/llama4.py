@@ -7,17 +7,11 @@ from __future__ import annotations
 
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
-    biased,
     biased_attention,
-    biased_norm,
-    completed,
     family,
     in_cycles,
     joint_experts,
-    kernel,
     layer_norms,
     mlp,
     model,
@@ -29,6 +23,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
     variants_with,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm, completed, kernel
 
 _CYCLE = 4
 # The defaults of `Llama4TextConfig` and `Llama4VisionConfig` that go with any sizes.

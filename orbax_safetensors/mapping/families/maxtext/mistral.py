@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
     experts,
     family,
@@ -14,6 +12,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
     uniform,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves
 
 
 def _mistral(h: str, c: Config) -> Leaves:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from orbax_safetensors.mapping import Tree
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
-    completed,
     family,
     in_cycles,
     mlp,
     model,
-    norm,
     refuse,
     require_cycles,
     under,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves, completed, norm
 
 _CYCLE = 4
 

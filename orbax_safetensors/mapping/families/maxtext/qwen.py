@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
     attention,
     attention_biases,
     experts,
@@ -17,6 +15,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
     uniform,
 )
+from orbax_safetensors.mapping.families.stored import Config, Leaves
 
 
 def _qwen2_5(h: str, c: Config) -> Leaves:

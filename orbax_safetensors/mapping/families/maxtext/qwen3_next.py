@@ -10,29 +10,24 @@ from collections.abc import Mapping
 
 from orbax_safetensors.mapping import Tree, View, concatenate, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
     Layer,
-    Leaves,
     attention,
-    completed,
     experts,
     family,
     head_norms,
     in_cycles,
     joint_experts,
-    kernel,
     mlp,
     model,
     multimodal,
-    norm,
     refuse,
     require_cycles,
-    text_config,
     under,
     variants_with,
 )
 from orbax_safetensors.mapping.families.maxtext.qwen import expert_sizes
 from orbax_safetensors.mapping.families.maxtext.qwen_vision import vision
+from orbax_safetensors.mapping.families.stored import Config, Leaves, completed, kernel, norm, text_config
 from orbax_safetensors.mapping.family import Variant
 
 _PREDICTION = r"mtp\..+"

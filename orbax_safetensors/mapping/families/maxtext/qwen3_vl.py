@@ -9,15 +9,9 @@ from collections.abc import Mapping
 
 from orbax_safetensors.mapping import Tree, tensor
 from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
     Layer,
-    Leaves,
-    biased,
     biased_attention,
-    biased_norm,
-    completed,
     joint_experts,
-    kernel,
     model,
     multimodal,
     numbered,
@@ -34,6 +28,7 @@ from orbax_safetensors.mapping.families.maxtext.qwen import (
     sparse_layer,
 )
 from orbax_safetensors.mapping.families.maxtext.qwen_vision import MergerNames, vision
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm, completed, kernel
 from orbax_safetensors.mapping.family import Variant
 
 _OMNI_MERGERS = MergerNames("ln_q", "mlp.0", "mlp.2", listed="merger_list")

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from orbax_safetensors.mapping import tensor
-from orbax_safetensors.mapping.families.maxtext.common import (
-    Config,
-    Leaves,
-    biased,
-    biased_norm,
-    numbered,
-    under,
-)
+from orbax_safetensors.mapping.families.maxtext.common import numbered, under
+from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, biased_norm
 
 
 class MergerNames(NamedTuple):
