@@ -138,6 +138,20 @@ def test_which_dtypes_take_which(tmp_path, stored, saved, fits):
     assert (tmp_path / "saved" / file).read_bytes()[8:] == (tmp_path / "source" / file).read_bytes()[8:]
 
 
+def test_scalars_and_tensors_without_elements(tmp_path):
+    tree = {
+        "s": np.float32(3),
+        "e": np.zeros((0, 4), BF16),
+        "b": np.array([True, False]),
+        "c": np.ones(3, np.complex64),
+    }
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source" / "model.safetensors", tree, {"format": "pt"})
+    save(tmp_path / "saved", tree, tmp_path / "source", AS_REFERENCE)
+    file = "model.safetensors"
+    assert (tmp_path / "saved" / file).read_bytes() == (tmp_path / "source" / file).read_bytes()
+
+
 def test_leaves_that_the_source_lacks(tmp_path, mesh):
     (tmp_path / "source").mkdir()
     w = random_bits(np.random.default_rng(0), (8, 8), BF16)
