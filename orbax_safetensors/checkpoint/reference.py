@@ -74,14 +74,17 @@ class Reference:
         viewed, tensors = [], TensorTypes()
         try:
             for path, leaf in paths.items():
-                dtypes = {tensor: self._dtype(leaf, tensor) for tensor in mapped[path].tensors}
+                # The view of a tensor without elements does not name it; a family has none.
+                names = (path,) if self.family is None else mapped[path].tensors
+                dtypes = {tensor: self._dtype(leaf, tensor) for tensor in names}
                 for tensor, dtype in dtypes.items():
                     add_tensor(tensors, name, leaf.name, tensor, dtype, stored.shapes[tensor])
                 # A leaf of tensors of several dtypes is computed, so that no index for Orbax needs its dtype.
                 dtype = next(iter(dtypes.values()), leaf.dtype)
                 viewed.append(replace(leaf, view=replace(mapped[path], dtype=leaf.value.dtype), dtype=dtype))
             # A family may leave out parts of tensors that it does not need, and a save has to fill every tensor.
-            check_use(name, Tree(mapped), {tensor: shape for tensor, (_, shape) in tensors.items()})
+            if self.family is not None:
+                check_use(name, mapped, {tensor: shape for tensor, (_, shape) in tensors.items()})
         except MappingError as error:
             raise MappingError(f"like {stored.path}: {error}") from error
         return viewed, {tensor: tensors[tensor] for tensor in stored.tensors if tensor in tensors}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,14 @@ from orbax_safetensors.checkpoint.variants import with_variant
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.dtypes import from_numpy, nbytes
 from orbax_safetensors.format.layout import Layout, TensorFacts, lay_out, lay_out_files
+from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Variant
 from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike, check_one_store
+
+logger = logging.getLogger(__name__)
 
 # Hugging Face's loaders refuse a file whose metadata does not name a framework.
 _METADATA = {"format": "pt"}
@@ -129,5 +133,7 @@ def contents_of(
         return None if known is None else nearest_variant(known, config, shapes, passed, stored)
 
     viewed, tensors, switches = with_variant(attempt, variant, nearest)
+    if reference is not None and (unused := [name for name in reference.checkpoint.tensors if name not in tensors]):
+        logger.warning("%s: the family does not use these tensors, which the save leaves out: %s", like, some(unused))
     saved = {"family": known and known.name, "variant": {**(known.variant if known else {}), **switches}}
     return Contents(item, viewed, tensors, of_files | dict(metadata or {}), model_files, saved, reference)

@@ -1,6 +1,7 @@
 """Saves that are like another checkpoint: its names, dtypes, order, files and config, from any tree."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -20,11 +21,14 @@ from tests.support.files import random_bits, write, write_indexed
 from tests.support.maxtext_trees import stored as stored_in
 from tests.support.quantized_layers import FAMILY as QUANTIZED
 from tests.support.quantized_layers import FP8, GRIDS, in_tree, quantized, same
+from tests.support.roots import TESTDATA
 from tests.support.sharded_files import write_pieces
+from tests.support.tiers import cross
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 # The reference writer aligns data to 8 bytes.
 AS_REFERENCE = ost.SafetensorsOptions(alignment=8)
+MAXTEXT = TESTDATA / "maxtext"
 TOKENIZER = {"tokenizer.json": b"{}\n", "generation_config.json": b'{"a": 1}', "tokenizer.model": b"\xff\0"}
 
 
@@ -62,6 +66,34 @@ def test_the_files_are_those_of_the_source_byte_for_byte(tmp_path, source, mesh,
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes(), name
     indexes = [json.loads((at / "model.safetensors.index.json").read_text()) for at in (source, tmp_path / "saved")]
     assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
+
+
+MODELS = sorted(path.parent.name for path in MAXTEXT.glob("*/hf"))
+# These families multiply or add.
+COMPUTED = ("gemma2", "gemma3", "gemma4", "llama3.1")
+# What MaxText has no place for.
+UNUSED = {
+    "deepseek3_mtp": r"model\.layers\.4\.(embed_tokens|shared_head\.\w+)\.weight",
+X
+    "gemma4_small": r"model\.(embed_vision|vision_tower)\..*",
+}
+
+
+@pytest.mark.parametrize("model", cross(MODELS, {"deepseek3_mtp", "gemma3"}))
+def test_every_model_of_maxtext(tmp_path, model, caplog):
+    source = stored_directory(model)
+    tree = restore(source, family="maxtext", variant={"scan_layers": False})
+    saved, expected = saved_tensors(tmp_path / "saved", tree, source, family="maxtext"), stored_in(source)
+    unused = {name for name in expected if re.fullmatch(UNUSED.get(model, ""), name)}
+    assert saved.keys() == expected.keys() - unused
+    assert bool(unused) == ("the family does not use these tensors" in caplog.text)
+    for name, array in saved.items():
+        assert array.dtype == expected[name].dtype
+        if model in COMPUTED:
+            np.testing.assert_allclose(array, expected[name], rtol=2**-20, atol=2**-22)
+        else:
+            assert array.tobytes() == expected[name].tobytes(), name
+    assert (tmp_path / "saved" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 def test_the_variant_follows_from_the_tree(tmp_path, source):
@@ -136,6 +168,20 @@ def test_which_dtypes_take_which(tmp_path, stored, saved, fits):
     save(tmp_path / "saved", tree, tmp_path / "source", AS_REFERENCE)
     file = "model.safetensors"
     assert (tmp_path / "saved" / file).read_bytes()[8:] == (tmp_path / "source" / file).read_bytes()[8:]
+
+
+def test_scalars_and_tensors_without_elements(tmp_path):
+    tree = {
+        "s": np.float32(3),
+        "e": np.zeros((0, 4), BF16),
+        "b": np.array([True, False]),
+        "c": np.ones(3, np.complex64),
+    }
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source" / "model.safetensors", tree, {"format": "pt"})
+    save(tmp_path / "saved", tree, tmp_path / "source", AS_REFERENCE)
+    file = "model.safetensors"
+    assert (tmp_path / "saved" / file).read_bytes() == (tmp_path / "source" / file).read_bytes()
 
 
 def test_leaves_that_the_source_lacks(tmp_path, mesh):
