@@ -38,11 +38,6 @@ def as_config(config: Any) -> dict[str, Any] | None:
         raise MappingError(f"config: cannot be stored as JSON: {error}") from error
     if not isinstance(config, dict):
         raise MappingError(f"config: expected the content of a config.json, found {shown(content)}")
-    # It says how tensors were stored, and they have been decoded since.
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            for key in _QUANTIZATION_KEYS:
-                part.pop(key, None)
     return config
 
 
@@ -86,6 +81,14 @@ def quantization_config(config: Mapping[str, Any]) -> Any:
             if part.get(key) is not None:
                 return part[key]
     return None
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config that does not say how tensors are quantised."""
+    plain = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
+    if isinstance(text := plain.get("text_config"), Mapping):
+        plain["text_config"] = {key: value for key, value in text.items() if key not in _QUANTIZATION_KEYS}
+    return plain
 
 
 def stored_dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.config import ADAPTER_CONFIG_NAME, CONFIG_NAME, as_config, parse_config
+from orbax_safetensors.checkpoint.family import TensorTypes
+from orbax_safetensors.checkpoint.quantized import config_for
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
 
@@ -76,6 +78,10 @@ class ModelFiles:
         if self.config is not None:
             text = json.dumps(self.config, indent=2) + "\n"
             write_small(store, posixpath.join(directory, self.config_name), text.encode(), sync=sync)
+
+    def storing(self, tensors: TensorTypes) -> ModelFiles:
+        """Return the same files with the config for these tensors, if there is a config to write."""
+        return self if self.config is None else replace(self, config=config_for(tensors, self.config))
 
     def stored_as(self, dtype: np.dtype) -> ModelFiles:
         """Return the same files for tensors that are all cast to `dtype`; transformers then loads the model in it."""

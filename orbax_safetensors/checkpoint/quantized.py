@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.config import quantization_config
+from orbax_safetensors.checkpoint.config import quantization_config, without_quantization
+from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.scales import scales_view
 from orbax_safetensors.geometry.view import View
@@ -29,6 +33,19 @@ def quantized_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
             if len(checkpoint[name].pieces) > 1:
                 raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
     return encoded
+
+
+def config_for(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config to store with `tensors`, dtype and shape by name.
+
+    It says how tensors are quantised only if some of these are: most saves are of tensors that were decoded.
+    """
+    facts = {name: (shape, from_numpy(dtype).name) for name, (dtype, shape) in tensors.items()}
+    try:
+        has_codes = bool(quantization(quantization_config(config), facts).tensors)
+    except MappingError:  # of a method that has no decoder here
+        has_codes = any(not is_float(dtype) or dtype.itemsize == 1 for dtype, _ in tensors.values())
+    return config if has_codes else without_quantization(config)
 
 
 def scales_beside(checkpoint: Checkpoint, name: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
-from orbax_safetensors.checkpoint.config import as_config, read_config, stored_dtype
+from orbax_safetensors.checkpoint.config import read_config, stored_dtype, without_quantization
 from orbax_safetensors.checkpoint.family import (
     FamilyLike,
     TensorTypes,
@@ -150,7 +150,7 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
     if known is not None and options.dequantize is True:
         encoded = quantized_tensors(checkpoint, stored_config)
     if encoded.tensors and config is None:
-        model_files = replace(model_files, config=as_config(stored_config))
+        model_files = replace(model_files, config=without_quantization(stored_config))
     if config is not None:
         model_files = replace(model_files, config=config)
     plain = _as_saved(checkpoint, encoded, stored_dtype(stored_config, checkpoint.decoded_dtype))

@@ -72,6 +72,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         alignment=_ALIGNMENT,
         adapter=model_files.is_adapter,
     )
+    model_files = model_files.storing({name: (dtypes[name], shape) for name, (_, shape) in tensors.items()})
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
     files = file_layout.whole(layout, {leaf.name: leaf.view for leaf in viewed})

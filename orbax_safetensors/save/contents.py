@@ -136,4 +136,5 @@ def contents_of(
     if reference is not None and (unused := [name for name in reference.checkpoint.tensors if name not in tensors]):
         logger.warning("%s: the family does not use these tensors, which the save leaves out: %s", like, some(unused))
     saved = {"family": known and known.name, "variant": {**(known.variant if known else {}), **switches}}
+    model_files = model_files.storing(tensors)
     return Contents(item, viewed, tensors, of_files | dict(metadata or {}), model_files, saved, reference)

@@ -374,6 +374,31 @@ def test_codes_and_scales_that_are_kept_go_back_as_they_are_stored(tmp_path):
         save(tmp_path / "refused", cut, tmp_path / "blocks", split, family=QUANTIZED)
 
 
+@pytest.mark.parametrize("arguments", [{"like": True}, {}], ids=["like", "config alone"])
+def test_a_config_says_how_codes_are_quantised(tmp_path, arguments):
+    quantised_source(tmp_path / "source", "rows")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    split = ost.SafetensorsOptions(dequantize="split")
+    for number, (family, options) in enumerate(((None, None), (QUANTIZED, split), (QUANTIZED, None))):
+        tree = ost.load(tmp_path / "source", family=family, options=options)
+        like = tmp_path / "source" if arguments else None
+        if options and not like:
+            continue  # only a source says which leaves have scales
+        save(tmp_path / f"{number}", tree, like, options, family=family, config=config)
+        expected = config if family is None or options else {"torch_dtype": "bfloat16"}
+        assert json.loads((tmp_path / f"{number}" / "config.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_config_of_another_method_stays_beside_codes(tmp_path, method):
+    config = {"quantization_config": {"quant_method": method}}
+    codes = {"a.qweight": np.ones((4, 4), np.int32), "a.scales": np.ones(4, F16)}
+    ost.save(tmp_path / "codes", codes, config=config)
+    assert json.loads((tmp_path / "codes" / "config.json").read_text()) == config
+    ost.save(tmp_path / "plain", {"a.weight": np.ones((4, 4), BF16)}, config=config)
+    assert json.loads((tmp_path / "plain" / "config.json").read_text()) == {}
+
+
 def test_what_is_not_a_checkpoint(tmp_path):
     with pytest.raises(ost.MissingError, match="none"):
         save(tmp_path / "saved", {"a": np.ones(3)}, tmp_path / "none")
