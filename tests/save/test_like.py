@@ -1,7 +1,6 @@
 """Saves that are like another checkpoint: its names, dtypes, order, files and config, from any tree."""
 
 import json
-import re
 import shutil
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, Tree, stack, tensor
 from tests.multiprocess.workers_families import sharded, stored_directory
+from tests.support.conversions import COMPUTED, MODELS, unused
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.maxtext_trees import stored as stored_in
 from tests.support.quantized_layers import FAMILY as QUANTIZED
@@ -68,25 +68,14 @@ def test_the_files_are_those_of_the_source_byte_for_byte(tmp_path, source, mesh,
     assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
 
 
-MODELS = sorted(path.parent.name for path in MAXTEXT.glob("*/hf"))
-# These families multiply or add.
-COMPUTED = ("gemma2", "gemma3", "gemma4", "llama3.1")
-# What MaxText has no place for.
-UNUSED = {
-    "deepseek3_mtp": r"model\.layers\.4\.(embed_tokens|shared_head\.\w+)\.weight",
-    "deepseek4": r".*\.(tid2eid|e_score_correction_bias)",
-    "gemma4_small": r"model\.(embed_vision|vision_tower)\..*",
-}
-
-
-@pytest.mark.parametrize("model", cross(MODELS, {"deepseek3_mtp", "gemma3"}))
+@pytest.mark.parametrize("model", cross(sorted({model for model, _ in MODELS}), {"deepseek3_mtp", "gemma3"}))
 def test_every_model_of_maxtext(tmp_path, model, caplog):
     source = stored_directory(model)
     tree = restore(source, family="maxtext", variant={"scan_layers": False})
     saved, expected = saved_tensors(tmp_path / "saved", tree, source, family="maxtext"), stored_in(source)
-    unused = {name for name in expected if re.fullmatch(UNUSED.get(model, ""), name)}
-    assert saved.keys() == expected.keys() - unused
-    assert bool(unused) == ("the family does not use these tensors" in caplog.text)
+    left_out = unused(model, expected)
+    assert saved.keys() == expected.keys() - left_out
+    assert bool(left_out) == ("the family does not use these tensors" in caplog.text)
     for name, array in saved.items():
         assert array.dtype == expected[name].dtype
         if model in COMPUTED:

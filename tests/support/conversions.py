@@ -1,5 +1,7 @@
 """Sources of conversions, and what their results hold."""
 
+import re
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -7,17 +9,27 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import orbax_safetensors as ost
+from tests.support.family_samples import TREES, made_with
 from tests.support.files import random_bits, write_indexed
 from tests.support.roots import TESTDATA
 
-MODELS = sorted(path.name for path in (TESTDATA / "maxtext").iterdir() if path.is_dir())
+# Samples, and whether layers are stacked. Scanned, MaxText's script for Llama 4 drops the tower.
+MODELS = [(name, mode == "scanned") for name, mode in TREES if not (name.startswith("llama4") and mode == "scanned")]
+# These families multiply or add, so that rounding keeps the way back from being exact.
+COMPUTED = ("gemma2", "gemma3", "gemma4", "llama3.1")
+# What MaxText has no place for.
+UNUSED = {
+    "deepseek3_mtp": r"model\.layers\.4\.(embed_tokens|shared_head\.\w+)\.weight",
+    "deepseek4": r".*\.(tid2eid|e_score_correction_bias)",
+    "gemma4_small": r"model\.(embed_vision|vision_tower)\..*",
+}
 ORBAX = {"deepseek3_scanned": "deepseek3", "qwen3_unscanned": "qwen3"}
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SMALL = 40_000  # bytes of memory with which everything takes many tiles
 
 
 def variant_of(model, scanned=True):
-    return {"scan_layers": scanned} | ({"mtp": True} if model.endswith("mtp") else {})
+    return made_with(model, "scanned" if scanned else "unscanned") | ({"mtp": True} if model.endswith("mtp") else {})
 
 
 def restored(path):
@@ -44,6 +56,11 @@ def all_same(found, expected):
     assert sorted(found) == sorted(expected)
     for name in expected:
         same_bits(found[name], expected[name])
+
+
+def unused(model, names):
+    """Names of stored tensors that MaxText has no place for."""
+    return {name for name in names if re.fullmatch(UNUSED.get(model, ""), name)}
 
 
 def of_maxtext(model, scanned):
