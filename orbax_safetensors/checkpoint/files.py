@@ -23,7 +23,7 @@ from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import fingerprint
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import File, Stamp, Store, is_there
+from orbax_safetensors.storage.store import File, Stamp, Store
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ def checkpoint_files(
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
-            paths = [posixpath.join(path, name) for name in (FILE_NAME, ADAPTER_NAME)]
-            return [next((path for path in paths if is_there(store, path)), paths[0])], None
+            return [posixpath.join(path, FILE_NAME)], None
         index = _read_index(file)
         return [posixpath.join(path, name) for name in index.files], index
     names = store.list(path)
@@ -154,6 +153,14 @@ def _read_header(store: Store, path: str) -> StoredFile:
         return StoredFile(path, file.stamp, header, fingerprint(file.stamp.nbytes, text))
     finally:
         file.close()
+
+
+def read_usual(store: Store, path: str) -> Iterator[StoredFile | SafetensorsError]:
+    """Yield the header of the only file in a directory that cannot be listed, a model or an adapter, or its error."""
+    model, adapter = (posixpath.join(path, name) for name in (FILE_NAME, ADAPTER_NAME))
+    for header in read_headers(store, [model]):
+        others = read_headers(store, [adapter]) if isinstance(header, MissingError) else ()
+        yield next((other for other in others if not isinstance(other, MissingError)), header)
 
 
 def read_headers(store: Store, paths: Sequence[str]) -> Iterator[StoredFile | SafetensorsError]:

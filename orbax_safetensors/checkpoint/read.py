@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
-from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers
+from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers, read_usual
 from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
@@ -58,9 +58,10 @@ def _read(
     store, path = store_of(path, storage_options)
     paths, index = checkpoint_files(store, path, report)
     files = []
+    usual = index is None and not store.lists and paths != [path]
     # Only the caller, or the usual name, says that there is such a file.
-    assumed = paths == [path] or (index is None and not store.lists)
-    for stored_or_fault in read_headers(store, paths):
+    assumed = usual or paths == [path]
+    for stored_or_fault in read_usual(store, path) if usual else read_headers(store, paths):
         if assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):

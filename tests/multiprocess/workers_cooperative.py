@@ -23,7 +23,7 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement
-from orbax_safetensors.restore import cooperative, exchanges
+from orbax_safetensors.restore import cooperative, exchanges, variants
 from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from tests.support import cases
@@ -329,8 +329,8 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
     for where, error in (
         ((restoring, "read_checkpoint"), ost.StorageError),
         ((restoring, "read_checkpoint"), MemoryError),
-        ((restoring, "mapped"), ost.MappingError),
-        ((restoring.requests, "resolve"), ost.TensorMismatchError),
+        ((variants, "mapped"), ost.MappingError),
+        ((variants, "resolve"), ost.TensorMismatchError),
         ((cooperative, "distribution_of"), ost.TensorMismatchError),
     ):
         broken = mock.patch.object(*where, side_effect=error("no such thing"))
