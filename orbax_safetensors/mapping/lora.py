@@ -60,6 +60,11 @@ def _layers(module: str, base: Mapping[str, tuple[int, ...]]) -> list[str]:
 
 def _pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, ...]]) -> tuple[View, View]:
     """Return both adapters of a module."""
+    if "r" not in config:
+        raise MappingError(
+            "the config has no 'r', the rank of an adapter; a restore reads it from adapter_config.json, and a save "
+            "takes it from config= or like="
+        )
     if not _is_target(config.get("target_modules"), module):
         raise MappingError(f"{module!r} is not one of the config's target_modules, {config.get('target_modules')!r}")
     outputs, inputs = base[f"{module}.weight"]

@@ -91,7 +91,8 @@ def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | Non
     single = _single_for(config, matches, family)
     if single is None:
         served = ", ".join(sorted({name for match in matches for name in match.architectures}))
-        raise MappingError(f"{family}: no family is for {_described(config)}; there are families for {served}")
+        advice = "" if config else "; a save takes the config from config= or like="
+        raise MappingError(f"{family}: no family is for {_described(config)}; there are families for {served}{advice}")
     return single
 
 

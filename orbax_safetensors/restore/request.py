@@ -202,6 +202,8 @@ def _check_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
 
         keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
         advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
+        if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
+            advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
         problems.append(f"not in the checkpoint: {some(missing, with_nearest)}{advice}")
     if unexpected:
         problems.append(

@@ -53,7 +53,7 @@ def test_the_examples(tmp_path):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "model.safetensors", tensors)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names = {}
     for at, block in enumerate(blocks):
         if HAS_EQUINOX or not {"equinox", "eqx"} & set(re.findall(r"\w+", block)):
@@ -67,7 +67,7 @@ def test_the_examples(tmp_path):
             assert_holds(names["nnx"].state(names["model"]), rounded)
         elif at == 2:
             assert_holds(names["variables"], DENSE)
-        elif at in (3, 4) and HAS_EQUINOX:
+        elif at in (3, 4, 5) and HAS_EQUINOX:
             assert_holds(names["mlp"], EQUINOX)
             assert saved(tmp_path / "arrays").keys() == EQUINOX.keys()
     assert_holds(names["state"], MLP)

@@ -175,6 +175,9 @@ def test_names_of_stored_tensors_stay_names(line):
     part["model.norm.weights"] = item["model.norm.weight"]
     with pytest.raises(ost.TensorMismatchError, match=r"'model.norm.weights' \(nearest stored: 'model.norm.weight'\)"):
         stock(stored_directory("qwen3"), part)
+    # Our own functions take the registered family by default.
+    with pytest.raises(ost.TensorMismatchError, match="names of stored tensors, .*: family='identity' restores these"):
+        ost.load(stored_directory("qwen3"), item)
 
 
 def test_tensors_that_are_not_there(tmp_path, line):

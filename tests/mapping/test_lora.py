@@ -122,7 +122,7 @@ def test_an_adapter_on_a_server_that_does_not_list(web):
             r"'model.layers.0.mlp.up' is not one of .*, \['q'\]",
         ),
         (MODULES, CONFIG | {"target_modules": r".*\.5\..*"}, "'model.layers.0.mlp.up' is not one of"),
-        (MODULES, {"peft_type": "LORA"}, "has no 'r'"),
+        (MODULES, {"peft_type": "LORA"}, "no 'r', .* adapter_config.json, and a save .* config= or like="),
         (MODULES, CONFIG | {"r": 3}, r"expected \(8, 3\), found \(8, 2\)"),
     ],
     ids=str,
