@@ -36,9 +36,9 @@ def mapped(
 ) -> Checkpoint:
     """Return `checkpoint` as a family sees it: the one that is asked for, a registered one, or none.
 
-    See `SafetensorsOptions` for `dequantize`. With `complete`, each stored tensor has
-    to be used once; without it, leaves whose tensors are not all stored are left out, and there may be other tensors.
-    Raises `MappingError` if there is no such family, or if config, variant and tensors disagree.
+    See `SafetensorsOptions` for `dequantize`. With `complete`, each stored tensor has to be used once; without it,
+    leaves whose tensors are not all stored are left out, and there may be other tensors. Raises `MappingError` if there
+    is no such family, or if config, variant and tensors disagree.
     """
     if asked is None and not registry.any_registered():
         without_family(variant)

@@ -197,13 +197,15 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
       family, variant: as for `SafetensorsRestore`; the save stores the tensors that the tree is made of.
       config: what a family needs to know of the model: the content of a `config.json`, an object with a `to_dict`, as
         `transformers` has them, or a path or URL of such a file or of a directory with one, whose tokenizer's files are
-        then copied, too. The save writes it beside the tensors as `config.json`. With the config of a PEFT adapter, it
-        writes `adapter_model.safetensors` and `adapter_config.json`.
-      like: the path or URL of a checkpoint. The save stores the same tensors, under the same names, in the same dtypes,
-        order and files, and copies its config, its tokenizer's files and their like; `config` goes before the config.
-        Each leaf has a place there, and each tensor a leaf, except those that the family does not use, which are not
-        stored. Values of floating point are rounded to the stored dtype. Quantised tensors that a family decodes are
-        stored as the config's dtype, and the config is then without `quantization_config`.
+        then copied, too. The save writes it beside the tensors as `config.json`, without `quantization_config` unless
+        the tensors are such codes and scales. With the config of a PEFT adapter, it writes `adapter_model.safetensors`
+        and `adapter_config.json`.
+      like: the path or URL of a checkpoint, a directory or one file. The save stores the same tensors, under the same
+        names, in the same dtypes, order and files, and copies its config and, from a directory, its tokenizer's files
+        and their like; `config` goes before the config. Each leaf has a place there, and each tensor a leaf, except
+        those that the family does not use, which are not stored. Values of floating point are
+        rounded to the stored dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the
+        config is then without `quantization_config`.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Format
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
@@ -55,9 +55,16 @@ def load(
 
 
 def _sharding_of(target: Any) -> ShardingOf | None:
-    """Return the shardings that a target stands for, None if it is a tree."""
+    """Return the shardings that a target stands for, None if it is a tree.
+
+    Raises `TensorMismatchError` for a mesh, which is not a sharding without a `PartitionSpec`, and for a class.
+    """
     if isinstance(target, jax.sharding.Sharding | Format):
         return lambda name, shape: target
+    if isinstance(target, jax.sharding.Mesh | type):  # both can be called
+        raise TensorMismatchError(
+            f"target: expected a tree, a sharding or a function that returns one, found {target!r}"
+        )
     # A module may be a tree that can be called.
     return target if callable(target) and jax.tree_util.all_leaves([target]) else None
 

@@ -12,13 +12,19 @@ from orbax_safetensors.mapping.family import Family, tensor
 
 # PEFT names a module of the model by its path in the wrapped model.
 _PREFIX = "base_model.model."
+# Which modules have adapters.
+_CHOOSING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+# Adapters with these have other tensors besides, without which PEFT computes something else or does not load them.
+_WITH_OTHER_TENSORS = ("use_dora", "modules_to_save")
 
 
 def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Family:
     """Return the family of the LoRA adapters of a model's linear modules.
 
     The leaf `PATH.lora_a` of shape `[inputs, rank]` is the transpose of PEFT's `lora_A`, and `PATH.lora_b` of shape
-    `[rank, outputs]` that of `lora_B`. Ranks are those of the adapter's config.
+    `[rank, outputs]` that of `lora_B`. Ranks are `r` of the adapter's config, or those of its `rank_pattern`. A restore
+    or save raises `MappingError` if the config gives a module no adapter, if it is of another kind than LoRA, and if it
+    has `use_dora` or `modules_to_save`.
 
     Args:
       modules: the Hugging Face module of each path, as `{"layers.{}.q": "model.layers.{}.self_attn.q_proj"}`, where
@@ -26,11 +32,15 @@ def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Fam
       base: the shapes of the base model's tensors by name, as `open_checkpoint(...).shapes` has them.
 
     Raises:
-      MappingError: the base model does not have a module.
+      MappingError: the base model does not have a module, or a path has `{}` and its module does not.
     """
+    for path, module in modules.items():
+        if "{}" in path and "{}" not in module:
+            raise MappingError(f"{path!r} has the number of a layer, and {module!r} has none")
     layers = {path: _layers(module, base) for path, module in modules.items()}
 
     def tree(config: Mapping[str, Any]) -> dict[str, View]:
+        _check_kind(config)
         leaves: dict[str, View] = {}
         for path, module in modules.items():
             pairs = [_pair(config, module.replace("{}", layer), base) for layer in layers[path]]
@@ -42,6 +52,17 @@ def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Fam
         return leaves
 
     return Family("peft.lora", (), tree)
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """Raise `MappingError` if an adapter is more than pairs of matrices, or something else."""
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise MappingError(f"adapter_config.json: expected peft_type 'LORA', found {kind!r}")
+    for key in _WITH_OTHER_TENSORS:
+        if config.get(key):
+            raise MappingError(
+                f"adapter_config.json: {key} is {config[key]!r}: such adapters have tensors that `lora` has no leaf for"
+            )
 
 
 def _named(path: str, a: View, b: View) -> dict[str, View]:
@@ -65,8 +86,9 @@ def _pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, 
             "the config has no 'r', the rank of an adapter; a restore reads it from adapter_config.json, and a save "
             "takes it from config= or like="
         )
-    if not _is_target(config.get("target_modules"), module):
-        raise MappingError(f"{module!r} is not one of the config's target_modules, {config.get('target_modules')!r}")
+    if not _is_target(config, module):
+        chosen = {key: config[key] for key in _CHOOSING if config.get(key) is not None}
+        raise MappingError(f"{module!r} is not one of the modules to which the config gives adapters: {chosen}")
     outputs, inputs = base[f"{module}.weight"]
     ranks = (config.get("rank_pattern") or {}).items()  # by pattern; the first that matches counts
     rank = next((rank for pattern, rank in ranks if re.fullmatch(rf"(.*\.)?({pattern})", module)), config["r"])
@@ -74,10 +96,33 @@ def _pair(config: Mapping[str, Any], module: str, base: Mapping[str, tuple[int, 
     return a.T, tensor(f"{_PREFIX}{module}.lora_B.weight", (outputs, rank)).T
 
 
-def _is_target(targets: Any, module: str) -> bool:
-    """Return whether PEFT gives a module an adapter: by a pattern, or by the ends of names."""
-    if targets is None or targets == "all-linear":
+def _is_target(config: Mapping[str, Any], module: str) -> bool:
+    """Return whether PEFT gives a module an adapter."""
+    if (excluded := config.get("exclude_modules")) and _is_named(excluded, module):
+        return False
+    targets = config.get("target_modules")
+    if targets not in (None, "all-linear"):
+        if not _is_named(targets, module):
+            return False
+        if isinstance(targets, str) or module in targets:
+            return True
+    return _is_in_layers(config, module)
+
+
+def _is_named(names: Any, module: str) -> bool:
+    """Return whether `names` have a module: a pattern, or a list of ends of names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
+    """Return whether a module is in one of the layers to transform, by the first number in its name."""
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
         return True
-    if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets)
+    names = config.get("layers_pattern") or []
+    above = [rf"(?:.*?\.)?{name}" for name in ([names] if isinstance(names, str) else names)] or [r".*?\.[^.]*"]
+    matches = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in above)
+    number = next((int(match[1]) for match in matches if match), None)
+    return number in (layers if isinstance(layers, list) else [layers])

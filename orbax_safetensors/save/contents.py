@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Variant
 from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.save.whole import file_bytes
 from orbax_safetensors.storage.paths import PathLike, check_one_store
 
 logger = logging.getLogger(__name__)
@@ -60,14 +61,16 @@ class Contents:
             return True
         return self.like is not None and self.like.checkpoint.is_adapter
 
-    def layout(self, max_file_bytes: int, alignment: int, *, anew: bool = False) -> Layout:
+    def layout(self, max_file_bytes: int, alignment: int, *, writers: int = 1) -> Layout:
         """Return the files of `tensors`: those of the checkpoint to be like, if they hold at most `max_file_bytes`.
 
-        Otherwise, or if `anew`, files are filled one after the other. Raises `HeaderError` if a tensor cannot be
-        stored.
+        Otherwise files are filled one after the other, and so they are for several `writers` of whole files, with files
+        enough for all. Raises `HeaderError` if a tensor cannot be stored.
         """
         facts = {name: (name, from_numpy(dtype), shape) for name, (dtype, shape) in self.tensors.items()}
-        names = None if self.like is None or anew or self.is_adapter else self.like.files(self.tensors)
+        if writers > 1:
+            max_file_bytes = file_bytes(_nbytes(facts.values()), max_file_bytes, writers)
+        names = None if self.like is None or writers > 1 or self.is_adapter else self.like.files(self.tensors)
         if names is not None:
             files = {file: [facts[name] for name in of_file] for file, of_file in names.items()}
             if all(len(of_file) == 1 or _nbytes(of_file) <= max_file_bytes for of_file in files.values()):
@@ -81,7 +84,7 @@ class Contents:
         )
 
 
-def _nbytes(tensors: Sequence[TensorFacts]) -> int:
+def _nbytes(tensors: Iterable[TensorFacts]) -> int:
     return sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
 
 

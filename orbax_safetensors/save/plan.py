@@ -20,6 +20,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.contents import contents_of
 from orbax_safetensors.save.pieces import files_of_process
+from orbax_safetensors.save.whole import assign_files
 from orbax_safetensors.save.writers import assign_writers, grouped
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
@@ -121,8 +122,12 @@ def plan_save(
         store, _ = store_of(path, options.storage_options)
         if store.is_local or not store.writes:
             return _to_shared_files(written, layout, count)
-        if count == 1 or contents.is_adapter:
-            return _to_objects([layout.files, *[()] * (count - 1)])
+        if count == 1 or contents.is_adapter or options.whole_tensors:
+            layout = contents.layout(max_file_bytes, options.alignment, writers=count)
+            files: list[list[tuple[str, Header]]] = [[] for _ in range(count)]
+            for file, owner in zip(layout.files, assign_files(layout, count), strict=True):
+                files[owner].append(file)
+            return _to_objects(files)
         headers = [
             files_of_process(
                 [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],

@@ -31,7 +31,7 @@ from orbax_safetensors.save.contents import Contents, contents_of
 from orbax_safetensors.save.destination import Existing, check_kept, make_room
 from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_index
 from orbax_safetensors.save.pieces import Views, files_of_process, numbered, places_in, unnamed
-from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, file_bytes, part_of_process
+from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, part_of_process
 from orbax_safetensors.save.writers import Owned, grouped, in_file_order, written_here
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
@@ -164,9 +164,7 @@ def _pieces_of_process(plan: _SharedSave, max_file_bytes: int) -> Save:
 
 def _whole_tensors(plan: _SharedSave, max_file_bytes: int, indexed: Callable[[Layout], SavedIndex | None]) -> Save:
     """Return the same save to files with one writer each, to which the other processes send their shards."""
-    total = sum(header.data_bytes for _, header in plan.save.layout.files)
-    most = file_bytes(total, max_file_bytes, jax.process_count())
-    files = plan.contents.layout(most, plan.save.options.alignment, anew=True)
+    files = plan.contents.layout(max_file_bytes, plan.save.options.alignment, writers=jax.process_count())
     owners = assign_files(files, jax.process_count())
     layout, places = part_of_process(files, owners, jax.process_index())
     sent = tuple(deliveries(plan.contents.leaves, files, owners))

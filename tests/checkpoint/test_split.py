@@ -138,7 +138,7 @@ def test_deepseek_in_maxtext_s_tree(tmp_path, scan_layers, block):
     split = names_of(tree)
     item = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
     for name, leaf in names_of(ost.load(tmp_path, item, family="maxtext", options=SPLIT)).items():
-        same(leaf, split[name])
+        assert leaf.tobytes() == split[name].tobytes()
     kept = {name for name in decoded if f"{name}.qvalue" in split}
     assert split.keys() == (decoded.keys() - kept) | {f"{name}.{part}" for name in kept for part in ("qvalue", "scale")}
     assert len(kept) >= 10

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
@@ -210,6 +209,8 @@ def test_an_object_store(s3, line):
     [
         (lambda name, shape: 3, "expected a sharding, found 3"),
         ({"layer": {"x": np.zeros(3)}}, "not in the checkpoint: 'layer.x'"),
+        (jax.sharding.Mesh(jax.devices(), "x"), r"expected a tree, a sharding or a function .*, found Mesh"),
+        (np.float32, r"expected a tree, a sharding or a function .*, found <class 'numpy.float32'>"),
         ("sharded", "cannot be restored|not in the checkpoint"),
     ],
 )
@@ -225,4 +226,4 @@ def test_a_sharding_that_does_not_fit(directory, line):
 
 def test_nothing_there(tmp_path):
     with pytest.raises(ost.MissingError):
-        ost.load(tmp_path / "missing", epath.Path)
+        ost.load(tmp_path / "missing", lambda name, shape: None)

@@ -22,7 +22,10 @@ MISFITS = {
         {"layer.w": struct(W), "layer.bias": struct(B)},
         r"not in the checkpoint: 'layer.bias' \(nearest stored: 'layer.b'\)",
     ),
-    "unasked tensors": ({"layer.w": struct(W)}, "not in the tree .pass partial_restore=True.* 'step', 'layer.b'"),
+    "unasked tensors": (
+        {"layer.w": struct(W)},
+        "not in the tree .*partial_restore=True.* 'step', 'layer.b'",
+    ),
     "an empty tree": ({}, "not in the tree"),
     "wrong shape": ({"layer.w": struct(W, shape=(16, 9))}, r"'layer.w': expected shape \(16, 9\), found \(16, 8\)"),
     "wrong rank": ({"layer.w": struct(W, shape=(128,))}, r"expected shape \(128,\), found \(16, 8\)"),

@@ -171,3 +171,28 @@ def test_the_config_is_that_of_peft(tmp_path, base, family):
     assert saved | {"target_modules": None} == wanted | {"target_modules": None}
     assert sorted(saved["target_modules"]) == sorted(wanted["target_modules"])
     assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").target_modules == config.target_modules
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target_modules": ["v_proj", "model.layers.1.self_attn.q_proj"], "layers_to_transform": [0, 2]},
+        {"target_modules": ["v_proj", "down_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
+        {"target_modules": r".*\.[01]\..*v_proj"},
+        {"target_modules": ["v_proj", "down_proj"], "exclude_modules": ["down_proj", "layers.1.self_attn.v_proj"]},
+        {"target_modules": ["v_proj", "down_proj"], "exclude_modules": r"model\.layers\.2\..*"},
+    ],
+    ids=str,
+)
+def test_the_modules_are_those_to_which_peft_gives_adapters(base, more):
+    config = peft.LoraConfig(r=RANK, task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(new_model(base[0]), config).base_model.model
+    stored = json.loads(json.dumps(config.to_dict(), default=sorted))
+    for name, module in new_model(base[0]).named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            of_module = lora({"x": name}, base[1])
+            if hasattr(model.get_submodule(name), "lora_A"):
+                assert sorted(of_module.tree(stored)) == ["x.lora_a", "x.lora_b"]
+            else:
+                with pytest.raises(ost.MappingError, match=f"'{name}' is not one of the modules"):
+                    of_module.tree(stored)

@@ -34,6 +34,9 @@ def test_what_several_processes_save(together):
         for leaf, host in expected().items():
             assert restored[leaf].tobytes() == host.tobytes()
             assert restored[leaf].shape == host.shape
+        assert [of_process[f"{name} planned"] for of_process in found] == [
+            of_process[f"{name} bytes"] for of_process in found
+        ]
     # Every byte is written by one process, and by all of them about as many: the leaves are few and short.
     written = [of_process["one bytes"] for of_process in found]
     assert sum(written) == sum(host.nbytes for host in expected().values())

@@ -56,6 +56,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             tree(mesh), directory=directory, metadata=None, max_file_bytes=max_file_bytes, config={"a": 1}, options=own
         )
         found[f"{name} bytes"] = sum(header.data_bytes for _, header in plan.layout.files)
+        planned = ost.plan_save(directory, tree(mesh), max_file_bytes=max_file_bytes, config={"a": 1}, options=own)
+        found[f"{name} planned"] = planned.processes[jax.process_index()].written_bytes
         try:
             write_save(plan, Shards.copied(plan), directory)
         except ost.StorageError as error:

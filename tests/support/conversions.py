@@ -28,7 +28,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 SMALL = 40_000  # bytes of memory with which everything takes many tiles
 
 
-def variant_of(model, scanned=True):
+def variant_of(model, scanned):
     return made_with(model, "scanned" if scanned else "unscanned") | ({"mtp": True} if model.endswith("mtp") else {})
 
 
