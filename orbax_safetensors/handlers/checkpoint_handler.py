@@ -138,8 +138,8 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
     is not noted beside the files, it returns all tensors as a flat dict of NumPy arrays, in one process only.
 
     Attributes:
-      item: a tree of `jax.ShapeDtypeStruct`, arrays, Orbax metadata or Python scalars; any pytree, such as an
-        `nnx.State` or a module of Equinox, whose functions stay as they are. The restored tree has its structure. A
+      item: a tree of `jax.ShapeDtypeStruct`, arrays, shardings, Orbax metadata or Python scalars; any pytree, such as
+        an `nnx.State` or a module of Equinox, whose functions stay as they are. The restored tree has its structure. A
         leaf's name in the checkpoint is its key path joined by dots. A leaf that describes an array, as a
         `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If neither has,
         it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several processes: a

@@ -6,17 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jax.experimental.layout import Format
-
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.request import ShardingOf, are_restore_args
+from orbax_safetensors.restore.request import of_target
 from orbax_safetensors.restore.run import restore
+from orbax_safetensors.storage.local import check_makeable
 from orbax_safetensors.storage.paths import PathLike, is_url, place
 
 
@@ -34,8 +32,8 @@ def load(
       path: a path or URL, as for `open_checkpoint`.
       target: where arrays go.
         None returns what `SafetensorsRestore` does without arguments: the tree that was saved, or NumPy arrays.
-        A tree of arrays, `jax.ShapeDtypeStruct`s or `ocp.RestoreArgs`, as for `SafetensorsRestore`, comes back with
-        its leaves restored.
+        A tree of arrays, `jax.ShapeDtypeStruct`s, shardings or `ocp.RestoreArgs`, as for `SafetensorsRestore`, comes
+        back with its leaves restored.
         A `jax.sharding.Sharding`, or a function that returns the sharding of an array of its name and shape, returns
         the same tree as None with all arrays sharded so; the function returns None for a NumPy array. A name is a
         leaf's path in the tree, joined by dots.
@@ -48,25 +46,8 @@ def load(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
-    sharding_of = _sharding_of(target)
-    tree = None if sharding_of else target
-    item, restore_args = (None, tree) if are_restore_args(tree) else (tree, None)
+    item, restore_args, sharding_of = of_target(target)
     return restore(path, item, restore_args, sharding_of=sharding_of, family=family, variant=variant, options=options)
-
-
-def _sharding_of(target: Any) -> ShardingOf | None:
-    """Return the shardings that a target stands for, None if it is a tree.
-
-    Raises `TensorMismatchError` for a mesh, which is not a sharding without a `PartitionSpec`, and for a class.
-    """
-    if isinstance(target, jax.sharding.Sharding | Format):
-        return lambda name, shape: target
-    if isinstance(target, jax.sharding.Mesh | type):  # both can be called
-        raise TensorMismatchError(
-            f"target: expected a tree, a sharding or a function that returns one, found {target!r}"
-        )
-    # A module may be a tree that can be called.
-    return target if callable(target) and jax.tree_util.all_leaves([target]) else None
 
 
 def save(
@@ -97,8 +78,10 @@ def save(
       StorageError: `path` exists, and `force` is not set, or it cannot be written, or `like` cannot be read.
     """
     directory = place(path)
-    if not force and not is_url(directory) and os.path.lexists(directory):
-        raise StorageError(f"{directory}: exists already; pass force=True to replace it")
+    if not is_url(directory):
+        check_makeable(directory)
+        if not force and os.path.lexists(directory):
+            raise StorageError(f"{directory}: exists already; pass force=True to replace it")
     args = SafetensorsSave(
         tree,
         metadata=metadata,

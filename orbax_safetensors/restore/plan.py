@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.family import FamilyLike, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead
 from orbax_safetensors.cost.counter import ShardedLeaf
@@ -48,7 +48,8 @@ def plan_restore(
     Args:
       path: a checkpoint, as for `open_checkpoint`.
       target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`. Their mesh may be
-        abstract. The plan leaves out every tensor that the tree does not name.
+        abstract. The plan leaves out every tensor that the tree does not name. Or a sharding, or a function to
+        shardings, as for `load`.
       family, variant: as for `SafetensorsRestore`.
       process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
         belongs to its actual process, and all devices of an abstract mesh belong to one.
@@ -61,14 +62,21 @@ def plan_restore(
     """
     options = options or SafetensorsOptions()
     with no_collection():
-        checkpoint, resolved = variants.resolved(
-            read_checkpoint(path, options.storage_options),
-            *_item_and_args(target),
-            partial=True,
-            family=family,
-            variant=variant,
-            dequantize=options.dequantize,
-        )
+        stored = read_checkpoint(path, options.storage_options)
+        item, restore_args, sharding_of = request.of_target(target)
+        if sharding_of is None:
+            checkpoint, resolved = variants.resolved(
+                stored,
+                item,
+                restore_args,
+                partial=True,
+                family=family,
+                variant=variant,
+                dequantize=options.dequantize,
+            )
+        else:
+            checkpoint = mapped(stored, family, variant, complete=True, dequantize=options.dequantize)
+            resolved = request.everything(checkpoint, sharding_of)
         return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
 
 
@@ -194,12 +202,9 @@ def distribution(
     checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
 ) -> Distribution:
     """Check a target and assign its shards to processes; see `plan_restore` for the arguments and errors."""
-    resolved = request.resolve(checkpoint, *_item_and_args(target), partial=True)
+    item, restore_args, _ = request.of_target(target)
+    resolved = request.resolve(checkpoint, item, restore_args, partial=True)
     return distribution_of(checkpoint, resolved.targets, process_count, options)
-
-
-def _item_and_args(target: Any) -> tuple[Any, Any]:
-    return (None, target) if request.are_restore_args(target) else (target, None)
 
 
 def distribution_of(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental.layout import Format
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import default_sharding, is_abstract
@@ -178,6 +179,24 @@ def exact_shape(args: ocp.RestoreArgs) -> tuple[int, ...] | None:
     """Return the shape that a leaf must have; None if `args` have no shape, or allow other shapes."""
     shape = getattr(args, "global_shape", None)
     return tuple(shape) if isinstance(shape, tuple | list) and getattr(args, "strict", True) else None
+
+
+def of_target(target: Any) -> tuple[Any, Any, ShardingOf | None]:
+    """Return what a target is, and None for the others: an item, restore arguments, or a function to shardings.
+
+    Raises `TensorMismatchError` if it is something else, such as a mesh, which is no sharding yet, or a class.
+    """
+    if isinstance(target, jax.sharding.Sharding | Format):
+        return None, None, lambda name, shape: target
+    # A module may be a tree that can be called, and so can be a mesh.
+    is_leaf, is_other = jax.tree_util.all_leaves([target]), isinstance(target, jax.sharding.Mesh | type)
+    if is_leaf and callable(target) and not is_other:
+        return None, None, target
+    if is_leaf and (is_other or not (hasattr(target, "shape") or isinstance(target, ocp.RestoreArgs))):
+        raise TensorMismatchError(
+            f"target: expected a tree, a sharding or a function that returns one, found {target!r}"
+        )
+    return (None, target, None) if are_restore_args(target) else (target, None, None)
 
 
 def are_restore_args(tree: Any) -> bool:

@@ -165,6 +165,8 @@ def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
     # NumPy's float64 is a float, and a bool is an int.
     if leaf is None or isinstance(leaf, np.ndarray | np.generic):
         return np.ndarray
+    if isinstance(leaf, jax.sharding.Sharding | Format):
+        return jax.Array
     for kind in (bool, int, float):
         if isinstance(leaf, kind):
             return kind
@@ -264,6 +266,8 @@ def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs, where: str) ->
 
 
 def _sharding_of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, jax.sharding.Sharding | Format):
+        return leaf
     # A description with a layout requests this layout; an array merely has one.
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.format.layout is not None:
         return leaf.format

@@ -65,6 +65,14 @@ def test_a_tree(directory, line, of):
     assert {name: array.sharding for name, array in restored["layer"].items()} == shardings
 
 
+def test_a_tree_of_shardings(directory, line):
+    """As `nnx.get_named_sharding` returns them: arrays of the stored shapes and dtypes."""
+    shardings = {"layer": {"w": NamedSharding(line, P("d")), "b": NamedSharding(line, P())}}
+    restored = ost.load(directory, shardings | {"step": None})
+    same(restored["layer"], {"w": W, "b": B})
+    assert {name: array.sharding for name, array in restored["layer"].items()} == shardings["layer"]
+
+
 def test_one_sharding_for_all(directory, line):
     replicated = NamedSharding(line, P())
     restored = ost.load(directory, replicated)
@@ -211,12 +219,19 @@ def test_an_object_store(s3, line):
         ({"layer": {"x": np.zeros(3)}}, "not in the checkpoint: 'layer.x'"),
         (jax.sharding.Mesh(jax.devices(), "x"), r"expected a tree, a sharding or a function .*, found Mesh"),
         (np.float32, r"expected a tree, a sharding or a function .*, found <class 'numpy.float32'>"),
-        ("sharded", "cannot be restored|not in the checkpoint"),
+        (P(), r"expected a tree, a sharding or a function .*, found (P|PartitionSpec)\(\)"),
+        ("cpu", "expected a tree, a sharding or a function .*, found 'cpu'"),
     ],
 )
 def test_a_target_that_does_not_fit(directory, target, message):
     with pytest.raises(ost.TensorMismatchError, match=message):
         ost.load(directory, target)
+
+
+def test_a_place_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ost.StorageError, match="cannot be made: .*/file: Not a directory"):
+        ost.save(tmp_path / "file" / "saved", {"w": W})
 
 
 def test_a_sharding_that_does_not_fit(directory, line):

@@ -168,3 +168,22 @@ def test_verify_raises_if_an_object_is_not_there(gcs):
         ost.verify(f"{gcs.url}/nowhere.safetensors", options=ost.SafetensorsOptions(storage_options=gcs.options))
     with pytest.raises(ost.StorageError, match="nowhere"):
         ost.verify(f"{gcs.url}/nowhere", options=ost.SafetensorsOptions(storage_options=gcs.options))
+
+
+def test_targets_of_load(tmp_path):
+    """A sharding for all arrays, and a function, cost what the trees cost that they stand for."""
+    tensors = {"a.w": np.zeros((16, 8), np.float32), "b": np.zeros((8,), np.float32)}
+    write(tmp_path / "model.safetensors", tensors)
+    mesh = jax.sharding.AbstractMesh((8,), ("d",))
+    rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+
+    def planned(target):
+        return ost.plan_restore(tmp_path, target, process_count=4)
+
+    def tree(of):
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of(name)) for name, x in tensors.items()}
+
+    assert planned(rows) == planned(tree(lambda name: rows))
+    by_name = planned(lambda name, shape: rows if name == "a.w" else whole)
+    assert by_name == planned(tree(lambda name: rows if name == "a.w" else whole))
+    assert by_name.processes[0].needed_bytes == 16 * 8 * 4 // 4 + 8 * 4
