@@ -74,8 +74,11 @@ def checkpoint_files(
         return [path], None
     index_name = _index_name(path, names)
     index = None if index_name is None else _read_index(store.open(posixpath.join(path, index_name)))
-    if index is None and not store.is_local:
-        _check_set(path, names)
+    if index is None and (incomplete := _incomplete_set(names)):
+        # Objects appear one by one, each whole, and last the index. Files may have been copied, or linked, one by one.
+        if not store.is_local:
+            raise IndexFileError(f"{path}: {incomplete}: a checkpoint that was not written to its end")
+        logger.warning("%s: %s", path, incomplete)
     return [posixpath.join(path, name) for name in _file_names(path, names, index, report)], index
 
 
@@ -96,21 +99,16 @@ def _file_names(
     return [name for name in index.files if name in there]
 
 
-def _check_set(path: str, names: Sequence[str]) -> None:
-    """Raise `IndexFileError` if the names of files say that there are more of them.
-
-    Objects appear one by one, each whole, and last the index that makes a checkpoint of them.
-    """
+def _incomplete_set(names: Sequence[str]) -> str | None:
+    """Return what is missing if the names of files say that there are more of them; None if nothing is."""
     sets: dict[tuple[str, str], set[str]] = {}
     for name in names:
         if match := _NUMBERED.fullmatch(name):
             sets.setdefault((match[1], match[3]), set()).add(match[2])
     for (stem, count), numbers in sets.items():
         if len(numbers) < int(count):
-            raise IndexFileError(
-                f"{path}: expected {int(count)} files {stem}-*-of-{count}{SUFFIX} or an index, found {len(numbers)}: "
-                "a checkpoint that was not written to its end"
-            )
+            return f"expected {int(count)} files {stem}-*-of-{count}{SUFFIX} or an index, found {len(numbers)}"
+    return None
 
 
 def _index_name(path: str, names: Sequence[str]) -> str | None:

@@ -229,3 +229,10 @@ def test_an_unknown_tensor(tmp_path):
     write(tmp_path / "x.safetensors", {"a": A})
     with pytest.raises(ost.TensorMismatchError, match="there is no tensor 'b'"):
         ost.open_checkpoint(tmp_path)["b"]
+
+
+def test_a_missing_file_of_a_set_is_told(tmp_path, caplog):
+    """Without an index only names say that there are more files."""
+    write(tmp_path / "model-00001-of-00002.safetensors", {"w": np.zeros(3, np.float32)})
+    assert list(ost.open_checkpoint(tmp_path).tensors) == ["w"]
+    assert "expected 2 files model-*-of-00002.safetensors or an index, found 1" in caplog.text
