@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,9 +65,9 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
         return checkpoint, as_stored
     try:
         config = read_config(checkpoint)
-        shapes = _decoded(checkpoint, config, dequantize)[0].shapes
-        choice = fit(registry.registered_for(config), config, leaves, shapes)
-        fitting = mapped_by(checkpoint, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
+        decoded = _decoded(checkpoint, config, dequantize)
+        choice = fit(registry.registered_for(config), config, leaves, decoded.checkpoint.shapes)
+        fitting = _described(decoded, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
             return checkpoint, as_stored  # the caller wants stored tensors, and one that is missing
@@ -76,7 +76,7 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
 
 
 def without_family(variant: Mapping[str, Any] | None) -> None:
-    """Raise `MappingError` if there are switches for a family, and there is no family."""
+    """Raise `MappingError` if a caller passes switches without a family."""
     if variant:
         raise MappingError(f"variant {dict(variant)} is for a family, and there is none")
 
@@ -91,7 +91,33 @@ def mapped_by(
     dequantize: Dequantize,
 ) -> Checkpoint:
     """Return `checkpoint` as a family sees it; see `mapped`."""
-    checkpoint, encoded, spared = _decoded(checkpoint, config, dequantize)
+    decoded = _decoded(checkpoint, config, dequantize)
+    return _described(decoded, family, config, variant, complete=complete, dequantize=dequantize)
+
+
+class _Decoded(NamedTuple):
+    """A checkpoint with the tensors that a family sees.
+
+    Attributes:
+      encoded: what is quantised of it.
+      spared: the tensors that only quantised computation needs.
+    """
+
+    checkpoint: Checkpoint
+    encoded: Quantization
+    spared: Set[str]
+
+
+def _described(
+    decoded: _Decoded,
+    family: Family,
+    config: Mapping[str, Any],
+    variant: Mapping[str, Any],
+    *,
+    complete: bool,
+    dequantize: Dequantize,
+) -> Checkpoint:
+    checkpoint, encoded, spared = decoded
     described_as = {tensor: family.renamed(tensor) for tensor in checkpoint.shapes}
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
@@ -125,20 +151,14 @@ def mapped_by(
     return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree)
 
 
-def _decoded(
-    checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize
-) -> tuple[Checkpoint, Quantization, Set[str]]:
-    """Return the checkpoint with the tensors that a family sees, and what is quantised of it.
-
-    The names are those of the tensors that only quantised computation needs.
-    """
+def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     if dequantize == "split":
-        return checkpoint, encoded, encoded.unused | check_splits(encoded)
+        return _Decoded(checkpoint, encoded, encoded.unused | check_splits(encoded))
     if dequantize:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
-    return checkpoint, encoded, encoded.unused
+    return _Decoded(checkpoint, encoded, encoded.unused)
 
 
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name
