@@ -16,6 +16,7 @@ from orbax_safetensors.mapping import Family, stack, tensor
 from tests.support.files import random_bits, write
 from tests.support.quantized_layers import BF16, EXPERTS, F8, FAMILY, FP8, GRIDS, HIDDEN, LAYERS, WIDTH, quantized, same
 from tests.support.roots import TESTDATA
+from tests.support.small_model import names_of
 
 SPLIT = ost.SafetensorsOptions(dequantize="split")
 
@@ -27,11 +28,6 @@ def spread(leaf):
         assert size % scale.shape[axis] == 0
         scale = scale.repeat(size // scale.shape[axis], axis)
     return scale
-
-
-def names_of(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @pytest.fixture(params=GRIDS)

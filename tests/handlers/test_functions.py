@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import orbax_safetensors as ost
 from tests.support.files import write
 from tests.support.roots import TESTDATA
-from tests.support.small_model import STEP, B, W
+from tests.support.small_model import STEP, B, W, names_of
 
 MAXTEXT = TESTDATA / "maxtext" / "qwen3"
 CONFIG = json.loads((MAXTEXT / "hf" / "config.json").read_text())
@@ -116,8 +116,7 @@ def test_a_function_for_a_model_s_tree(line):
         )
 
     restored = ost.load(MAXTEXT / "hf", sharding, family="maxtext")
-    leaves = jax.tree_util.tree_leaves_with_path(restored)
-    flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    flat = names_of(restored)
     assert flat.keys() == expected.keys()
     for name, array in expected.items():
         assert isinstance(flat[name], jax.Array)
