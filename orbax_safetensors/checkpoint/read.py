@@ -37,7 +37,7 @@ def read_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = 
 def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | list[SafetensorsError]:
     """Return a checkpoint, or everything for which `read_checkpoint` would refuse it, which stops at the first.
 
-    Raises `StorageError` if there is no checkpoint, or storage does not answer.
+    Raises `StorageError` if there is no checkpoint, or if storage does not answer.
     """
     faults: list[SafetensorsError] = []
     try:

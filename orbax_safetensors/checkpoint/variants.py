@@ -46,7 +46,7 @@ def with_variant(
 def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes, passed: Variant) -> Variant | None:
     """Return the variant of the checkpoint's family with the `passed` switches whose tree is nearest to these leaves.
 
-    Returns None if there is no family, or none of its variants has a tree.
+    Returns None without a family, and if none of its variants has a tree.
     """
     if asked is None and not registry.any_registered():
         return None

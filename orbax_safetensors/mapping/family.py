@@ -54,7 +54,7 @@ def stored_shapes() -> Shapes:
     """Return the shapes of all tensors of the checkpoint, by name, for a tree that follows from them.
 
     Names are those after `Family.renames`. Quantised tensors have the shape of their values, and what only quantised
-    computation needs is left out. Raises `MappingError` if there is no checkpoint, as in a save that names none.
+    computation needs is left out. Raises `MappingError` without a checkpoint, as in a save without `like`.
     """
     if (shapes := _stored.get().shapes) is None:
         raise MappingError(

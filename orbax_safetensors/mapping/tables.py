@@ -32,7 +32,7 @@ def from_table(
     `re.sub`; dots separate the keys, also written as `\\.`. A transform, or the value of an `Enum`, is one of these:
 
     - None: the tensor as it is stored;
-    - `(permute, reshape)` in the order in which they apply, each of them None, axes, or sizes, of which one may be -1;
+    - `(permute, reshape)`, or the other way round, applied in that order: axes, sizes with at most one -1, or None;
     - `(permute, reshape, reshape_first)`;
     - a function from a `View` to a `View`.
 

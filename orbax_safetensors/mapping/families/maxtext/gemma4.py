@@ -101,7 +101,7 @@ def _heads(c: Config, i: int) -> Mapping[str, int]:
 
 
 def _layer(h: str, c: Config, i: int) -> Leaves:
-    """Return what all layers have but for MLP and experts."""
+    """Return what all layers have except MLP and experts."""
     sized = {**c, **_heads(c, i)}
     parts = ["query", "key", "value", "out"]
     if i >= c["num_hidden_layers"] - c["num_kv_shared_layers"]:
