@@ -152,7 +152,7 @@ def files_of(job: Job) -> list[Path]:
 Wanted = dict[str, jax.ShapeDtypeStruct]
 
 
-def package(job: Job, wanted: Wanted, *, alias: bool = False) -> Callable[[], Arrays]:
+def package(job: Job, wanted: Wanted, *, alias: bool = False, direct: bool = False) -> Callable[[], Arrays]:
     """This package."""
     import orbax.checkpoint as ocp
 
@@ -166,7 +166,7 @@ def package(job: Job, wanted: Wanted, *, alias: bool = False) -> Callable[[], Ar
     restore_args = {name: ocp.ArrayRestoreArgs(sharding=array.sharding) for name, array in wanted.items()}
 
     def load() -> Arrays:
-        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(alias=alias, **threads))
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(alias=alias, direct=direct, **threads))
         with ocp.Checkpointer(handler, **alone) as it:
             return it.restore(
                 job.directory,
@@ -181,6 +181,11 @@ def package(job: Job, wanted: Wanted, *, alias: bool = False) -> Callable[[], Ar
 def package_alias(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     """This package, sharing the pages of the files."""
     return package(job, wanted, alias=True)
+
+
+def package_direct(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """This package, past the page cache."""
+    return package(job, wanted, direct=True)
 
 
 def orbax_v1(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
@@ -259,6 +264,25 @@ def fastsafetensors(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     return load
 
 
+def runai(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """`runai-model-streamer`, which reads past the page cache."""
+    from runai_model_streamer import SafetensorsStreamer
+    from torch import int16
+
+    def load() -> Arrays:
+        out: Arrays = {}
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_files([os.fspath(path) for path in files_of(job)])
+            for name, tensor in streamer.get_tensors():
+                values = tensor.view(int16).numpy().view(ml_dtypes.bfloat16)
+                # The streamer's memory is freed when it ends, so nothing may share it.
+                out[name] = jax.device_put(values, wanted[name].sharding, may_alias=False)
+            jax.block_until_ready(out)
+        return out
+
+    return load
+
+
 def copy_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     """Not a loader: two threads copy the files' data from memory into fresh memory. What copying can reach here."""
     sources = []
@@ -276,7 +300,7 @@ def copy_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
         target[:] = sources[number][begin : begin + target.nbytes]
 
     wanted.clear()
-    return lambda: by_two_threads([source.nbytes for source in sources], copy)
+    return lambda: by_threads([source.nbytes for source in sources], copy)
 
 
 def read_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
@@ -291,7 +315,7 @@ def read_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
         def read(number: int, begin: int, target: np.ndarray) -> None:
             assert os.preadv(descriptors[number], [target.data], begins[number] + begin) == target.nbytes
 
-        out = by_two_threads(sizes, read)
+        out = by_threads(sizes, read)
         for descriptor in descriptors:
             os.close(descriptor)
         return out
@@ -300,7 +324,30 @@ def read_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     return load
 
 
-def by_two_threads(sizes: Sequence[int], fill: Callable[[int, int, np.ndarray], None]) -> Arrays:
+def direct_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Not a loader: 8 threads read whole files past the page cache into fresh memory. What the disk can give."""
+    paths = files_of(job)
+    headers = [read_header(path)[1] for path in paths]
+    sizes = [path.stat().st_size for path in paths]
+    whole = [-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
+
+    def load() -> Arrays:
+        descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+
+        def read(number: int, begin: int, target: np.ndarray) -> None:
+            expected = min(target.nbytes, sizes[number] - begin)
+            assert os.preadv(descriptors[number], [target.data], begin) == expected
+
+        out = by_threads(whole, read, threads=8)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return {name: out[name][headers[int(name)] : sizes[int(name)]] for name in out}
+
+    wanted.clear()
+    return load
+
+
+def by_threads(sizes: Sequence[int], fill: Callable[[int, int, np.ndarray], None], threads: int = 2) -> Arrays:
     """Fresh memory of `sizes`, filled in pieces by `fill(number, begin, piece)`."""
     out = {str(number): anonymous(size) for number, size in enumerate(sizes)}
     pieces = [
@@ -308,7 +355,7 @@ def by_two_threads(sizes: Sequence[int], fill: Callable[[int, int, np.ndarray], 
         for number, size in enumerate(sizes)
         for begin in range(0, size, COPY_BYTES)
     ]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda piece: fill(*piece), pieces))
     return out
 
@@ -316,13 +363,16 @@ def by_two_threads(sizes: Sequence[int], fill: Callable[[int, int, np.ndarray], 
 LOADERS: dict[str, Callable[[Job, Wanted], Callable[[], Arrays]]] = {
     "this package": package,
     "this package, alias": package_alias,
+    "this package, direct": package_direct,
     "Orbax v1": orbax_v1,
     "safetensors.numpy": numpy,
     "safetensors.torch": torch,
     "NumPy, then shards": materialise,
     "fastsafetensors": fastsafetensors,
+    "runai-model-streamer": runai,
     "copy limit": copy_limit,
     "read limit": read_limit,
+    "direct limit": direct_limit,
 }
 
 

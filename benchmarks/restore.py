@@ -32,10 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGE, ALIAS, LIMIT, READ_LIMIT = "this package", "this package, alias", "copy limit", "read limit"
+DIRECT, DIRECT_LIMIT = "this package, direct", "direct limit"
 ORBAX, TORCH, NUMPY, FAST = "Orbax v1", "safetensors.torch", "safetensors.numpy", "fastsafetensors"
+RUNAI = "runai-model-streamer"
 LOADERS = (LIMIT, READ_LIMIT, PACKAGE, TORCH, FAST, NUMPY, ORBAX)
+COLD = (DIRECT_LIMIT, READ_LIMIT, DIRECT, PACKAGE, RUNAI, TORCH, FAST, NUMPY)
 # A loader that needs a package which is not installed is left out.
-NEEDS = {TORCH: ("torch",), FAST: ("fastsafetensors", "torch")}
+NEEDS = {TORCH: ("torch",), FAST: ("fastsafetensors", "torch"), RUNAI: ("runai_model_streamer", "torch")}
 TIMEOUT_SECONDS = 300
 SAMPLE_SECONDS = 0.002
 
@@ -116,6 +119,16 @@ def speed(limit: float, torch: float, orbax: float) -> tuple[Target, ...]:
     )
 
 
+def of_the_disk(bound: float) -> tuple[Target, ...]:
+    def cpu_for_a_gigabyte(runs: Runs) -> float:
+        return statistics.median(run["cpu_seconds"] / run["loaded_bytes"] * 1e9 for run in runs[DIRECT])
+
+    return (
+        at_least("of the direct limit", lambda runs: seconds(runs, DIRECT_LIMIT) / seconds(runs, DIRECT), bound),
+        at_most("CPU seconds for a gigabyte", cpu_for_a_gigabyte, 0.3),
+    )
+
+
 SCENARIOS = {
     "whole": Scenario("whole, 1 device", "llama", {"layout": "leading"}, targets=speed(0.9, 1.8, 5)),
     "leading": Scenario(
@@ -127,6 +140,26 @@ SCENARIOS = {
         {"layout": "inner", "devices": 8},
         rounds={ORBAX: 1},
         targets=speed(0.6, 1.6, 30),
+    ),
+    "cold": Scenario(
+        "whole, 1 device, nothing in the page cache",
+        "llama",
+        {"layout": "leading", "cold": True},
+        loaders=COLD,
+        targets=of_the_disk(0.9),
+    ),
+    "cold-aligned": Scenario(
+        "whole, 1 device, aligned files, nothing in the page cache",
+        "llama-aligned",
+        {"layout": "leading", "cold": True},
+        loaders=(DIRECT_LIMIT, READ_LIMIT, DIRECT, PACKAGE),
+        targets=of_the_disk(0.9),
+    ),
+    "cold-inner": Scenario(
+        "last dimension, 8 devices, nothing in the page cache",
+        "llama",
+        {"layout": "inner", "devices": 8, "cold": True},
+        loaders=COLD,
     ),
     "aligned": Scenario(
         "aligned files, 1 device",

@@ -31,6 +31,10 @@ class SafetensorsOptions:
       threads: reads or writes in flight at once; a file has at most one write. By default twice the number of CPUs and
         at most 16 for files, and 64 for object stores and HTTP servers, where a thread makes short reads together:
         these are up to 64 more.
+      direct: whether to read local files past the page cache, with `O_DIRECT`, except for what is in the cache. True
+        loads a file that is not in it at the speed of the disk; but a later load then has to come from the disk again.
+        "auto" does so if a process restores more bytes than a quarter of the machine's memory, which the cache would
+        soon have to give up again.
       alignment: the data of a saved file begins at a multiple of this many bytes, a multiple of 8. With 64, the file
         can be restored with `alias`; with 8, it is the same byte for byte as the reference writer's.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
@@ -67,6 +71,7 @@ class SafetensorsOptions:
     in_flight_bytes: int = 2 * 2**30
     threads: int | None = None
     max_gap_bytes: int | None = None
+    direct: bool | Literal["auto"] = "auto"
     alignment: int = 64
     fsync: bool = False
     dequantize: Dequantize = True
@@ -91,6 +96,8 @@ class SafetensorsOptions:
             raise SafetensorsError(
                 f"SafetensorsOptions: dequantize is {self.dequantize!r}, must be True, False or 'split'"
             )
+        if self.direct not in (True, False, "auto"):
+            raise SafetensorsError(f"SafetensorsOptions: direct is {self.direct!r}, must be True, False or 'auto'")
         if not isinstance(self.cooperative, bool):
             raise SafetensorsError(f"SafetensorsOptions: cooperative is {self.cooperative!r}, must be True or False")
         if self.alignment % 8:

@@ -110,7 +110,7 @@ def restore(decided: Decided, options: SafetensorsOptions) -> list[Any]:
     """
     targets = decided.request.targets
     values: dict[int, Any] = {}
-    with filling(decided.checkpoint, options) as under_way:
+    with filling(decided.checkpoint, targets, options) as under_way:
         # Exchanges come first: a process that fails in its direct reads then leaves no other process waiting.
         if decided.batches:
             with collectives.ended_by_sigterm():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.strided import keeps_order
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.engine import Reader, batches
@@ -115,19 +117,19 @@ class Filling:
 
 
 @contextlib.contextmanager
-def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Filling]:
-    """Yield a restore from `checkpoint`; it opens files when it needs them, and checks and closes them in the end.
+def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> Iterator[Filling]:
+    """Yield a restore of `targets` from `checkpoint`, which opens files when it needs them, and checks them in the end.
 
     Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
     """
     started = time.perf_counter()
-    store = checkpoint.store
+    store = reading(checkpoint.store, options.direct, _local_bytes(targets))
     if options.alias and not store.is_local:
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-    with Reader(checkpoint.open_file, pace.requests) as reader:
+    with Reader(replace(checkpoint, store=store).open_file, pace.requests) as reader:
         under_way = Filling(checkpoint, options, pace, reader)
         yield under_way
         under_way.check()
@@ -145,6 +147,13 @@ def filling(checkpoint: Checkpoint, options: SafetensorsOptions) -> Iterator[Fil
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
+
+
+def _local_bytes(targets: Sequence[Target]) -> int:
+    """Return the bytes that this process holds of `targets`."""
+    alike = [(target.sharding, target.shape, target.dtype) for target in targets]
+    first = dict(zip(reversed(alike), reversed(targets), strict=True))
+    return sum(count * first[key].local_nbytes for key, count in Counter(alike).items())
 
 
 def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
@@ -174,11 +183,11 @@ def _read(
             for block, share in zip(all_blocks, can_share, strict=True)
         ]
     left = [at for at, mapped in enumerate(memory) if mapped is None]
-    fresh = allocate([all_blocks[at].nbytes for at in left])
     with no_collection():
         plan = transfer_plan(
             [all_blocks[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
         )
+        fresh = allocate([all_blocks[at].nbytes for at in left], plan.offsets)
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
     reader.read(plan, [all_blocks[at] for at in left], fresh, [lossless[at] for at in left])
     rest = iter(fresh)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,11 @@ class Target:
             return local_boxes(plain(self.sharding), self.shape)
         except TensorMismatchError as error:
             raise TensorMismatchError(f"{self.name!r}: {error}") from error
+
+    @property
+    def local_nbytes(self) -> int:
+        """Return the bytes of the distinct boxes that this process fills."""
+        return sum(prod(box.shape) for box in self.local_boxes()) * self.dtype.itemsize
 
 
 def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:

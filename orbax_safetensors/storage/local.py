@@ -174,6 +174,7 @@ class LocalStore:
     is_local = True
     lists = True
     writes = True
+    opened: type[LocalFile] = LocalFile
 
     def list(self, path: str) -> list[str] | None:
         """Return the names in the directory `path`, sorted; None if it is a file."""
@@ -187,7 +188,7 @@ class LocalStore:
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
-        file = LocalFile(path)
+        file = self.opened(path)
         if stamp is not None:
             try:
                 file.check(stamp)

@@ -7,7 +7,7 @@ import ctypes
 import gc
 import mmap
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,24 +20,44 @@ ALIGNMENT = 64
 ARENA_BYTES = 128 * 2**20
 
 
-def allocate(sizes: Sequence[int]) -> list[np.ndarray]:
+# Of the system, and what direct reads are aligned to; the blocks of a disk divide it.
+PAGE_BYTES = 4096
+
+
+def allocate(sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> list[np.ndarray]:
     """Return zeroed, aligned uint8 buffers of `sizes` bytes, cut in order from few anonymous mappings.
 
     A mapping goes when the last buffer that was cut from it goes. Pages are huge if the system supports it, and exist
     only once they are written to.
+
+    `offsets` are those in files of the bytes that will fill buffers, by the buffer's number. If an offset is as aligned
+    as a buffer, the buffer begins as far from the beginning of a page as these bytes do: a direct read then fills it.
     """
     out: list[np.ndarray] = []
-    offsets: list[int] = []
+    begins: list[int] = []
     end = 0
-    for size in (*sizes, None):
-        if size is None or (offsets and end + size > ARENA_BYTES):
-            arena = _map(end)
-            out += [arena[offset : offset + sizes[len(out) + i]] for i, offset in enumerate(offsets)]
-            offsets, end = [], 0
-        if size is not None:
-            offsets.append(end)
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-    return out
+    for number, size in enumerate(sizes):
+        begin = _begin(end, offsets, number)
+        if begins and begin + size > ARENA_BYTES:
+            out += _cut(begins, end, sizes[len(out) :])
+            begins, begin = [], _begin(0, offsets, number)
+        begins.append(begin)
+        end = begin + size
+    return out + _cut(begins, end, sizes[len(out) :])
+
+
+def _begin(end: int, offsets: Mapping[int, int] | None, number: int) -> int:
+    """Return where the buffer `number` begins in an arena whose buffers so far end at `end`."""
+    begin = -(-end // ALIGNMENT) * ALIGNMENT
+    offset = (offsets or {}).get(number, begin)
+    return begin if offset % ALIGNMENT else begin + (offset - begin) % PAGE_BYTES
+
+
+def _cut(begins: Sequence[int], end: int, sizes: Sequence[int]) -> list[np.ndarray]:
+    if not begins:
+        return []
+    arena = _map(end)
+    return [arena[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
 
 def _map(nbytes: int) -> np.ndarray:

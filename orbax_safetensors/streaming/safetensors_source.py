@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer.engine import Reader
@@ -41,7 +43,8 @@ class SafetensorsSource:
         self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
         self._checkpoint, self._views = checkpoint, views
         self._pace = pace(checkpoint.store.cost, memory_bytes)
-        self._reader = Reader(checkpoint.open_file, self._pace.requests)
+        store = reading(checkpoint.store, "auto", self.stored_bytes)
+        self._reader = Reader(replace(checkpoint, store=store).open_file, self._pace.requests)
 
     @property
     def requests(self) -> int:
@@ -67,7 +70,7 @@ class SafetensorsSource:
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
-        memory = allocate([block.nbytes for block in blocks])
+        memory = allocate([block.nbytes for block in blocks], plan.offsets)
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 

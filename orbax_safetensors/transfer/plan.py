@@ -150,6 +150,17 @@ class TransferPlan:
     window_bytes: int
 
     @property
+    def offsets(self) -> dict[int, int]:
+        """Return, by its number, where in a file each block begins that holds bytes in the order of the file."""
+        out: dict[int, int] = {}
+        for extent in self.extents:
+            at = extent.begin
+            for block, offset, nbytes in extent.parts:
+                out.setdefault(block, at - offset)
+                at += nbytes
+        return out
+
+    @property
     def needed_bytes(self) -> int:
         """Of all files."""
         return sum(file.needed_bytes for file in self.files)
