@@ -86,7 +86,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
 def files_from_files(request: ReshardRequest) -> Work:
     """Return the work that lays out safetensors files anew: files of limited size, or one for each device."""
     checkpoint = read_checkpoint(request.source, request.storage_options)
-    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes)
+    source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes, request.options.direct)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
     metadata = _METADATA | without_sharding_info(checkpoint.metadata)
     if request.partition is None:

@@ -63,7 +63,7 @@ def orbax_from_files(request: ConvertRequest) -> Work:
         compression=request.compression,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
-    source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes)
+    source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes, request.options.direct)
     return Work(source, OrbaxOutput(source, content, interleaved(views), request.memory_bytes))
 
 

@@ -96,8 +96,8 @@ def convert(
       resume: go on with what a call with the same arguments has left unfinished.
       progress: called now and then with the bytes that this process has moved, and with those of its whole part. An
         exception of `progress` ends the conversion and passes to the caller; other processes raise a `StorageError`.
-      options: `storage_options` count, for safetensors files behind a URL and for a config. Orbax reaches its
-        checkpoints with credentials of the environment.
+      options: `direct` counts, and `storage_options` for safetensors files behind a URL and for a config. Orbax reaches
+        its checkpoints with credentials of the environment.
 
     Raises:
       StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.

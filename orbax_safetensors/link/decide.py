@@ -81,7 +81,7 @@ class Decision:
         if not self.reasons:
             return None
         views = {name: self.view(name) for name in self.reasons}
-        source = SafetensorsSource(self.checkpoint, views, {}, self.request.memory_bytes)
+        source = SafetensorsSource(self.checkpoint, views, {}, self.request.memory_bytes, "auto")
         content = OrbaxContent(
             path=os.path.join(directory, MADE),
             items={"": OrbaxItem({name: self.sharded[name] for name in views})},

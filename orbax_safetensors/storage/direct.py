@@ -59,7 +59,7 @@ class DirectFile(LocalFile):
         """Fill the buffers of each range in turn, from the page cache if the range is in it."""
         for offset, buffers in ranges:
             nbytes = sum(buffer.nbytes for buffer in buffers)
-            if nbytes < _SHORT_BYTES or self._direct is None or self._is_cached(offset, offset + nbytes - 1):
+            if nbytes < _SHORT_BYTES or self._direct is None or self._is_cached(offset, offset + nbytes // 2):
                 super().read([(offset, buffers)])
             else:
                 self._read_directly(offset, buffers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -33,8 +34,12 @@ class SafetensorsSource:
         views: Mapping[str, View],
         dtypes: Mapping[str, np.dtype],
         memory_bytes: int,
+        direct: bool | Literal["auto"],
     ) -> None:
-        """Take leaves: `views` of the checkpoint, by any name. Requests take a share of `memory_bytes`."""
+        """Take leaves: `views` of the checkpoint, by any name. Requests take a share of `memory_bytes`.
+
+        `direct` is as in `SafetensorsOptions`, of all bytes of the checkpoint.
+        """
         self.path = checkpoint.path
         self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
@@ -43,7 +48,7 @@ class SafetensorsSource:
         self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
         self._checkpoint, self._views = checkpoint, views
         self._pace = pace(checkpoint.store.cost, memory_bytes)
-        store = reading(checkpoint.store, "auto", self.stored_bytes)
+        store = reading(checkpoint.store, direct, self.stored_bytes)
         self._reader = Reader(replace(checkpoint, store=store).open_file, self._pace.requests)
 
     @property

@@ -1,10 +1,27 @@
-"""File systems that are soon full."""
+"""File systems that are soon full, and files that are not in the page cache."""
 
 import contextlib
+import os
 import subprocess
 import time
 
 import pytest
+
+
+def chill(*paths):
+    """Drop files from the page cache."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # what is not on the disk yet cannot be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def skip_if_refused(path):
+    """Skip the test if the file system of `path` refuses direct reads."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"the file system refuses direct reads: {error}")
 
 
 @contextlib.contextmanager
