@@ -54,7 +54,7 @@ class DirectFile(LocalFile):
         with contextlib.suppress(OSError):
             # The file that is open already, even if `path` is another file by now.
             self._direct = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            # Usual reads are then few: the kernel would read ahead of each of them, even of one that only asks the cache.
+            # The usual reads are few then, and the kernel would read ahead even of those that only ask the cache.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
