@@ -28,6 +28,7 @@ from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.store import Pace
 
 
+@no_collection()
 def plan_restore(
     path: PathLike,
     target: Any,
@@ -61,23 +62,22 @@ def plan_restore(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
-    with no_collection():
-        stored = read_checkpoint(path, options.storage_options)
-        item, restore_args, sharding_of = request.of_target(target)
-        if sharding_of is None:
-            checkpoint, resolved = variants.resolved(
-                stored,
-                item,
-                restore_args,
-                partial=True,
-                family=family,
-                variant=variant,
-                dequantize=options.dequantize,
-            )
-        else:
-            checkpoint = mapped(stored, family, variant, complete=True, dequantize=options.dequantize)
-            resolved = request.everything(checkpoint, sharding_of)
-        return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
+    stored = read_checkpoint(path, options.storage_options)
+    item, restore_args, sharding_of = request.of_target(target)
+    if sharding_of is None:
+        checkpoint, resolved = variants.resolved(
+            stored,
+            item,
+            restore_args,
+            partial=True,
+            family=family,
+            variant=variant,
+            dequantize=options.dequantize,
+        )
+    else:
+        checkpoint = mapped(stored, family, variant, complete=True, dequantize=options.dequantize)
+        resolved = request.everything(checkpoint, sharding_of)
+    return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
 
 
 @dataclass(frozen=True)

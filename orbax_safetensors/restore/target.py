@@ -98,6 +98,11 @@ class Resolver:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._packed = {
+            name: tensor.stored_dtype
+            for name, tensor in checkpoint.tensors.items()
+            if tensor.stored_dtype.numpy is None and name not in checkpoint.quantized
+        }
         self._forms: dict[Hashable, _Form] = {}
 
     def target(self, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
@@ -107,7 +112,7 @@ class Resolver:
         `TensorMismatchError` if the request does not fit the stored tensors.
         """
         view = self._checkpoint.leaves[name]
-        packed = self._packed(view)
+        packed = self._packed_in(view)
         key = (view.shape, view.dtype, packed, type(leaf), leaf, type(args), *vars(args).values())
         try:
             form = self._forms.get(key)
@@ -117,15 +122,12 @@ class Resolver:
             form = self._forms[key] = _form(view, packed, leaf, args, self._where(name, view))
         return Target(name, view, *form)
 
-    def _packed(self, view: View) -> DType | None:
+    def _packed_in(self, view: View) -> DType | None:
         """Return the dtype of a tensor of `view` that is held packed, if there is one."""
-        checkpoint = self._checkpoint
-        for name in view.tensors:
-            if name not in checkpoint.quantized:
-                stored = checkpoint[checkpoint.whole(name)].stored_dtype
-                if stored.numpy is None:
-                    return stored
-        return None
+        if not self._packed:
+            return None
+        names = map(self._checkpoint.whole, view.tensors)
+        return next((self._packed[name] for name in names if name in self._packed), None)
 
     def _where(self, name: str, view: View) -> str:
         """Return the beginning of messages about a leaf: the file of its tensor if there is one, and its name."""
