@@ -165,8 +165,8 @@ class Checkpoint:
         if name in self.quantized:
             quantized = self.quantized[name]
             return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
-        tensor, piece = self._piece(name)
-        return Location(piece.file, self.files[piece.file].header.data_start + piece.entry.begin, tensor.dtype)
+        tensor, (file, entry, _) = self._piece(name)
+        return Location(file, self.files[file].header.data_start + entry.begin, tensor.dtype)
 
     def begin(self, name: str) -> tuple[int, int]:
         """Return the file of a tensor, or of a piece as a view names it, and the offset of its first byte."""

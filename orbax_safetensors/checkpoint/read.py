@@ -82,31 +82,30 @@ def _tensors(
     path: str, files: list[StoredFile], index: Index | None, report: Callable[[SafetensorsError], None]
 ) -> dict[str, StoredTensor]:
     """Return the tensors of `files` by name, only those that the index names if there is one."""
-    pieces: dict[str, list[StoredPiece]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    sharded = False
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
+        sharded = sharded or offsets is not None
         base_name = posixpath.basename(stored.path)
         for name, entry in stored.header.tensors.items():
             if index is not None and index.weight_map.get(name) != base_name:
                 continue
-            if name not in pieces:
-                pieces[name] = [
-                    StoredPiece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])
-                ]
+            piece = StoredPiece(number, entry, _origin(len(entry.shape)) if offsets is None else offsets[name])
+            other = tensors.get(name)
+            if other is None:
+                tensors[name] = StoredTensor(entry.dtype, entry.shape, (piece,))
             elif offsets is not None:
-                pieces[name].append(StoredPiece(number, entry, offsets[name]))
+                tensors[name] = other._replace(pieces=(*other.pieces, piece))
             else:
-                other = files[pieces[name][0].file].path
-                report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {other}"))
-    tensors = {}
-    for name, parts in pieces.items():
-        if len(parts) == 1 and not any(parts[0].start):
-            tensors[name] = StoredTensor(parts[0].entry.dtype, parts[0].entry.shape, (parts[0],))
-            continue
-        try:
-            tensors[name] = _whole(name, parts, files)
-        except SafetensorsError as fault:
-            report(fault)
+                report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {files[other.file].path}"))
+    for name, tensor in list(tensors.items()) if sharded else ():
+        if len(tensor.pieces) > 1 or any(tensor.pieces[0].start):
+            try:
+                tensors[name] = _whole(name, tensor.pieces, files)
+            except SafetensorsError as fault:
+                report(fault)
+                del tensors[name]
     if index is not None:
         read = {posixpath.basename(stored.path) for stored in files}
         for name, file in index.weight_map.items():
@@ -115,7 +114,7 @@ def _tensors(
     return tensors
 
 
-def _whole(name: str, pieces: list[StoredPiece], files: list[StoredFile]) -> StoredTensor:
+def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) -> StoredTensor:
     """Return the tensor that `pieces` make up; raises `IndexFileError` if they do not tile it."""
     first, first_file = pieces[0].entry, pieces[0].file
     for piece in pieces:
@@ -146,7 +145,7 @@ def _whole(name: str, pieces: list[StoredPiece], files: list[StoredFile]) -> Sto
             f"{files[first_file].path}: {name!r}: expected pieces that make up shape {shape}, found "
             f"{held_by[tuple(cell)]} of them at {at}"
         )
-    return StoredTensor(first.dtype, shape, filled or tuple(pieces[:1]))
+    return StoredTensor(first.dtype, shape, filled or pieces[:1])
 
 
 def _end(piece: StoredPiece, axis: int) -> int:

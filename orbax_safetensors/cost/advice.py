@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -74,7 +74,7 @@ class Advisor:
 
     def _planned(self, leaf: ShardedLeaf, sharding: NamedSharding, axes: Axes, owners: Sequence[int]) -> Instead:
         other = NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
-        other_leaf = replace(leaf, boxes=by_process(device_boxes(other, leaf.shape), owners, self._process_count))
+        other_leaf = leaf._replace(boxes=by_process(device_boxes(other, leaf.shape), owners, self._process_count))
         counter = Counter([other_leaf], self._locate, self._num_files, max_gap_bytes=self._max_gap_bytes)
         totals = [(count.needed_bytes.sum(), count.moved_bytes.sum()) for count in counter.counts(self._process_count)]
         needed, read = np.sum(totals, axis=0).tolist()

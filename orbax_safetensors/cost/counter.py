@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,8 +24,7 @@ _Number = TypeVar("_Number", int, np.ndarray)
 _NOTHING = Gather((), (), needed_bytes=0, read_bytes=0, num_requests=0, window_bytes=0)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedLeaf:
+class ShardedLeaf(NamedTuple):
     """One array of a tree, and the boxes of it that each process holds.
 
     Attributes:

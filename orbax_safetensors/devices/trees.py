@@ -42,4 +42,11 @@ def _is_empty(node: Any) -> bool:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    # Most trees are dicts, whose keys are names; `keystr` takes a microsecond for each.
+    return ".".join(
+        [key.key if type(key) is jax.tree_util.DictKey and type(key.key) is str else _key_name(key) for key in path]
+    )
+
+
+def _key_name(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)

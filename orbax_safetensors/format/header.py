@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import HeaderError
 from orbax_safetensors.format.dtypes import DTYPES, DType
-from orbax_safetensors.format.json_reader import JsonReader, check_encodable
+from orbax_safetensors.format.json_reader import NEXT_KEY, JsonReader, check_encodable
 
 PREFIX_BYTES = 8
 """Size of `N`, in bytes."""
@@ -31,9 +31,9 @@ _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_DEPTH = 3  # level of nesting of the values in a tensor's entry
 _INTEGER = "(?:0|[1-9][0-9]{0,18})"
-# A tensor as writers usually spell it, with or without a space after commas and colons. Other spellings take longer.
+# A further tensor as writers usually spell it, with or without a space after commas and colons. Others take longer.
 _USUAL = re.compile(
-    rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\], ?'
+    rf'{NEXT_KEY}\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\], ?'
     rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}'
 )
 _MAX_SHOWN = 200  # characters of a file's text in a message: a hostile name can be 100 MB long
@@ -179,15 +179,17 @@ def _read(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     reader = JsonReader(text)
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
-    for name in reader.members():
+    for name in reader.members(tensors):
         if name == _METADATA:
             metadata = _read_metadata(reader)
-        elif (usual := _USUAL.match(reader.text, reader.at)) and usual[1] in DTYPES:
-            dtype, shape, begin, end = usual.groups()
-            tensors[name] = TensorEntry(name, DTYPES[dtype], _sizes(shape), int(begin), int(end))
-            reader.move(usual.end())
         else:
             tensors[name] = _read_entry(name, reader)
+        while usual := _USUAL.match(reader.text, reader.at):
+            name, dtype, shape, begin, end = usual.groups()
+            if name in tensors or name == _METADATA or dtype not in DTYPES:
+                break
+            tensors[name] = TensorEntry(name, DTYPES[dtype], _sizes(shape), int(begin), int(end))
+            reader.move(usual.end())
     reader.end()
     return tensors, metadata
 

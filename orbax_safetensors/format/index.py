@@ -73,7 +73,10 @@ class Index:
             metadata: dict[str, object] = {}
             for key in reader.members():
                 if key == "weight_map":
-                    weight_map = {tensor: _read_text(reader, tensor) for tensor in reader.members()}
+                    weight_map = {}
+                    for tensor in reader.members(weight_map):
+                        weight_map[tensor] = _read_text(reader, tensor)
+                        reader.texts(weight_map)
                 elif key == "metadata":
                     metadata = _read_metadata(reader)
                 else:

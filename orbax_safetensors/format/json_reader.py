@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from json.decoder import scanstring  # type: ignore[attr-defined]  # which typeshed does not know
 from typing import NoReturn
 
@@ -30,9 +30,13 @@ for _ in range(_LEVELS):
     _OBJECT = rf"\{{{_SPACE}(?:{_TEXT}{_SPACE}:{_SPACE}{_PLAIN}{_SPACE})?\}}"
     _PLAIN = rf"(?:{_PLAIN}|{_LIST}|{_OBJECT})"
 
+NEXT_KEY = rf',{_SPACE}"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}'
+"""Pattern of the next key of an object, without escapes, from the comma to the value; the group is the key."""
+
 _space = re.compile(_SPACE)
 _string = re.compile(r'"([^"\\\x00-\x1f]*+)"')
-_next_key = re.compile(rf',{_SPACE}"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}')
+_next_key = re.compile(NEXT_KEY)
+_next_text = re.compile(rf"{NEXT_KEY}{_string.pattern}{_SPACE}")
 _number = re.compile(_NUMBER)
 _constant = re.compile("true|false|null")
 _plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE}){_MANY}")
@@ -63,8 +67,11 @@ class JsonReader:
         """Return the beginning of the value here, for messages."""
         return repr(self.text[self.at : self.at + _SHOWN])
 
-    def members(self) -> Iterator[str]:
-        """Yield each key of the object here; the caller reads or skips its value before it goes on to the next key."""
+    def members(self, read: Container[str] = ()) -> Iterator[str]:
+        """Yield each key of the object here; the caller reads or skips its value before it goes on to the next key.
+
+        A caller may read further members as well, and keep their keys in `read`.
+        """
         self._open("{")
         seen: set[str] = set()
         while True:
@@ -76,10 +83,16 @@ class JsonReader:
             else:
                 key = self.string()
                 self._expect(":")
-            if key in seen:
+            if key in seen or key in read:
                 self._fail(f"the key {_cut(key)!r} twice in one object")
             seen.add(key)
             yield key
+
+    def texts(self, read: dict[str, str]) -> None:
+        """Read the next members into `read` as long as they are texts without escapes, under new keys."""
+        while (match := _next_text.match(self.text, self.at)) and match[1] not in read:
+            read[match[1]] = match[2]
+            self.at = match.end()
 
     def items(self) -> Iterator[int]:
         """Yield the number of each item of the list here; the caller reads or skips the item, as for `members`."""

@@ -75,9 +75,8 @@ class View:
     def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
         """Return the stored tensor `name` as it is."""
         shape = tuple(shape)
-        if prod(shape) == 0:
-            return View(shape, dtype, ())
-        return View(shape, dtype, (Piece(name, (0,) * len(shape), 0, _contiguous(shape)),))
+        start, dims = _contiguous(shape)
+        return View(shape, dtype, (Piece(name, start, 0, dims),) if dims is not None else ())
 
     @staticmethod
     def full(shape: Sequence[int], value: float, dtype: np.dtype = UNKNOWN) -> View:
@@ -318,9 +317,10 @@ def _whole_copy(offset: int, dims: tuple[Modes, ...], shape: tuple[int, ...]) ->
 
 
 @lru_cache
-def _contiguous(shape: tuple[int, ...]) -> tuple[Modes, ...]:
-    """Return the dimensions of a row-major tensor."""
-    return tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Modes, ...] | None]:
+    """Return where a row-major tensor begins, and its dimensions; None if it has no elements."""
+    dims = tuple(merged(((size, stride),)) for size, stride in zip(shape, row_major(shape), strict=True))
+    return (0,) * len(shape), dims if prod(shape) else None
 
 
 def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:

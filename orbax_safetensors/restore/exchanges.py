@@ -6,7 +6,7 @@ All processes choose alike, because they choose by facts that all of them have: 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import jax
@@ -137,7 +137,7 @@ class Chooser:
     def _read_bytes(self, leaves: Sequence[ShardedLeaf], parts: Sequence[Boxes | None]) -> list[int]:
         """Return the bytes that each of some processes reads of leaves, directly or in parts."""
         leaves = [
-            replace(leaf, boxes=self._of_some(leaf.boxes), parts=None if boxes is None else self._of_some(boxes))
+            leaf._replace(boxes=self._of_some(leaf.boxes), parts=None if boxes is None else self._of_some(boxes))
             for leaf, boxes in zip(leaves, parts, strict=True)
         ]
         counter = Counter(leaves, self._locate, self._num_files, max_gap_bytes=self._pace.max_gap_bytes)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.store import Pace
 
 
+@no_collection()
 def plan_restore(
     path: PathLike,
     target: Any,
@@ -61,23 +62,22 @@ def plan_restore(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
-    with no_collection():
-        stored = read_checkpoint(path, options.storage_options)
-        item, restore_args, sharding_of = request.of_target(target)
-        if sharding_of is None:
-            checkpoint, resolved = variants.resolved(
-                stored,
-                item,
-                restore_args,
-                partial=True,
-                family=family,
-                variant=variant,
-                dequantize=options.dequantize,
-            )
-        else:
-            checkpoint = mapped(stored, family, variant, complete=True, dequantize=options.dequantize)
-            resolved = request.everything(checkpoint, sharding_of)
-        return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
+    stored = read_checkpoint(path, options.storage_options)
+    item, restore_args, sharding_of = request.of_target(target)
+    if sharding_of is None:
+        checkpoint, resolved = variants.resolved(
+            stored,
+            item,
+            restore_args,
+            partial=True,
+            family=family,
+            variant=variant,
+            dequantize=options.dequantize,
+        )
+    else:
+        checkpoint = mapped(stored, family, variant, complete=True, dequantize=options.dequantize)
+        resolved = request.everything(checkpoint, sharding_of)
+    return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Distribution:
         """Return the plan of a restore with these exchanges."""
         return restore_plan(
             [
-                leaf if swap is None else replace(leaf, parts=swap.boxes)
+                leaf if swap is None else leaf._replace(parts=swap.boxes)
                 for swap, leaf in zip(swaps, self.leaves, strict=True)
             ],
             self.checkpoint.location,
@@ -213,30 +213,40 @@ def distribution_of(
     """Assign the shards of targets to processes; `process_count` is as in `plan_restore`."""
     shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
     count = num_processes(shardings, process_count)
-    boxes: dict[tuple[Any, ...], list[tuple[Box, ...]]] = {}
-    owners: dict[jax.sharding.Sharding, tuple[int, ...]] = {}
-    leaves, owners_of_leaves = [], []
+    known: dict[Hashable, _Dealt] = {}
+    leaves, owners = [], []
     for target, sharding in zip(targets, shardings, strict=True):
-        key = (target.kind, sharding, target.shape)
-        if key not in boxes:
-            boxes[key] = _boxes(target, sharding, process_count, count)
-        readers = replicas.readers(target, process_count)
-        leaves.append(ShardedLeaf(target.name, target.view, target.shape, target.dtype, boxes[key], readers))
-        owners_of_leaf = None
-        if sharding is not None and exchangeable(target):
-            if sharding not in owners:
-                owners[sharding] = tuple(device_owners(sharding, target.shape, process_count))
-            owners_of_leaf = owners[sharding]
-        owners_of_leaves.append(owners_of_leaf)
+        key = (target.kind, target.sharding, target.shape, target.broadcast)
+        dealt = known.get(key)
+        if dealt is None:
+            dealt = known[key] = _dealt(target, sharding, process_count, count)
+        leaves.append(ShardedLeaf(target.name, target.view, target.shape, target.dtype, dealt.boxes, dealt.readers))
+        owners.append(dealt.owners)
     return Distribution(
         checkpoint,
         tuple(leaves),
         tuple(shardings),
-        tuple(owners_of_leaves),
+        tuple(owners),
         count,
         process_count is not None,
         options,
     )
+
+
+class _Dealt(NamedTuple):
+    """What leaves that are sharded alike have in common; `boxes` and `readers` are those of `ShardedLeaf`."""
+
+    boxes: list[tuple[Box, ...]]
+    readers: frozenset[int] | None
+    owners: tuple[int, ...] | None
+
+
+def _dealt(target: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int) -> _Dealt:
+    boxes = _boxes(target, sharding, process_count, count)
+    owners = None
+    if sharding is not None and exchangeable(target):
+        owners = tuple(device_owners(sharding, target.shape, process_count))
+    return _Dealt(boxes, replicas.readers(target, process_count), owners)
 
 
 def _boxes(

@@ -21,7 +21,7 @@ from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_path, by_same, nearest, some
-from orbax_safetensors.restore.target import LeafRequest, Target, as_stored, leaf_request, target
+from orbax_safetensors.restore.target import LeafRequest, Resolver, Target, as_stored, leaf_request
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
 ShardingOf = Callable[[str, tuple[int, ...]], Any]
@@ -132,14 +132,15 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
     unexpected = set() if partial else checkpoint.leaves.keys() - leaves.keys()
     _check_names(checkpoint, requested, _not_empty(unexpected, restore_args if item is None else item))
     out: list[Target | Any] = []
+    resolver, no_args = Resolver(checkpoint), ocp.RestoreArgs()
     for name, leaf in leaves.items():
         if name not in requested:
             out.append(leaf if callable(leaf) else ocp.PLACEHOLDER)
             continue
-        args_of_leaf = args.get(name, ocp.RestoreArgs())
+        args_of_leaf = args.get(name, no_args)
         if not isinstance(args_of_leaf, ocp.RestoreArgs):
             raise TensorMismatchError(f"{name!r}: expected ocp.RestoreArgs in restore_args, found {args_of_leaf!r}")
-        out.append(target(checkpoint, name, leaf if item is not None else None, args_of_leaf))
+        out.append(resolver.target(name, leaf if item is not None else None, args_of_leaf))
     return Request(tuple(out), structure)
 
 

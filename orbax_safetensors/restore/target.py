@@ -5,7 +5,7 @@ A wrong request for a leaf is refused here, before memory is allocated or a tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -78,38 +78,81 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 
     Raises `TensorMismatchError` if NumPy cannot hold it.
     """
-    _check_holdable(view, checkpoint.path, name)
+    _check_holdable(view.shape, f"{checkpoint.path}: {name!r}")
     return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
 
 
-def _check_holdable(view: View, path: str, name: str) -> None:
-    if len(view.shape) > _MAX_RANK or max(view.shape, default=0) > _MAX_SIZE:
-        raise TensorMismatchError(f"{path}: {name!r}: an array of shape {view.shape} cannot be held")
+def _check_holdable(shape: tuple[int, ...], where: str) -> None:
+    if len(shape) > _MAX_RANK or max(shape, default=0) > _MAX_SIZE:
+        raise TensorMismatchError(f"{where}: an array of shape {shape} cannot be held")
 
 
-def target(checkpoint: Checkpoint, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
-    """Return the target for the leaf `name` of the checkpoint.
+class _Form(NamedTuple):
+    """What targets have in common that are requested alike; the fields are those of `Target`."""
 
-    `leaf` is an array, a description of one, a Python scalar, or None; `args` goes before `leaf`. Raises
-    `TensorMismatchError` if the request does not fit the stored tensors.
-    """
-    view = checkpoint.leaves[name]
-    tensors = view.tensors
-    of_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
-    path = checkpoint.files[checkpoint.begin(tensors[0])[0]].path if of_one_file else checkpoint.path
-    where = f"{path}: {name!r}"
-    _check_holdable(view, path, name)
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: type
+    sharding: jax.sharding.Sharding | Format | None
+    lossless: bool
+    broadcast: bool
+    unplaced: bool
+
+
+class Resolver:
+    """Makes the targets of one request. Leaves that are requested alike, as most of a model are, are checked once."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._packed = {
+            name: tensor.stored_dtype
+            for name, tensor in checkpoint.tensors.items()
+            if tensor.stored_dtype.numpy is None and name not in checkpoint.quantized
+        }
+        self._forms: dict[Hashable, _Form] = {}
+
+    def target(self, name: str, leaf: Any, args: ocp.RestoreArgs) -> Target:
+        """Return the target for the leaf `name` of the checkpoint.
+
+        `leaf` is an array, a description of one, a Python scalar, or None; `args` goes before `leaf`. Raises
+        `TensorMismatchError` if the request does not fit the stored tensors.
+        """
+        view = self._checkpoint.leaves[name]
+        packed = self._packed_in(view)
+        key = (view.shape, view.dtype, packed, type(leaf), leaf, type(args), *vars(args).values())
+        try:
+            form = self._forms.get(key)
+        except TypeError:  # an array, or a list as the shape, has no hash
+            return Target(name, view, *_form(view, packed, leaf, args, self._where(name, view)))
+        if form is None:
+            form = self._forms[key] = _form(view, packed, leaf, args, self._where(name, view))
+        return Target(name, view, *form)
+
+    def _packed_in(self, view: View) -> DType | None:
+        """Return the dtype of a tensor of `view` that is held packed, if there is one."""
+        if not self._packed:
+            return None
+        names = map(self._checkpoint.whole, view.tensors)
+        return next((self._packed[name] for name in names if name in self._packed), None)
+
+    def _where(self, name: str, view: View) -> str:
+        """Return the beginning of messages about a leaf: the file of its tensor if there is one, and its name."""
+        checkpoint, tensors = self._checkpoint, view.tensors
+        of_one_file = len(tensors) == 1 or (tensors and checkpoint.mapped is None)
+        path = checkpoint.files[checkpoint.begin(tensors[0])[0]].path if of_one_file else checkpoint.path
+        return f"{path}: {name!r}"
+
+
+def _form(view: View, packed: DType | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> _Form:
+    """Check a request for a leaf that is filled from `view`."""
+    _check_holdable(view.shape, where)
     kind = _kind(leaf, args, where)
-    stored = {checkpoint[checkpoint.whole(name)].stored_dtype for name in tensors if name not in checkpoint.quantized}
     sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
     if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
         kind = np.ndarray
-    dtype, lossless = _dtype(stored, view.dtype, kind, leaf, args, where)
-    shape = _shape(view, kind, leaf, args, where)
-    return Target(
-        name=name,
-        view=view,
-        shape=shape,
+    dtype, lossless = _dtype(packed, view.dtype, kind, leaf, args, where)
+    return _Form(
+        shape=_shape(view, kind, leaf, args, where),
         dtype=dtype,
         kind=kind,
         sharding=sharding,
@@ -201,7 +244,7 @@ def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str)
 
 
 def _dtype(
-    stored: Set[DType], held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
+    packed: DType | None, held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str
 ) -> tuple[np.dtype, bool]:
     """Return the leaf's dtype, and whether values must survive the cast to it."""
     requested = args.dtype
@@ -210,8 +253,8 @@ def _dtype(
     elif requested is None and kind in (jax.Array, np.ndarray):
         requested = getattr(leaf, "dtype", None)
     dtype = held if requested is None else _checked_dtype(requested, where)
-    if dtype != held and (packed := [kept.name for kept in stored if kept.numpy is None]):
-        raise TensorMismatchError(f"{where}: {packed[0]} is held packed as {held} and cannot be cast to {dtype}")
+    if dtype != held and packed is not None:
+        raise TensorMismatchError(f"{where}: {packed.name} is held packed as {held} and cannot be cast to {dtype}")
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
         requested = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
         raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {requested}")

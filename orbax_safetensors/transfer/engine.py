@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -18,6 +18,7 @@ import numpy as np
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.coalesce import Direct, Encoded, Staged
 from orbax_safetensors.geometry.elementwise import apply
+from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.memory import allocate, no_collection
 from orbax_safetensors.storage.store import File, NewFile, Stamp
 from orbax_safetensors.storage.upload import files_at_once
@@ -177,12 +178,12 @@ class _Transfer(ABC, Generic[_F]):
         for use in access.uses:
             end = window.part.ends[use.buffer]
             held, memory = window.blocks[end.block].dtype, window.memory[end.block]
-            for copy in use.copy.within(low, high):
-                shifted = copy.shifted(-low)
-                if same_bits(end.ops, stored, held):
-                    yield _Copy(end, True, *words(shifted, packed, memory, stored.itemsize))
+            same = same_bits(end.ops, stored, held)
+            for copy in _of_window(use.copy, low, high):
+                if same:
+                    yield _Copy(end, True, *words(copy, packed, memory, stored.itemsize))
                 else:
-                    yield _Copy(end, False, *elements(shifted, packed, stored, memory, held))
+                    yield _Copy(end, False, *elements(copy, packed, stored, memory, held))
 
     def _runs(self, window: _Window, packed: np.ndarray) -> None:
         """Move the bytes of a window, which `packed` holds, with one request for each run."""
@@ -232,6 +233,13 @@ class _Transfer(ABC, Generic[_F]):
                 if file is None:
                     file = self._files[number] = self._open_file(number)
         return file
+
+
+# Layers of a model have the same windows.
+@lru_cache(maxsize=2**16)
+def _of_window(copy: Copy, low: int, high: int) -> tuple[Copy, ...]:
+    """Return the part of a copy that reads packed elements `[low, high)`, from a source that begins with them."""
+    return tuple([part.shifted(-low) for part in copy.within(low, high)])
 
 
 class Reader(_Transfer[File]):

@@ -10,7 +10,7 @@ two, so they compete for the same few places. `_pieces` explains how such copies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from math import gcd
 from types import EllipsisType
@@ -43,6 +43,16 @@ _COMPUTED = 2**16
 
 def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
     """Return both sides of a copy that moves bits, as arrays of one shape; an assignment between them is the copy."""
+    shape, dtype, begin, source, into, destination = _layout(copy, itemsize)
+    return (
+        np.ndarray(shape, dtype, packed.data, begin, source),
+        np.ndarray(shape, dtype, dense.data, into, destination),
+    )
+
+
+@lru_cache(maxsize=2**16)
+def _layout(copy: Copy, itemsize: int) -> tuple[tuple[int, ...], np.dtype, int, tuple[int, ...], int, tuple[int, ...]]:
+    """Return shape and dtype of the `words` of a copy, and for both sides offset and strides, in bytes."""
     modes = [(size, src * itemsize, dst * itemsize) for size, src, dst in copy.modes]
     # The widest words that divide the innermost contiguous elements and all strides: NumPy moves one word a step.
     run = itemsize
@@ -50,11 +60,13 @@ def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> t
         run *= modes.pop()[0]
     begin, into = copy.source * itemsize, copy.destination * itemsize
     word = gcd(8, run, begin, into, *(step for _, src, dst in modes for step in (src, dst)))
-    shape = (*(size for size, _, _ in modes), run // word)
-    dtype = _WORDS[word]
     return (
-        np.ndarray(shape, dtype, packed.data, begin, (*(src for _, src, _ in modes), word)),
-        np.ndarray(shape, dtype, dense.data, into, (*(dst for _, _, dst in modes), word)),
+        (*(size for size, _, _ in modes), run // word),
+        _WORDS[word],
+        begin,
+        (*(src for _, src, _ in modes), word),
+        into,
+        (*(dst for _, _, dst in modes), word),
     )
 
 

@@ -254,7 +254,7 @@ def over_reads(leaves, places, gap, process_count):
     for tensor in places.places:
         used = [leaf for leaf in leaves if tensor in leaf.view.tensors]
         only = [
-            replace(leaf, view=replace(leaf.view, pieces=tuple(p for p in leaf.view.pieces if p.tensor == tensor)))
+            leaf._replace(view=replace(leaf.view, pieces=tuple(p for p in leaf.view.pieces if p.tensor == tensor)))
             for leaf in used
         ]
         for process in range(process_count if used else 0):
@@ -322,7 +322,7 @@ def test_leaves_that_force_over_reads_are_named_the_most_wasteful_first():
     made = [leaf("whole experts", 0), leaf("columns", 2), leaf("rows", 3), leaf("more columns", 2, count=8)]
     leaves = [one for one, _ in made]
     # Tensors that an earlier leaf uses: the second of them adds nothing of its own.
-    leaves.append(replace(leaves[1], name="columns again"))
+    leaves.append(leaves[1]._replace(name="columns again"))
     places = Places([tensor for _, tensors in made for tensor in tensors], 5)
     counted = restore_plan(leaves, places.locate, places.files, max_gap_bytes=1000, threads=1, process_count=4)
     nbytes = 4 * 2 * 8 * 16 * 4  # of the narrower ones; a process reads every tensor from its first to its last column
