@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.store import Cost, Stamp
@@ -24,6 +27,10 @@ COST = Cost(
 )
 # Linux refuses more buffers in one call.
 _MAX_BUFFERS = 1024
+# Python's own `os.preadv` takes longer to look at each of its buffers than the kernel to fill it, if it is short.
+_preadv = ctypes.CDLL(None, use_errno=True).preadv
+_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_preadv.restype = ctypes.c_ssize_t
 # Errors of file systems that do not flush directories, such as some network and FUSE file systems.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
@@ -55,6 +62,25 @@ class LocalFile:
         """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
         for offset, buffers in ranges:
             _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
+
+    def scatter(self, offset: int, runs: np.ndarray) -> None:
+        """Fill runs of memory with the bytes from `offset` on, one after the other. Continues a short read.
+
+        `runs` has the address and the length in bytes of one run in each row, as `uintp`. The caller keeps the memory.
+        """
+        for first in range(0, len(runs), _MAX_BUFFERS):
+            here = runs[first : first + _MAX_BUFFERS]
+            missing = int(here[:, 1].sum())
+            while missing:
+                count = _preadv(self._descriptor, here.ctypes.data, len(here), offset)
+                if count < 0:
+                    reason = os.strerror(ctypes.get_errno())
+                    raise StorageError(f"{self.path}: reading {missing} bytes at offset {offset} failed: {reason}")
+                if count == 0:
+                    raise StorageError(f"{self.path}: expected {missing} more bytes at offset {offset}, found its end")
+                offset, missing = offset + count, missing - count
+                if missing:
+                    here = _runs_after(here, count)
 
     def map(self) -> memoryview:
         """Return the file as read-only memory."""
@@ -120,6 +146,16 @@ def _after(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
         if count < buffer.nbytes:
             yield buffer[count:] if count else buffer
         count = max(0, count - buffer.nbytes)
+
+
+def _runs_after(runs: np.ndarray, count: int) -> np.ndarray:
+    """Return the runs of `LocalFile.scatter` without their first `count` bytes, which are fewer than all."""
+    ends = np.cumsum(runs[:, 1])
+    first = int(np.searchsorted(ends, count, "right"))
+    rest = runs[first:].copy()
+    left = int(ends[first]) - count
+    rest[0] = rest[0, 0] + rest[0, 1] - left, left
+    return rest
 
 
 class NewLocalFile:

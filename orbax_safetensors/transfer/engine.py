@@ -24,6 +24,7 @@ from orbax_safetensors.storage.store import File, NewFile, Stamp
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.plan import Block, Constant, End, Extent, Part, TransferPlan, same_bits
+from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, copy_undoing, elements, words
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -280,6 +281,8 @@ class Reader(_Transfer[File]):
             decoded, stored = self._decoded(window, access)
             per_byte = access.encoding.elements_per_byte
             copies = self._copies(window, access, decoded, stored, window.low * per_byte, window.high * per_byte)
+        elif self._scattered(window, access):
+            return
         else:
             stored = window.part.location.dtype
             packed = self._staging(window.high - window.low)
@@ -295,6 +298,28 @@ class Reader(_Transfer[File]):
             except TensorMismatchError as error:
                 path = self._file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
+
+    def _scattered(self, window: _Window, access: Staged) -> bool:
+        """Read a window straight into place; return False, and read nothing, if that is not possible or not faster."""
+        location = window.part.location
+        ends = [window.part.ends[use.buffer] for use in access.uses]
+        if access.runs.modes or not all(
+            same_bits(end.ops, location.dtype, window.blocks[end.block].dtype) for end in ends
+        ):
+            return False
+        itemsize = location.dtype.itemsize
+        low, high = window.low // itemsize, window.high // itemsize
+        copies = [
+            (copy, window.memory[end.block])
+            for use, end in zip(access.uses, ends, strict=True)
+            for copy in _of_window(use.copy, low, high)
+        ]
+        runs = places(copies, itemsize, window.high - window.low)
+        begin = location.begin + access.runs.begin + window.low
+        if runs is None or not self._file(window.part.file).scatter(begin, runs):
+            return False
+        self._count(1, window.high - window.low)
+        return True
 
     def _decoded(self, window: _Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
         """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""

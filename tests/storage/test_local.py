@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 
+import numpy as np
 import pytest
 
 from orbax_safetensors.errors import StorageError
@@ -143,3 +144,31 @@ def test_listing(tmp_path, path):
     assert LocalStore().list(path) is None
     with pytest.raises(StorageError, match="missing: cannot be listed: No such file"):
         LocalStore().list(str(tmp_path / "missing"))
+
+
+def test_runs_are_filled_by_short_reads_too(tmp_path, monkeypatch):
+    content = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
+    (tmp_path / "file").write_bytes(content.tobytes())
+    memory = np.zeros(9_000, np.uint8)
+    ends = np.array([0, 1, 700, 1400, 5000, 9000])
+    order = [3, 0, 4, 2, 1]
+    runs = np.array([(memory.ctypes.data + ends[at], ends[at + 1] - ends[at]) for at in order], np.uintp)
+    whole = local._preadv
+    calls = []
+
+    def short(descriptor, runs, count, offset):
+        calls.append(count)
+        return whole(descriptor, runs, 1, offset)
+
+    monkeypatch.setattr(local, "_preadv", short)
+    monkeypatch.setattr(local, "_MAX_BUFFERS", 3)
+    file = LocalFile(tmp_path / "file")
+    file.scatter(100, runs)
+    expected = np.concatenate([memory[ends[at] : ends[at + 1]] for at in order])
+    assert np.array_equal(expected, content[100:9100])
+    assert calls == [3, 2, 1, 2, 1]
+    with pytest.raises(StorageError, match="expected .* more bytes at offset .*, found its end"):
+        file.scatter(2000, runs)
+    file.close()
+    with pytest.raises(StorageError, match="reading .* failed: Bad file descriptor"):
+        file.scatter(0, runs)
