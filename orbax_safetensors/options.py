@@ -28,8 +28,8 @@ class SafetensorsOptions:
         not count, because bytes are read into and written from their memory; nor do asynchronous saves, which first
         copy all shards of accelerators and all NumPy leaves. Requests to an object store hold more on top: at most a
         quarter of `in_flight_bytes`, unless `threads` asks for more reads; a write holds at least three parts of 8 MiB.
-      threads: reads or writes in flight at once; a file has at most one write. By default twice the number of CPUs and
-        at most 16 for files, and 64 for object stores and HTTP servers, where a thread makes short reads together:
+      threads: reads or writes in flight at once; threads write into a file in turn. By default twice the number of CPUs
+        and at most 16 for files, and 64 for object stores and HTTP servers, where a thread makes short reads together:
         these are up to 64 more.
       alignment: the data of a saved file begins at a multiple of this many bytes, a multiple of 8. With 64, the file
         can be restored with `alias`; with 8, it is the same byte for byte as the reference writer's.
