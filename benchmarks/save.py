@@ -1,10 +1,11 @@
-"""Saving a tree of arrays: this package beside `safetensors.numpy.save_file` and Orbax's own format.
+"""Saving a tree of arrays: this package beside `save_file` of safetensors, Orbax's own format, and PyTorch's DCP.
 
     python benchmarks/save.py [--quick] [--rounds 5] [--directory DIR] [--json FILE] [--only SCENARIO ...]
 
 Every measurement is a fresh process; savers take turns, round after round. Each saves twice and removes the first
-checkpoint before the second, which is measured: memory that a virtual machine gave back to its host costs a fault when
-it is touched again, in the page cache too, and how much of it a saver meets is chance. The clock runs from a tree of
+checkpoint before the second, which is measured, and memory is touched and freed in between: memory that a virtual
+machine gave back to its host costs a fault when it is touched again, in the page cache too, and how much of it a saver
+meets is chance. The clock runs from a tree of
 arrays on devices until the checkpoint has been committed, and nobody waits for the disk unless the name says so. Then
 every tensor is read back with another library and compared bit by bit, and the files are removed.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import shutil
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,18 +34,18 @@ import jax
 import ml_dtypes
 import numpy as np
 from checkpoints import Tensor, Tensors, add_directory, llama
-from loaders import anonymous, memory
+from loaders import anonymous, fresh, memory
 from restore import Runs, Target, at_least, at_most, seconds, versions
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-ONE, TWO, DEFAULT, ASYNC, SYNC = (
-    f"this package{text}" for text in (", 1 thread", ", 2 threads", "", ", async", ", fsync")
-)
-REFERENCE, ORBAX, ORBAX_ASYNC, LIMIT = "safetensors.numpy", "Orbax OCDBT", "Orbax OCDBT, async", "write limit"
-SAVERS = (LIMIT, REFERENCE, ONE, TWO, DEFAULT, ASYNC, SYNC, ORBAX, ORBAX_ASYNC)
+ONE, DEFAULT, ASYNC, SYNC = (f"this package{text}" for text in (", 1 thread", "", ", async", ", fsync"))
+REFERENCE, TORCH, DCP = "safetensors.numpy", "safetensors.torch", "DCP to one checkpoint of Hugging Face, fsync"
+ORBAX, ORBAX_ASYNC = "Orbax OCDBT", "Orbax OCDBT, async"
+LIMIT, LIMIT_SYNC = "write limit", "write limit, fsync"
+SAVERS = (LIMIT, REFERENCE, TORCH, ONE, DEFAULT, ASYNC, ORBAX, ORBAX_ASYNC, LIMIT_SYNC, SYNC, DCP)
 # Well below the bytes of the tree, so that exceeding it would show.
 IN_FLIGHT_BYTES = 2**28
 WRITE_BYTES = 2**24
@@ -82,6 +83,7 @@ def run(job: Job) -> dict[str, Any]:
     save(renewed(arrays), directory / "first")()
     shutil.rmtree(directory / "first")
     gc.collect()
+    fresh(2 * nbytes)
     os.sync()  # whatever else has been written to this disk is not ours to wait for
     again = renewed(arrays)
     samples = [anonymous_bytes()]
@@ -110,8 +112,8 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def tensors(quick: bool) -> Tensors:
-    """A small Llama in bf16, with its embedding and norms in f32: 1.25 GB."""
-    sizes = {"layers": 2, "hidden": 1024, "vocabulary": 8192} if quick else {"layers": 6, "vocabulary": 64_000}
+    """A small Llama in bf16, with its embedding and norms in f32: 1.2 GB."""
+    sizes = {"layers": 2, "hidden": 1024, "vocabulary": 8192} if quick else {"layers": 9, "vocabulary": 16_000}
     wide = ("embed_tokens", "norm.weight")
     return {
         name: Tensor("F32", tensor.shape) if any(part in name for part in wide) else tensor
@@ -209,36 +211,89 @@ def reference(files: int) -> Save:
     return save
 
 
-def write_limit(files: int) -> Save:
-    """Not a saver: two threads write as many bytes, which lie in memory as in the files."""
-    source: list[np.ndarray] = []
+def torch_reference(files: int) -> Save:
+    """`safetensors.torch.save_file`, of tensors that share the arrays' memory."""
+    from safetensors.torch import save_file
 
     def save(arrays: Arrays, directory: Path) -> Callable[[], object]:
-        size = sum(array.nbytes for array in arrays.values()) // files
-        if not source:
-            source.append(anonymous(size * files))
-            source[0][:] = 1
         directory.mkdir()
-        descriptors = [os.open(directory / str(number), os.O_WRONLY | os.O_CREAT) for number in range(files)]
-
-        def write(piece: tuple[int, int]) -> None:
-            begin, number = piece
-            buffer = source[0][number * size :][begin : min(begin + WRITE_BYTES, size)].data
-            assert os.pwritev(descriptors[number], [buffer], begin) == buffer.nbytes
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(write, itertools.product(range(0, size, WRITE_BYTES), range(files))))
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for number, names in enumerate(parts(arrays, files)):
+            save_file({name: as_torch(arrays[name]) for name in names}, directory / f"{number}.safetensors")
         return done
 
     return save
 
 
+def dcp(files: int) -> Save:
+    """PyTorch's writer of sharded safetensors, with consolidation into the files of a Hugging Face checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    def save(arrays: Arrays, directory: Path) -> Callable[[], object]:
+        numbers = {name: number for number, names in enumerate(parts(arrays, files), 1) for name in names}
+        writer = dcp.HuggingFaceStorageWriter(
+            os.fspath(directory),
+            fqn_to_index_mapping=numbers,
+            thread_count=2,
+            save_distributed=True,
+            enable_consolidation=True,
+            thread_count_consolidation=2,
+        )
+        dcp.save({name: as_torch(array) for name, array in arrays.items()}, storage_writer=writer, no_dist=True)
+        return done
+
+    return save
+
+
+def as_torch(array: jax.Array) -> Any:
+    """The same memory as a tensor of PyTorch, if the array is on one device. PyTorch warns that it is read-only."""
+    import torch
+
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    bits = np.asarray(array)
+    if bits.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(bits)
+
+
+def write_limit(*, sync: bool = False) -> Callable[[int], Save]:
+    """Not a saver: a thread for each file, two at most, writes as many bytes, which lie in memory as in the file.
+
+    Into one file the system lets only one thread write.
+    """
+    source: list[np.ndarray] = []
+
+    def saver(files: int) -> Save:
+        def save(arrays: Arrays, directory: Path) -> Callable[[], object]:
+            size = sum(array.nbytes for array in arrays.values()) // files
+            if not source:
+                source.append(anonymous(size * files))
+                source[0][:] = 1
+            directory.mkdir()
+
+            def write(number: int) -> None:
+                descriptor = os.open(directory / str(number), os.O_WRONLY | os.O_CREAT)
+                memory = source[0][number * size : (number + 1) * size].data
+                for begin in range(0, size, WRITE_BYTES):
+                    buffer = memory[begin : begin + WRITE_BYTES]
+                    assert os.pwritev(descriptor, [buffer], begin) == buffer.nbytes
+                if sync:
+                    os.fsync(descriptor)
+                os.close(descriptor)
+
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(write, range(files)))
+            return done
+
+        return save
+
+    return saver
+
+
 def file_bytes(arrays: Arrays, files: int) -> int:
     """The most that a file may have so that there are about as many as asked for, one at least."""
     total = sum(array.nbytes for array in arrays.values())
-    return total if files == 1 else max(total // files, *(array.nbytes for array in arrays.values()))
+    # A file is full as soon as the next tensor does not fit.
+    return total if files == 1 else total // files + max(array.nbytes for array in arrays.values()) // 2
 
 
 def parts(arrays: Arrays, files: int) -> list[list[str]]:
@@ -255,10 +310,12 @@ def parts(arrays: Arrays, files: int) -> list[list[str]]:
 
 
 SAVE: dict[str, Callable[[int], Save]] = {
-    LIMIT: write_limit,
+    LIMIT: write_limit(),
+    LIMIT_SYNC: write_limit(sync=True),
     REFERENCE: reference,
+    TORCH: torch_reference,
+    DCP: dcp,
     ONE: package(threads=1),
-    TWO: package(threads=2),
     DEFAULT: package(),
     ASYNC: package(background=True),
     SYNC: package(fsync=True),
@@ -292,7 +349,7 @@ def check_limit(directory: Path, arrays: Arrays) -> None:
     assert sum(path.stat().st_size for path in directory.iterdir()) > sum(a.nbytes for a in arrays.values()) * 0.99
 
 
-CHECK = {ORBAX: check_orbax, ORBAX_ASYNC: check_orbax, LIMIT: check_limit}
+CHECK = {ORBAX: check_orbax, ORBAX_ASYNC: check_orbax, LIMIT: check_limit, LIMIT_SYNC: check_limit}
 
 
 def assert_same(name: str, found: np.ndarray, array: jax.Array) -> None:
@@ -319,31 +376,52 @@ def faster(saver: str, other: str) -> Callable[[Runs], float]:
 
 def extra(runs: Runs) -> float:
     """Memory beside the arrays over the in-flight budget, in the saver that needs most of those that are to keep it."""
-    return max(run["extra_bytes"] for saver in (ONE, TWO, DEFAULT) for run in runs[saver] if "extra_bytes" in run) / (
+    return max(run["extra_bytes"] for saver in (ONE, DEFAULT) for run in runs[saver] if "extra_bytes" in run) / (
         IN_FLIGHT_BYTES
     )
 
 
-ONE_THREAD = at_least("1 thread, times safetensors.numpy", faster(ONE, REFERENCE), 1.0)
+def blocked(runs: Runs) -> float:
+    return statistics.median(run["blocked_seconds"] for run in runs[ASYNC])
+
+
 MEMORY = at_most("extra memory / in-flight budget", extra, 1.0)
 # A file system takes one write to a file at a time, so that threads gain what is not writing, or write several files.
-TARGETS = (ONE_THREAD, at_least("default threads, times safetensors.numpy", faster(DEFAULT, REFERENCE), 1.0), MEMORY)
-PARALLEL = (
-    ONE_THREAD,
-    at_least("2 threads, times safetensors.numpy", faster(TWO, REFERENCE), 1.5),
-    at_least("default threads, times safetensors.numpy", faster(DEFAULT, REFERENCE), 1.5),
-    MEMORY,
-)
-FEW = (LIMIT, REFERENCE, ONE, TWO, DEFAULT)
+LIMITED = at_least("default, times the write limit", faster(DEFAULT, LIMIT), 0.9)
+
+
+def times_numpy(ratio: float) -> Target:
+    return at_least("default, times safetensors.numpy", faster(DEFAULT, REFERENCE), ratio)
+
+
+FEW = (LIMIT, REFERENCE, ONE, DEFAULT)
 SCENARIOS = {
-    "whole": Scenario("1 device", "leading", 1, targets=TARGETS),
-    "leading": Scenario("leading dimension, 8 devices", "leading", 8, savers=(*FEW, ORBAX), targets=PARALLEL),
-    "inner": Scenario("last dimension, 8 devices", "inner", 8, savers=(*FEW, ORBAX), targets=PARALLEL),
-    "files": Scenario("1 device, several files", "leading", 1, files=4, savers=FEW, targets=PARALLEL),
-    "ram-whole": Scenario("1 device, in memory", "leading", 1, ram=True, savers=FEW, targets=TARGETS),
-    "ram-inner": Scenario("last dimension, 8 devices, in memory", "inner", 8, ram=True, savers=FEW, targets=PARALLEL),
+    "whole": Scenario(
+        "1 device",
+        "leading",
+        1,
+        targets=(times_numpy(1.3), LIMITED, at_most("asynchronous, seconds blocked", blocked, 0.05), MEMORY),
+    ),
+    "leading": Scenario(
+        "leading dimension, 8 devices", "leading", 8, savers=(*FEW, ORBAX), targets=(times_numpy(1.5), MEMORY)
+    ),
+    "inner": Scenario(
+        "last dimension, 8 devices", "inner", 8, savers=(*FEW, ORBAX), targets=(times_numpy(1.5), MEMORY)
+    ),
+    "files": Scenario(
+        "1 device, several files",
+        "leading",
+        1,
+        files=4,
+        savers=(*FEW, LIMIT_SYNC, SYNC, DCP),
+        targets=(times_numpy(1.8), LIMITED, MEMORY),
+    ),
+    "ram-whole": Scenario("1 device, in memory", "leading", 1, ram=True, savers=FEW, targets=(LIMITED, MEMORY)),
+    "ram-inner": Scenario(
+        "last dimension, 8 devices, in memory", "inner", 8, ram=True, savers=FEW, targets=(times_numpy(1.5), MEMORY)
+    ),
     "ram-files": Scenario(
-        "1 device, several files, in memory", "leading", 1, files=4, ram=True, savers=FEW, targets=PARALLEL
+        "1 device, several files, in memory", "leading", 1, files=4, ram=True, savers=FEW, targets=(LIMITED, MEMORY)
     ),
 }
 

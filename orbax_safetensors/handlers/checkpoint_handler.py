@@ -91,12 +91,13 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         write_save(plan, Shards.of(plan), directory)
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
-        """Start a save, and return once the shards are in host memory; the leaves may then be changed or deleted.
+        """Start a save, and return once the shards are in host memory; then leaves may be changed, donated or deleted.
 
-        The future that it returns is done when all processes have written.
+        NumPy leaves and arrays on accelerators are copied; the memory of arrays on CPU devices is kept until it is
+        written. The future is done when all processes have written.
         """
         plan = self._prepare(directory, args)
-        shards = Shards.copied(plan)
+        shards = Shards.kept(plan)
 
         async def commit() -> None:
             write_save(plan, shards, directory)

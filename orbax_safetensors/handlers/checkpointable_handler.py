@@ -31,7 +31,7 @@ class SafetensorsCheckpointableHandler:
         self._options = SafetensorsOptions()
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Start a save into a directory that is being created; return once the shards are in host memory."""
+        """Start a save into a directory that is being created; return once the shards stay as they are."""
         plan = prepare_save(
             checkpointable,
             directory=directory.path,
@@ -39,7 +39,7 @@ class SafetensorsCheckpointableHandler:
             max_file_bytes=MAX_FILE_BYTES,
             options=self._options,
         )
-        shards = Shards.copied(plan)
+        shards = Shards.kept(plan)
 
         async def written() -> None:
             created = await directory.await_creation()

@@ -68,7 +68,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[jax.Array], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
     ) -> Sequence[ocp.Future]:
-        """Start to save all leaves, and return once they are in host memory."""
+        """Start to save all leaves, and return once the shards are in host memory, where they stay as they are."""
         (directory,) = {info.parent_dir for info in infos}
         names = [info.name for info in infos]
         if len(set(names)) < len(names):
@@ -84,7 +84,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             options=self._bounded(infos),
             index=IndexAs(None if infos[0].is_ocdbt_checkpoint else False, bool(infos[0].use_zarr3), whole_tree=False),
         )
-        shards = Shards.copied(plan)
+        shards = Shards.kept(plan)
 
         async def commit() -> None:
             write_save(plan, shards, directory)

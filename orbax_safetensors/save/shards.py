@@ -27,46 +27,48 @@ class Shards:
         """Take the memory of the leaves, which must not change before it is written."""
         self._groups = save.groups
         self._views = save.views
-        self._copies: list[tuple[Block, np.ndarray]] | None = None
+        self._kept: list[tuple[Block, np.ndarray]] | None = None
 
     @staticmethod
     def of(save: Save) -> Shards:
         """Return shards in the memory of the leaves, or copies if processes send shards to each other first."""
-        return Shards(save) if save.deliveries is None else Shards.copied(save)
+        return Shards(save) if save.deliveries is None else Shards.kept(save)
 
     @staticmethod
-    def copied(save: Save) -> Shards:
-        """Return shards that are copied to host memory, so that the leaves may be changed or deleted.
+    def kept(save: Save) -> Shards:
+        """Return shards that stay as they are if NumPy leaves are changed, and arrays are donated or deleted.
+
+        NumPy leaves and the shards of accelerators are copied. The memory of arrays on CPU devices is kept instead: it
+        lives on if an array is deleted, and XLA does not reuse it if an array is donated.
 
         Raises `StorageError` in every process if one process has not enough memory.
         """
         shards = Shards(save)
-        shards._copies = together(f"{save.key}/copies", lambda: _copies(save))
+        shards._kept = together(f"{save.key}/copies", lambda: _kept(save))
         return shards
 
     def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
         """Yield all shards, with at most `batch_bytes` of device memory, or one group, on the host at a time."""
-        if self._copies is not None:
-            yield self._copies
+        if self._kept is not None:
+            yield self._kept
             return
         sized = ((group, sum(_leaving(leaf, boxes) for leaf, boxes in group)) for group in self._groups)
         for batch in batches(sized, batch_bytes):
             yield list(_memory([owned for group in batch for owned in group], self._views))
 
 
-def _copies(save: Save) -> list[tuple[Block, np.ndarray]]:
+def _kept(save: Save) -> list[tuple[Block, np.ndarray]]:
     if save.deliveries is not None:
         return received(save.deliveries)
-    # Shards that come from an accelerator are copies already.
     all_owned = [owned for group in save.groups for owned in group]
-    from_host = [owned for owned in all_owned if _on_host(owned[0])]
-    shards = list(_memory(from_host, save.views))
+    mutable = [owned for owned in all_owned if not isinstance(owned[0].value, jax.Array)]
+    shards = list(_memory(mutable, save.views))
     copies = allocate([memory.nbytes for _, memory in shards])
     for (_, memory), copy in zip(shards, copies, strict=True):
         np.copyto(copy, memory)
     return [
         *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
-        *_memory([owned for owned in all_owned if not _on_host(owned[0])], save.views),
+        *_memory([owned for owned in all_owned if isinstance(owned[0].value, jax.Array)], save.views),
     ]
 
 

@@ -79,7 +79,7 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store) -> int
 
     def create(number: int) -> NewFile:
         name, header = save.layout.files[number]
-        file = store.create(posixpath.join(directory, name), header.file_bytes, of_each)
+        file = store.create(posixpath.join(directory, name), header.file_bytes, of_each, sync=options.fsync)
         if not store.is_local:
             file.write(0, [memoryview(header.encode())])
         return file

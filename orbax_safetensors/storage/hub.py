@@ -119,7 +119,7 @@ class HubStore:
         """End requests that open files."""
         self._requests.cancel()
 
-    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NoReturn:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NoReturn:
         """Refuse: the Hub takes commits, not files."""
         raise StorageError(f"{path}: {READ_ONLY}")
 

@@ -295,7 +295,7 @@ class RemoteStore:
         """End requests that list and open objects."""
         self._requests.cancel()
 
-    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewRemoteFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewRemoteFile:
         """Begin an object of `nbytes` bytes; nobody sees it before it is whole."""
         if self._writing is None:
             raise StorageError(f"{path}: {READ_ONLY}")

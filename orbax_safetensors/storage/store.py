@@ -141,11 +141,12 @@ class Store(Protocol):
     def cancel(self) -> None:
         """Make pending calls of `open` in other threads fail soon, and all later calls."""
 
-    def create(self, path: str, nbytes: int | None = None, requests: int = 1) -> NewFile:
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewFile:
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
         `nbytes` is the final size, which only a local store can do without. In others, at most `requests` requests may
-        hold bytes of the file in memory.
+        hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: bytes then begin to go to the
+        disk as they are written.
         """
 
     def make(self, path: str) -> None:

@@ -32,7 +32,8 @@ class FilesSink(JointSink):
         self.path = path
         self._source_path, self._files, self._model_files = source_path, files, model_files
         self._store = LocalStore()
-        self._writer = Writer(self._create, pace(self._store.cost, memory_bytes).requests)
+        self._threads = pace(self._store.cost, memory_bytes).requests
+        self._writer = Writer(self._create, self._threads)
         self._created = False  # whether a file was created whose name may not be on the disk
 
     def start(self, units: Sequence[Unit], identity: str, *, resume: bool) -> None:
@@ -80,7 +81,7 @@ class FilesSink(JointSink):
 
     def _create(self, number: int) -> NewFile:
         self._created = True
-        return self._store.create(self._path(number))
+        return self._store.create(self._path(number), sync=True)
 
     def _path(self, number: int) -> str:
         return os.path.join(self._directory.directory, self._files.layout.files[number][0])
@@ -114,7 +115,8 @@ class FilesSink(JointSink):
         """See `PlannedSink`. Files have their final paths."""
         _, plan = self._planned(tiles, dtypes)
         final = [os.path.join(self.path, name) for name, _ in self._files.layout.files]
-        return traffic_of(plan, final, self._writer.useful_threads(len(plan.files)))
+        # A file system writes into a file one request after the other.
+        return traffic_of(plan, final, max(1, min(self._threads, len(plan.files))))
 
     def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
         blocks = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import zip_longest
 from typing import Generic, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -367,15 +367,25 @@ class Writer(_Transfer[NewFile]):
         self._unsynced.add(number)
         return super()._file(number)
 
-    # A file system lets one thread at a time write into a file, and others wait at a price: each thread has its file.
-
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
-        in_turn = zip_longest(*_by_file(tasks).values())
-        return (task.run for tasks_in_turn in in_turn for task in tasks_in_turn if task is not None)
+        """See `_Transfer`. A thread goes to the file at which fewest are: a file system lets them write in turn."""
+        waiting = {file: deque(of_file) for file, of_file in _by_file(tasks).items()}
+        threads_at: Counter[int] = Counter()
 
-    def useful_threads(self, files: int) -> int:
-        """See `_Transfer`."""
-        return max(1, min(self._threads, files))
+        def work(task: _Task) -> None:
+            try:
+                task.run()
+            finally:
+                with self._lock:
+                    threads_at[task.file] -= 1
+
+        while waiting:
+            number = min(waiting, key=lambda file: (threads_at[file], -len(waiting[file])))
+            task = waiting[number].popleft()
+            if not waiting[number]:
+                del waiting[number]
+            threads_at[number] += 1
+            yield partial(work, task)
 
     def _move(self, file: NewFile, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         for offset, buffers in ranges:

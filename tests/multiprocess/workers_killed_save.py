@@ -25,7 +25,7 @@ from orbax_safetensors.storage import local
 from tests.multiprocess.workers_save import TREES, arguments, full_mesh
 
 
-def _die(*_: Any) -> None:
+def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -73,10 +73,10 @@ def _between_headers() -> None:
 def _before_the_index() -> None:
     real = local.LocalStore.create
 
-    def create(store: local.LocalStore, path: str, *args: Any) -> local.NewLocalFile:
+    def create(store: local.LocalStore, path: str, *args: Any, **more: Any) -> local.NewLocalFile:
         if path.endswith(".index.json"):
             _die()
-        return real(store, path, *args)
+        return real(store, path, *args, **more)
 
     mock.patch.object(local.LocalStore, "create", create).start()
 

@@ -59,7 +59,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         planned = ost.plan_save(directory, tree(mesh), max_file_bytes=max_file_bytes, config={"a": 1}, options=own)
         found[f"{name} planned"] = planned.processes[jax.process_index()].written_bytes
         try:
-            write_save(plan, Shards.copied(plan), directory)
+            write_save(plan, Shards.kept(plan), directory)
         except ost.StorageError as error:
             found[name] = str(error)
             continue

@@ -56,7 +56,7 @@ def saved(job: dict[str, Any]) -> list[str]:
         for name, host in list(tensors().items())[:104]  # each is a request
     }
     plan = prepare_save(tree, directory=job["url"], metadata=None, max_file_bytes=10**9, options=options)
-    write_save(plan, Shards.copied(plan), job["url"])
+    write_save(plan, Shards.kept(plan), job["url"])
     restored = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(tree))
     return _different(restored)
 

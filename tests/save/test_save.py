@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.save import shards, write
+from orbax_safetensors.save import write
 from orbax_safetensors.save.prepare import prepare_save
 from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.save.write import write_save
@@ -305,7 +305,7 @@ def array_shardings(draw, shape):
 
 @examples(60)
 @given(sharded_trees(), st.integers(1, 4), st.integers(1, 300), st.booleans(), st.randoms(use_true_random=False))
-def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file_bytes, copied, random):
+def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file_bytes, kept, random):
     """As if each part were the share of one process: it writes its own boxes, each byte once, and nothing else."""
     hosts, placed = drawn
     with jax.enable_x64(True), temporary() as directory, temporary() as expected:
@@ -329,7 +329,7 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
                         own.setdefault(source.name, (source, []))[1].append(box)
                 owned = tuple((source, tuple(taken)) for source, taken in own.values())
                 share = dataclasses.replace(plan, groups=(owned,), key=f"{plan.key}/{part}")
-                shards = Shards.copied(share) if copied else Shards(share)
+                shards = Shards.kept(share) if kept else Shards(share)
                 write_save(share, shards, directory)
         assert content(directory) == content(expected)
         for name, header in plan.layout.files:
@@ -357,29 +357,3 @@ def test_scalars_of_one_save(tmp_path):
     assert found[write.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
     data = [begin for begin, _ in writes["model.safetensors"] if begin]
     assert found[write.EVENT_STORAGE_WRITES] == found[write.EVENT_NUM_WRITES] == len(data)
-
-
-def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
-    """As on a GPU; here nothing has to be copied."""
-    leaves = {f"w{number}": jax.numpy.full((1024,), float(number)) for number in range(10)}
-    options = ost.SafetensorsOptions(in_flight_bytes=3 * 4096 + 1)
-    plan = prepare_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
-    assert [len(batch) for batch in Shards(plan).batches(options.in_flight_bytes)] == [10]
-    monkeypatch.setattr(shards, "on_host", lambda sharding: False)
-    batches = list(Shards(plan).batches(options.in_flight_bytes))
-    assert [len(batch) for batch in batches] == [3, 3, 3, 1]
-    values = [memory.view(np.float32)[0] for batch in batches for _, memory in batch]
-    assert values == list(range(10))
-    too_big = Shards(plan).batches(1)
-    assert [len(batch) for batch in too_big] == [1] * 10
-
-
-def test_what_was_copied_does_not_change():
-    host, device = np.ones(100), jax.numpy.ones(100)
-    options = ost.SafetensorsOptions()
-    plan = prepare_save([host, device], None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
-    shards = Shards.copied(plan)
-    host[...] = 2
-    device.delete()
-    (batch,) = shards.batches(1)
-    assert [memory.view(kind)[0] for (_, memory), kind in zip(batch, ("f8", "f4"), strict=True)] == [1, 1]

@@ -186,7 +186,7 @@ def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step
     monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
     does = {
         "plan": (prepare, "contents_of"),
-        "copies": (shards, "_copies"),
+        "copies": (shards, "_kept"),
         "data": (write, "_write_data"),
         "facts": (write, "_write_facts"),
     }

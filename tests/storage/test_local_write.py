@@ -3,6 +3,8 @@
 import errno
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -114,6 +116,44 @@ def test_several_threads_write_one_file(file, path):
     for thread in threads:
         thread.join()
     assert content(path) == BYTES[:16000]
+
+
+def test_threads_write_into_a_file_in_turn(file, monkeypatch):
+    """In the kernel, the others would wait for the file at the price of a core."""
+    writing = threading.Semaphore(1)
+    overlaps = []
+
+    def pwritev(descriptor, buffers, offset):
+        overlaps.append(not writing.acquire(timeout=0))
+        time.sleep(0.001)
+        writing.release()
+        return buffers[0].nbytes
+
+    monkeypatch.setattr(local.os, "pwritev", pwritev)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda at: write(file, at, b"x"), range(20)))
+    assert overlaps == [False] * 20
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_long_writes_begin_to_go_to_the_disk_if_the_file_will_be_synced(path, monkeypatch, sync):
+    begun = []
+    monkeypatch.setattr(local, "_SYNC_FILE_RANGE", lambda *args: begun.append(args))
+    file = LocalStore().create(path, sync=sync)
+    long = bytes(2**20)
+    write(file, 2**32, long, b"x")
+    write(file, 0, long[:-1])
+    begun = [(descriptor, begin.value, nbytes.value, what) for descriptor, begin, nbytes, what in begun]
+    assert begun == ([(file._descriptor, 2**32, 2**20 + 1, 2)] if sync else [])
+    file.close()
+
+
+def test_bytes_go_to_the_disk_before_the_file_is_synced(path):
+    file = NewLocalFile(path, sync=True)
+    write(file, 1, BYTES * 64)
+    file.sync()
+    file.close()
+    assert content(path) == b"\0" + BYTES * 64
 
 
 def test_flushing(file, path, tmp_path, monkeypatch):

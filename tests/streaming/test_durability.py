@@ -201,11 +201,11 @@ def test_a_full_disk_for_what_is_beside(name, source, tmp_path, monkeypatch):
     path, destination = source(MANY_FILES), tmp_path / "to"
     create = local.LocalStore.create
 
-    def failing_create(self, where, nbytes=None):
+    def failing_create(self, where, nbytes=None, **more):
         if os.path.basename(where) == name:
             Path(where).write_bytes(b"{")
             raise ost.StorageError("No space left on device")
-        return create(self, where)
+        return create(self, where, nbytes, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(local.LocalStore, "create", failing_create)
@@ -222,8 +222,8 @@ def test_a_full_disk_for_a_config_that_was_given(source, tmp_path, monkeypatch):
 
     create = local.LocalStore.create
 
-    def full(self, where, nbytes=None):
-        return create(self, "/dev/full" if os.path.basename(where) == "config.json" else where)
+    def full(self, where, nbytes=None, **more):
+        return create(self, "/dev/full" if os.path.basename(where) == "config.json" else where, nbytes, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(local.LocalStore, "create", full)

@@ -210,22 +210,24 @@ def test_a_value_that_a_cast_would_lose_names_file_and_tensor():
         case.read(reader, lossless=True)
 
 
-def test_each_file_is_written_by_one_thread_at_a_time():
-    threads = [set(), set()]
+def test_threads_write_into_the_file_at_which_fewest_are():
     together = threading.Barrier(2, timeout=SECONDS)
 
-    def record(number):
-        def does(file, offset):
-            threads[number].add(threading.get_ident())
-            together.wait()  # for the other file
+    def wait_for_the_other_file(file, what):
+        together.wait()
 
-        return does
+    case = Case(wait_for_the_other_file, wait_for_the_other_file)
+    with Writer(case.open, 2) as writer:
+        case.write(writer)
+    assert [bytes(file.content) for file in case.files] == [array.tobytes() for array in case.arrays]
 
-    case = Case(record(0), record(1))
+
+def test_several_threads_prepare_what_one_file_is_to_hold():
+    together = threading.Barrier(3, timeout=SECONDS)
+    case = Case(lambda file, what: together.wait())
     with Writer(case.open, 8) as writer:
         case.write(writer)
-        assert writer.useful_threads(2) == 2
-    assert [bytes(file.content) for file in case.files] == [array.tobytes() for array in case.arrays]
+    assert bytes(case.files[0].content) == case.arrays[0].tobytes()
 
 
 def test_a_write_that_fails_is_the_last():
