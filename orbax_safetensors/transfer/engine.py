@@ -318,21 +318,11 @@ def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
 class Writer(_Transfer[NewFile]):
     """Writes memory into files. Its plans have no gaps: every written byte is a byte of a block."""
 
-    def __init__(self, open_file: Callable[[int], NewFile], threads: int) -> None:
-        """See `_Transfer`."""
-        super().__init__(open_file, threads)
-        self._unsynced: set[int] = set()
-
-    def sync(self) -> None:
-        """Wait until all bytes that were written since the last call are on the disk."""
-        numbers = sorted(self._unsynced)
+    def sync(self, files: Iterable[int] | None = None) -> None:
+        """Wait until all bytes that were written into `files`, or into all files, are on the disk."""
+        numbers = sorted(self._files if files is None else files)
         with ThreadPoolExecutor(self.useful_threads(len(numbers)), "safetensors") as pool:
             list(pool.map(lambda number: self._files[number].sync(), numbers))
-        self._unsynced.clear()
-
-    def _file(self, number: int) -> NewFile:
-        self._unsynced.add(number)
-        return super()._file(number)
 
     # A file system lets one thread at a time write into a file, and others wait at a price: each thread has its file.
 
