@@ -84,6 +84,12 @@ class File(Protocol):
         Each range is one request. Raises `StorageError` unless all buffers are filled.
         """
 
+    def answer(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return bytes of the file in the memory that a request brings them to; None if `read` says where they go.
+
+        Raises `StorageError` if there are fewer.
+        """
+
     def map(self) -> memoryview:
         """Return the whole file as read-only memory. It is read when it is touched, and lives as long as it is used."""
 
