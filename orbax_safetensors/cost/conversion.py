@@ -78,12 +78,21 @@ def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_byte
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tiles that are read together, and written while the next batch is read; `nbytes` is their memory."""
+    """Tiles that are read together, and then written together.
+
+    Attributes:
+      num_tiles: their number.
+      nbytes: their memory.
+      read, write: what they read and write.
+      overlap: how many of the batches before may still be written while this one is read. One less of them are still
+        written when this one begins to be written.
+    """
 
     num_tiles: int
     nbytes: int
     read: Traffic
     write: Traffic
+    overlap: int
 
 
 @dataclass(frozen=True)
@@ -129,15 +138,17 @@ class ConversionCost(OverRead):
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Return the most memory for tiles: of a batch that is read and one that is written, with their staging memory.
+        """Return the most memory for tiles: of a batch that is read and those that are written, with staging memory.
 
         For an object store, parts in flight are counted, but not parts that wait for earlier ones.
         """
-        most = written = 0
-        for batch in self.batches:
-            most = max(most, written + batch.nbytes + batch.read.staging_bytes)
-            written = batch.nbytes + batch.write.staging_bytes
-        return max(most, written)
+        written = [batch.nbytes + batch.write.staging_bytes for batch in self.batches]
+        most = 0
+        for number, batch in enumerate(self.batches):
+            before = sum(written[max(number - batch.overlap, 0) : number])
+            most = max(most, before + batch.nbytes + batch.read.staging_bytes)
+            most = max(most, sum(written[max(number - batch.overlap + 1, 0) : number + 1]))
+        return most
 
     @property
     def reads(self) -> tuple[FileReads, ...]:
@@ -224,7 +235,7 @@ class ConversionPlan:
     ) -> TimeEstimate:
         """Return how long the conversion takes if storage serves every process equally; see `estimate_time`.
 
-        A process reads each batch while it writes the previous one, and starts the next when both are done.
+        A process reads each batch while it writes previous ones, which share the bandwidth.
         `bandwidth` (bytes per second) and `latency` (seconds) are those of reads, and by default of writes. For Orbax,
         the estimate moves decoded bytes; compression makes it faster. Raises `SafetensorsError` if a number is out of
         range.
@@ -278,8 +289,14 @@ def _overlapped(
     batches: Sequence[Batch], reading: Callable[[Batch], float], writing: Callable[[Batch], float]
 ) -> float:
     """Return when the last batch is written if reads and writes overlap as in `streaming.pipeline.stream`."""
-    read = written = before = 0.0  # when the last batch was read and written, and when the batch before it was written
-    for batch in batches:
-        read = max(read, before) + reading(batch)
-        before, written = written, max(read, written) + writing(batch)
-    return written
+    submitted = 0.0  # when the last batch was given to a writer
+    written: list[float] = []  # when each batch was written
+
+    def ended(number: int) -> float:
+        return written[number] if number >= 0 else 0.0
+
+    for number, batch in enumerate(batches):
+        read = max(submitted, ended(number - batch.overlap - 1)) + reading(batch)
+        submitted = max(read, ended(number - batch.overlap))
+        written.append(max(submitted, ended(number - 1)) + writing(batch))
+    return ended(len(written) - 1)

@@ -18,7 +18,7 @@ from orbax_safetensors.devices import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX, OperationIdGenerator, run_sync
-from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal, kvstore, names, remove
+from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal, is_on_gcs, kvstore, names, remove
 from orbax_safetensors.orbax_store.discovery import RECORD_FILE, STEP_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.leaf import ARRAYS, OrbaxLeaf, box_of
 from orbax_safetensors.orbax_store.leaf_handlers import registry, streamed, write_spec
@@ -29,6 +29,9 @@ _CHUNK_KEYS = {
     True: re.compile(r"(?:(.*)/)?c((?:/\d+)*)", re.DOTALL),
     False: re.compile(r"(?:(.*)/)?(\d+(?:\.\d+)*)", re.DOTALL),
 }
+# TensorStore collects the chunks of one database, and writes one file of them at a time until they have this many
+# bytes: so that it writes one file while another goes to the disk.
+_DATA_FILE_BYTES = 16 << 20
 # The key of an array's description, after its name.
 _ARRAY_KEYS = {True: "zarr.json", False: ".zarray"}
 
@@ -102,6 +105,7 @@ class ItemWriter:
             use_zarr3=self._item.zarr3,
             use_compression=self._compression,
             ts_context=self._context,
+            ocdbt_target_data_file_size=None if is_on_gcs(self.directory) else _DATA_FILE_BYTES,
         )
 
     @property

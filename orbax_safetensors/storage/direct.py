@@ -66,6 +66,11 @@ class DirectFile(LocalFile):
             else:
                 self._read_directly(offset, buffers)
 
+    def scatter(self, offset: int, runs: np.ndarray) -> bool:
+        """Fill runs of memory in turn, and return True, if the range is in the page cache."""
+        cached = self._direct is None or self._is_cached(offset, offset + int(runs[:, 1].sum()) // 2)
+        return cached and super().scatter(offset, runs)
+
     def close(self) -> None:
         """Close the descriptors."""
         if self._direct is not None:

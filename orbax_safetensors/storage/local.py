@@ -69,11 +69,8 @@ class LocalFile:
         for offset, buffers in ranges:
             _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
 
-    def scatter(self, offset: int, runs: np.ndarray) -> None:
-        """Fill runs of memory with the bytes from `offset` on, one after the other. Continues a short read.
-
-        `runs` has the address and the length in bytes of one run in each row, as `uintp`. The caller keeps the memory.
-        """
+    def scatter(self, offset: int, runs: np.ndarray) -> bool:
+        """Fill runs of memory in turn, and return True. Continues a short read."""
         for first in range(0, len(runs), _MAX_BUFFERS):
             here = runs[first : first + _MAX_BUFFERS]
             missing = int(here[:, 1].sum())
@@ -87,6 +84,10 @@ class LocalFile:
                 offset, missing = offset + count, missing - count
                 if missing:
                     here = _runs_after(here, count)
+        return True
+
+    def answer(self, offset: int, nbytes: int) -> None:
+        """Return None: the kernel copies bytes to their destination."""
 
     def map(self) -> memoryview:
         """Return the file as read-only memory."""

@@ -83,12 +83,8 @@ class RemoteFile:
                 nbytes = sum(buffer.nbytes for buffer in buffers)
                 if not nbytes:
                     continue
-                if offset + nbytes > self.stamp.nbytes:
-                    raise StorageError(
-                        f"{self.path}: expected {nbytes} bytes at offset {offset}, found its end at {self.stamp.nbytes}"
-                    )
-                if self._head is not None and offset + nbytes <= len(self._head):
-                    _scatter(_bytes(self._head)[offset : offset + nbytes], buffers)
+                if (known := self._known(offset, nbytes)) is not None:
+                    _scatter(known, buffers)
                     continue
                 while waiting and (held + nbytes > self._cost.max_request_bytes or len(waiting) >= _SHORT_REQUESTS):
                     held -= self._take(*waiting.popleft())
@@ -103,13 +99,36 @@ class RemoteFile:
             for future, _, _ in waiting:
                 future.cancel()
 
+    def answer(self, offset: int, nbytes: int) -> memoryview:
+        """Return the answer to a request."""
+        if (known := self._known(offset, nbytes)) is not None:
+            return known
+        try:
+            return memoryview(self._requests.run(self._fetch(offset, nbytes)))
+        except CancelledError:
+            raise StorageError(f"{self.path}: reading was cancelled") from None
+
+    def scatter(self, offset: int, runs: np.ndarray) -> bool:
+        """Return False: an answer is copied anyway."""
+        return False
+
+    def _known(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return bytes that came when the object was opened; `StorageError` if the object has fewer."""
+        if offset + nbytes > self.stamp.nbytes:
+            raise StorageError(
+                f"{self.path}: expected {nbytes} bytes at offset {offset}, found its end at {self.stamp.nbytes}"
+            )
+        if self._head is None or offset + nbytes > len(self._head):
+            return None
+        return memoryview(self._head)[offset : offset + nbytes]
+
     async def _fetch_in_turn(self, offset: int, nbytes: int) -> Bytes:
         async with _more:
             return await self._fetch(offset, nbytes)
 
     def _take(self, future: Future[Bytes], buffers: Sequence[memoryview], nbytes: int) -> int:
         try:
-            _scatter(_bytes(future.result()), buffers)
+            _scatter(memoryview(future.result()), buffers)
         finally:
             future.cancel()
         return nbytes
@@ -133,15 +152,11 @@ class RemoteFile:
         self._head = None
 
 
-def _bytes(content: Bytes) -> np.ndarray:
-    return np.frombuffer(memoryview(content), np.uint8)
-
-
-def _scatter(source: np.ndarray, buffers: Sequence[memoryview]) -> None:
+def _scatter(source: memoryview, buffers: Sequence[memoryview]) -> None:
     """Copy bytes into one buffer after the other. NumPy lets other threads run meanwhile, a memoryview does not."""
     done = 0
     for buffer in buffers:
-        np.copyto(np.frombuffer(buffer, np.uint8), source[done : done + buffer.nbytes])
+        np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(source[done : done + buffer.nbytes], np.uint8))
         done += buffer.nbytes
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from orbax_safetensors.errors import StorageError
 
 # The version of all states of a file if its server sends none.
@@ -82,6 +84,19 @@ class File(Protocol):
         """Fill the buffers of each range with the bytes from its offset on, one buffer after the other.
 
         Each range is one request. Raises `StorageError` unless all buffers are filled.
+        """
+
+    def answer(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return bytes of the file in the memory that a request brings them to; None if `read` says where they go.
+
+        Raises `StorageError` if there are fewer.
+        """
+
+    def scatter(self, offset: int, runs: np.ndarray) -> bool:
+        """Fill runs of memory with the bytes from `offset` on, one after the other, as one request.
+
+        `runs` has the address and the length in bytes of one run in each row, as `uintp`. The caller keeps the memory.
+        Returns False, and reads nothing, if `read` into one buffer and a copy are faster.
         """
 
     def map(self) -> memoryview:

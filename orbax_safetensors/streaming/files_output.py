@@ -18,6 +18,7 @@ class FilesOutput:
     """A directory of files; see `Output`."""
 
     last = None
+    writers = 2
     arrays: tuple[PlannedArray, ...] = ()
 
     def __init__(

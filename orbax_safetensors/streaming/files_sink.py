@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from itertools import chain
 
@@ -35,6 +36,7 @@ class FilesSink(JointSink):
         self._threads = pace(self._store.cost, memory_bytes).requests
         self._writer = Writer(self._create, self._threads)
         self._created = False  # whether a file was created whose name may not be on the disk
+        self._recording = threading.Lock()
 
     def start(self, units: Sequence[Unit], identity: str, *, resume: bool) -> None:
         """Begin, together with all other processes, to write the tiles of a source of this `identity`."""
@@ -80,8 +82,9 @@ class FilesSink(JointSink):
         """See `OutputSink`. They may come in any order."""
 
     def _create(self, number: int) -> NewFile:
-        self._created = True
-        return self._store.create(self._path(number), sync=True)
+        file = self._store.create(self._path(number), sync=True)
+        self._created = True  # last, because another thread may be recording
+        return file
 
     def _path(self, number: int) -> str:
         return os.path.join(self._directory.directory, self._files.layout.files[number][0])
@@ -99,16 +102,27 @@ class FilesSink(JointSink):
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `TileSink`. The disk has the tiles before the record has them, so the record never says too much.
 
-        Every batch is synced: the system forgets bytes that it could not flush, and reports the failure only once.
+        Every batch is synced: the system forgets bytes that it could not flush, and reports the failure only once. So
+        after a failure, which may concern bytes of another thread's batch, nothing is recorded.
         """
         self.check_others()
         self._directory.check()
         blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
         self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
-        self._writer.sync()
-        if self._created:
+        with self._recording:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._record(tiles, [file.file for file in plan.files])
+            except Exception as error:
+                self._failure = error
+                raise
+
+    def _record(self, tiles: Sequence[Tile], files: Sequence[int]) -> None:
+        self._writer.sync(files)
+        created, self._created = self._created, False
+        if created:
             self._store.sync(self._directory.directory)
-            self._created = False
         self._directory.add([self._numbers[tile] for tile in tiles])
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:

@@ -25,6 +25,7 @@ class ObjectsOutput:
     """A directory of objects; see `Output`."""
 
     arrays: tuple[PlannedArray, ...] = ()
+    writers = 1  # the bytes of an object come in their order
 
     def __init__(
         self,

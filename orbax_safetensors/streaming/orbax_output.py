@@ -46,6 +46,7 @@ class OrbaxOutput:
     """A checkpoint of Orbax; see `Output`."""
 
     last = None
+    writers = 2
     files: tuple[PlannedFile, ...] = ()
 
     def __init__(
@@ -130,7 +131,7 @@ class OrbaxOutput:
             metadata=content.metadata,
             others=content.others,
             compression=content.compression,
-            memory_bytes=2 * self.batch_bytes,
+            memory_bytes=2 * self.writers * self.batch_bytes,
             resume=resume,
             source=self._identity,
         )

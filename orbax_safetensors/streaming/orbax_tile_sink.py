@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Self
@@ -23,6 +24,7 @@ class OrbaxTileSink:
         """Take the tiles of `units`, which have the names of the sink's arrays."""
         self._sink, self._units = sink, units
         self.requests = self.nbytes = 0
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -52,8 +54,9 @@ class OrbaxTileSink:
         for failure in failures:
             if failure is not None:
                 raise failure
-        self.requests += sum(num_chunks(tile.box, self._sink.leaves[tile.name]) for tile in tiles)
-        self.nbytes += sum(array.nbytes for array in arrays)
+        with self._lock:
+            self.requests += sum(num_chunks(tile.box, self._sink.leaves[tile.name]) for tile in tiles)
+            self.nbytes += sum(array.nbytes for array in arrays)
 
 
 class PlannedOrbaxTileSink:

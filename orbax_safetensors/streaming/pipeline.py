@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import NamedTuple, Protocol, TypeVar
@@ -92,7 +93,7 @@ class TileSource(Protocol):
 
 
 class TileSink(Protocol):
-    """A checkpoint that is written in tiles, by one thread."""
+    """A checkpoint that is written in tiles, by as many threads as `Output.writers`."""
 
     @property
     def requests(self) -> int:
@@ -124,8 +125,11 @@ def bundle_bytes(memory_bytes: int) -> int:
 
 
 def batch_bytes(memory_bytes: int) -> int:
-    """Return the part of all memory for one batch; a larger bundle moves alone. Libraries keep some freed memory."""
-    return max(memory_bytes // 6, 1)
+    """Return the part of all memory for one batch; a larger bundle moves alone.
+
+    Three batches, and as much again on their way, leave a quarter for freed memory that libraries keep.
+    """
+    return max(memory_bytes // 8, 1)
 
 
 def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> int:
@@ -180,55 +184,81 @@ def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: i
     return shared
 
 
-def planned(source: TileSource, sink: PlannedSink, bundles: Sequence[Bundle], batch_bytes: int) -> tuple[Batch, ...]:
+class _Step(NamedTuple):
+    """Tiles that move at once, their bytes, and the most batches before them that are written while they are read."""
+
+    tiles: list[Tile]
+    nbytes: int
+    overlap: int
+
+
+def _steps(source: TileSource, bundles: Sequence[Bundle], batch_bytes: int, writers: int) -> Iterator[_Step]:
+    """Yield all tiles in batches of at most `batch_bytes`, or of one larger bundle.
+
+    Next to a larger bundle, fewer batches are written, so that all have the memory of `writers` and one more; at least
+    one is.
+    """
+    before: deque[int] = deque([0] * writers, writers)
+    for batch in batches([(bundle, nbytes(bundle, source.leaves)) for bundle in bundles], batch_bytes):
+        tiles = [tile for bundle in batch for tile in bundle]
+        size, overlap = nbytes(tiles, source.leaves), writers
+        while overlap > 1 and size + sum(list(before)[-overlap:]) > (writers + 1) * batch_bytes:
+            overlap -= 1
+        yield _Step(tiles, size, overlap)
+        before.append(size)
+
+
+def planned(
+    source: TileSource, sink: PlannedSink, bundles: Sequence[Bundle], batch_bytes: int, writers: int
+) -> tuple[Batch, ...]:
     """Return the cost in storage of `stream` with the same arguments, batch by batch."""
     out = []
-    for batch in batches(_sized(source, bundles), batch_bytes):
-        tiles = [tile for bundle in batch for tile in bundle]
+    for tiles, size, overlap in _steps(source, bundles, batch_bytes, writers):
         dtypes = [source.leaves[tile.name].dtype for tile in tiles]
-        read, write = source.traffic(tiles), sink.traffic(tiles, dtypes)
-        out.append(Batch(len(tiles), nbytes(tiles, source.leaves), read, write))
+        out.append(Batch(len(tiles), size, source.traffic(tiles), sink.traffic(tiles, dtypes), overlap))
     return tuple(out)
 
 
-def _sized(source: TileSource, bundles: Sequence[Bundle]) -> list[tuple[Bundle, int]]:
-    return [(bundle, nbytes(bundle, source.leaves)) for bundle in bundles]
-
-
 def stream(
-    source: TileSource, sink: TileSink, bundles: Sequence[Bundle], batch_bytes: int, progress: Progress | None
+    source: TileSource,
+    sink: TileSink,
+    bundles: Sequence[Bundle],
+    batch_bytes: int,
+    writers: int,
+    progress: Progress | None,
 ) -> int:
-    """Move all tiles; return their bytes. At most `batch_bytes`, or one bundle, are read while as many are written.
+    """Move all tiles; return their bytes. A batch is read while up to `writers` batches are written, each by a thread.
 
-    `progress` is called after each batch that has been written, with the bytes so far and those of all `bundles`.
+    With two, one batch is encoded or copied while another waits for the disk. `progress` is called after each batch
+    that has been written, with the bytes so far and those of all `bundles`.
     """
-    sized = _sized(source, bundles)
-    total = sum(size for _, size in sized)
+    total = sum(nbytes(bundle, source.leaves) for bundle in bundles)
     done = 0
     # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
-    most = resident() + 5 * batch_bytes
+    most = resident() + 6 * batch_bytes
     if progress is not None:
         progress(0, total)
-    with ThreadPoolExecutor(1, "writer") as writer:
-        writing: tuple[Future[None], int] | None = None
+    with ThreadPoolExecutor(writers, "writer") as pool:
+        writing: deque[tuple[Future[None], int]] = deque()
 
-        def finish() -> None:
-            nonlocal done, writing
-            if writing is not None:
-                (written, size), writing = writing, None
+        def finish(left: int) -> None:
+            """Wait until at most `left` batches are being written."""
+            nonlocal done
+            while len(writing) > left:
+                written, size = writing.popleft()
                 written.result()
                 done += size
                 if progress is not None:
                     progress(done, total)
 
-        for batch in batches(sized, batch_bytes):
-            tiles = [tile for bundle in batch for tile in bundle]
+        for tiles, size, overlap in _steps(source, bundles, batch_bytes, writers):
+            finish(overlap)
             arrays = source.read(tiles)
-            finish()
+            finish(overlap - 1)
             if resident() > most:
                 trim()
             # The list passes to the writer with its arrays, so that their memory is free once they are written.
-            writing = writer.submit(sink.write, tiles, arrays), nbytes(tiles, source.leaves)
+            writing.append((pool.submit(sink.write, tiles, arrays), size))
             del arrays
-        finish()
+        finish(0)
     return done

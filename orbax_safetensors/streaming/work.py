@@ -62,11 +62,13 @@ class Output(Protocol):
       path: where the checkpoint will be.
       units: the units of work that processes share.
       batch_bytes: the bytes that move at once.
+      writers: the threads that may write batches at once.
     """
 
     path: str
     units: Sequence[Unit]
     batch_bytes: int
+    writers: int
 
     @property
     def last(self) -> int | None:
@@ -111,7 +113,9 @@ class Work:
                 tuple(
                     batch
                     for units in shares
-                    for batch in planned(source, output.planned(units), self._bundles(units), output.batch_bytes)
+                    for batch in planned(
+                        source, output.planned(units), self._bundles(units), output.batch_bytes, output.writers
+                    )
                 )
             )
 
@@ -145,7 +149,7 @@ class Work:
                     if progress is not None:
                         progress(before + done, total)
 
-                moved += stream(source, sink, self._bundles(units), output.batch_bytes, report)
+                moved += stream(source, sink, self._bundles(units), output.batch_bytes, output.writers, report)
                 source.check()
 
             move(units)

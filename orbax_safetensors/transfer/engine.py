@@ -285,8 +285,7 @@ class Reader(_Transfer[File]):
             return
         else:
             stored = window.part.location.dtype
-            packed = self._staging(window.high - window.low)
-            self._runs(window, packed)
+            packed = self._packed(window)
             low, high = window.low // stored.itemsize, window.high // stored.itemsize
             copies = self._copies(window, access, packed, stored, low, high)
         for copy in copies:
@@ -321,6 +320,18 @@ class Reader(_Transfer[File]):
         self._count(1, window.high - window.low)
         return True
 
+    def _packed(self, window: _Window) -> np.ndarray:
+        """Return the bytes of a window, in the memory of a store if it has them there anyway after one request."""
+        begin, nbytes = next(iter(window.part.access.runs.pieces(window.low, window.high)))
+        if nbytes == window.high - window.low:
+            answer = self._file(window.part.file).answer(window.part.location.begin + begin, nbytes)
+            if answer is not None:
+                self._count(1, nbytes)
+                return np.frombuffer(answer, np.uint8)
+        packed = self._staging(window.high - window.low)
+        self._runs(window, packed)
+        return packed
+
     def _decoded(self, window: _Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
         """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""
         ends = [window.part.ends[use.buffer] for use in access.uses]
@@ -351,21 +362,11 @@ def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
 class Writer(_Transfer[NewFile]):
     """Writes memory into files. Its plans have no gaps: every written byte is a byte of a block."""
 
-    def __init__(self, open_file: Callable[[int], NewFile], threads: int) -> None:
-        """See `_Transfer`."""
-        super().__init__(open_file, threads)
-        self._unsynced: set[int] = set()
-
-    def sync(self) -> None:
-        """Wait until all bytes that were written since the last call are on the disk."""
-        numbers = sorted(self._unsynced)
+    def sync(self, files: Iterable[int] | None = None) -> None:
+        """Wait until all bytes that were written into `files`, or into all files, are on the disk."""
+        numbers = sorted(self._files if files is None else files)
         with ThreadPoolExecutor(self.useful_threads(len(numbers)), "safetensors") as pool:
             list(pool.map(lambda number: self._files[number].sync(), numbers))
-        self._unsynced.clear()
-
-    def _file(self, number: int) -> NewFile:
-        self._unsynced.add(number)
-        return super()._file(number)
 
     def _ordered(self, tasks: Iterator[_Task]) -> Iterator[Callable[[], None]]:
         """See `_Transfer`. A thread goes to the file at which fewest are: a file system lets them write in turn."""

@@ -14,7 +14,7 @@ from orbax_safetensors.geometry.strided import Copy, CopyMode
 
 # Bytes. The kernel takes as long for each run as for copying a few hundred bytes; shorter runs are faster by way of a
 # staging buffer.
-_SHORTEST = 512
+_SHORTEST = 1024
 
 
 def places(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int) -> np.ndarray | None:

@@ -14,7 +14,9 @@ from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionP
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.streaming.files_output import FilesOutput
 from orbax_safetensors.streaming.files_sink import FilesSink
+from orbax_safetensors.streaming.orbax_output import OrbaxOutput
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
 from orbax_safetensors.streaming.pipeline import Tile
@@ -147,6 +149,8 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
 def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
     """One by one, what a source and a sink count of each."""
     call, source, asked = CALLS[kind]
+    for output in (OrbaxOutput, FilesOutput):  # so that each request is of the batch that is being written
+        monkeypatch.setattr(output, "writers", 1)
     (cost,) = getattr(ost, f"plan_{call}")(source, tmp_path / "to", memory_bytes=SMALL, **asked).processes
     read, written = [], []
 
@@ -216,9 +220,9 @@ def test_chunks_that_are_read_in_part_are_read_whole(tmp_path):
     assert of_two.num_requests == 3
 
 
-def test_staging_is_two_batches_and_what_is_made_of_them():
-    def batch(nbytes, read, write):
-        return Batch(1, nbytes, Traffic(nbytes, nbytes, 1, read, 1), Traffic(nbytes, nbytes, 1, write, 1))
+def test_staging_is_the_batches_under_way_and_what_is_made_of_them():
+    def batch(nbytes, read, write, overlap=1):
+        return Batch(1, nbytes, Traffic(nbytes, nbytes, 1, read, 1), Traffic(nbytes, nbytes, 1, write, 1), overlap)
 
     assert ConversionCost(()).staging_bytes == 0
     assert ConversionCost((batch(10, 1, 7),)).staging_bytes == 17
@@ -226,18 +230,24 @@ def test_staging_is_two_batches_and_what_is_made_of_them():
     assert ConversionCost((batch(10, 1, 2), batch(20, 3, 4))).staging_bytes == 10 + 2 + 20 + 3
     # Nothing is read while the last is written.
     assert ConversionCost((batch(1, 0, 0), batch(20, 3, 40))).staging_bytes == 60
+    # The third is read while the first and the second are written, and then written while the second is.
+    three = batch(10, 1, 2, 2), batch(20, 3, 4, 2), batch(30, 5, 6, 2)
+    assert ConversionCost(three).staging_bytes == 10 + 2 + 20 + 4 + 30 + 5
+    assert ConversionCost((*three[:2], batch(30, 5, 20, 2))).staging_bytes == 20 + 4 + 30 + 20
+    # The third is too large for that.
+    assert ConversionCost((*three[:2], batch(30, 5, 6, 1))).staging_bytes == 20 + 4 + 30 + 5
 
 
-def conversion(*batches):
+def conversion(*batches, overlap=1):
     """A plan for each of the lists of (bytes read, bytes written)."""
     costs = [
-        ConversionCost(tuple(Batch(1, r, Traffic(r, r, 1, 0, 1), Traffic(w, w, 1, 0, 1)) for r, w in own))
+        ConversionCost(tuple(Batch(1, r, Traffic(r, r, 1, 0, 1), Traffic(w, w, 1, 0, 1), overlap) for r, w in own))
         for own in batches
     ]
     return ConversionPlan("to", tuple(costs), (), (), 0, False)
 
 
-def test_an_estimate_has_one_batch_read_while_another_is_written():
+def test_an_estimate_has_a_batch_read_while_others_are_written():
     alone = conversion([(10, 20)])
     assert alone.estimate(bandwidth=10).seconds == 3
     assert alone.estimate(bandwidth=10, latency=1).seconds == 5
@@ -246,8 +256,13 @@ def test_an_estimate_has_one_batch_read_while_another_is_written():
     assert slow_reads.estimate(bandwidth=1).seconds == 4 * 10 + 1
     slow_writes = conversion([(1, 10)] * 4)
     assert slow_writes.estimate(bandwidth=1).seconds == 1 + 4 * 10
-    # The third is not read before the first is written.
-    assert conversion([(1, 10), (1, 1), (10, 1)]).estimate(bandwidth=1).seconds == 1 + 10 + 10 + 1
+    # The third is not read before the first is written, unless two are written at once. They share the bandwidth.
+    waits = [(1, 10), (1, 1), (10, 1)]
+    assert conversion(waits).estimate(bandwidth=1).seconds == 1 + 10 + 10 + 1
+    assert conversion(waits, overlap=2).estimate(bandwidth=1).seconds == 1 + 1 + 10 + 1
+    assert conversion([(1, 10)] * 4, overlap=2).estimate(bandwidth=1).seconds == 1 + 4 * 10
+    # The fourth is not read before the first is written.
+    assert conversion([(1, 10), (1, 1), (1, 1), (10, 1)], overlap=2).estimate(bandwidth=1).seconds == 1 + 10 + 10 + 1
     both = conversion([(10, 1)], [(20, 1)], [])
     time = both.estimate(bandwidth=1)
     assert (time.seconds, time.slowest, time.processes) == (21, 1, (11, 21, 0))

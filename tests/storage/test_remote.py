@@ -77,6 +77,20 @@ def test_each_range_is_one_request_and_fills_its_buffers(server):
     assert {one.headers["If-Match"] for one in server.log} == {file.stamp.version}
 
 
+def test_an_answer_is_a_range_in_memory_that_is_there(server):
+    file = opened(server)
+    server.clear()
+    assert file.answer(10, 90) == DATA[10:100]
+    assert server.log == []
+    assert file.answer(remote.HEAD_BYTES - 1, 5) == DATA[remote.HEAD_BYTES - 1 : remote.HEAD_BYTES + 4]
+    assert [one.range for one in server.log] == [(remote.HEAD_BYTES - 1, remote.HEAD_BYTES + 4)]
+    with pytest.raises(StorageError, match=f"expected 2 bytes at offset {len(DATA) - 1}, found its end at {len(DATA)}"):
+        file.answer(len(DATA) - 1, 2)
+    file.cancel()
+    with pytest.raises(StorageError, match="cancelled"):
+        file.answer(600000, 10)
+
+
 def test_short_ranges_are_asked_for_at_once(server):
     file = opened(server)
     server.fail(Delay(1), times=None)

@@ -1,7 +1,8 @@
-"""Tiles from a source to a sink: all of them once, in batches that fit, two at a time, whatever fails."""
+"""Tiles from a source to a sink: all of them once, in batches that fit, several at a time, whatever fails."""
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import numpy as np
@@ -9,10 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orbax_safetensors.cost.conversion import Traffic
+from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.tiling import row_major_order
 from orbax_safetensors.streaming import pipeline
 from orbax_safetensors.streaming.bundles import bundles
-from orbax_safetensors.streaming.pipeline import Fact, batch_bytes, bundle_bytes, check_fits, nbytes, share, stream
+from orbax_safetensors.streaming.pipeline import (
+    Fact,
+    Tile,
+    batch_bytes,
+    bundle_bytes,
+    check_fits,
+    nbytes,
+    planned,
+    share,
+    stream,
+)
 
 I4 = np.dtype(np.int32)
 
@@ -45,8 +58,10 @@ class Memory:
 
     def write(self, tiles, arrays):
         time.sleep(0.0005)
-        self.writes += 1
-        if self.writes == self.fail_at:
+        with self.lock:
+            self.writes += 1
+            fails = self.writes == self.fail_at
+        if fails:
             raise OSError("full")
         for tile, array in zip(tiles, arrays, strict=True):
             self.out[tile.name][index(tile.box)] = array
@@ -67,13 +82,13 @@ def memories(draw):
         arrays[f"a{number}"] = np.arange(prod(shape), dtype=I4).reshape(shape) + 1
         grains[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
         sinks[f"a{number}"] = tuple(draw(st.integers(1, max(size, 1))) for size in shape)
-    return Memory(arrays, grains), sinks, draw(st.integers(1, 800)), draw(st.integers(1, 4))
+    return Memory(arrays, grains), sinks, draw(st.integers(1, 800)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
 
 
 @given(memories())
 def test_every_element_passes_once(drawn):
-    memory, sinks, limit, processes = drawn
-    cuts = bundles(memory, sinks, {}, [(name,) for name in memory.arrays], 6 * limit)
+    memory, sinks, limit, writers, processes = drawn
+    cuts = bundles(memory, sinks, {}, [(name,) for name in memory.arrays], 8 * limit)
     for bundle in cuts:
         for tile in bundle:
             for (start, stop), grain, size in zip(
@@ -85,7 +100,7 @@ def test_every_element_passes_once(drawn):
     for process in range(processes):
         told = []
         own = share(cuts, lambda bundle: nbytes(bundle, memory.leaves), process, processes)
-        done = stream(memory, memory, own, limit, lambda *now, told=told: told.append(now))
+        done = stream(memory, memory, own, limit, writers, lambda *now, told=told: told.append(now))
         assert told[0] == (0, done)
         assert told[-1] == (done, done)
         assert told == sorted(told)
@@ -95,12 +110,48 @@ def test_every_element_passes_once(drawn):
         np.testing.assert_array_equal(memory.out[name], array)
         assert (memory.times[name] == 1).all()
     largest = max([prod(grain) * 4 for grain in sinks.values()], default=0)
-    assert memory.most <= 2 * max(bundle_bytes(6 * limit), largest)
+    assert memory.most <= max((writers + 1) * limit, 2 * max(bundle_bytes(8 * limit), largest))
+
+
+class Slow(Memory):
+    """A sink whose writes end when they may, and a source that notes how many have ended when a read begins."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.reads, self.may_end, self.written = threading.Semaphore(0), threading.Semaphore(0), []
+
+    def read(self, tiles):
+        self.written.append(self.writes)
+        self.reads.release()
+        return super().read(tiles)
+
+    def write(self, tiles, arrays):
+        assert self.may_end.acquire(timeout=10)
+        super().write(tiles, arrays)
+
+    def traffic(self, *_):
+        return Traffic(0, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("sizes", "overlap"), [((10, 10, 10, 10), 2), ((10, 25, 10, 10), 1), ((25, 25, 25, 25), 1)])
+def test_two_batches_are_written_while_one_is_read(sizes, overlap):
+    """And only one if the other would take more memory than another batch."""
+    memory = Slow({f"a{number}": np.zeros((size,), I4) for number, size in enumerate(sizes)})
+    cuts = [(Tile(name, Box.whole(fact.shape)),) for name, fact in memory.leaves.items()]
+    overlaps = [batch.overlap for batch in planned(memory, memory, cuts, 40, 2)]
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(stream, memory, memory, cuts, 40, 2, None)
+        assert all(memory.reads.acquire(timeout=10) for _ in range(overlap + 1))
+        assert not memory.reads.acquire(timeout=0.05)
+        memory.may_end.release(len(sizes))
+        moving.result()
+    assert overlaps[overlap] == overlap
+    assert all(number - ended <= overlaps[number] for number, ended in enumerate(memory.written))
 
 
 def test_shares_are_even():
     memory = Memory({f"a{number}": np.zeros((10, 10), I4) for number in range(10)})
-    cuts = bundles(memory, dict.fromkeys(memory.arrays, (1, 10)), {}, [(name,) for name in memory.arrays], 240)
+    cuts = bundles(memory, dict.fromkeys(memory.arrays, (1, 10)), {}, [(name,) for name in memory.arrays], 320)
 
     def size(bundle):
         return nbytes(bundle, memory.leaves)
@@ -112,38 +163,39 @@ def test_shares_are_even():
 
 def test_tiles_of_leaves_that_interleave_stay_together():
     memory = Memory({"a": np.zeros((8, 4), I4), "b": np.zeros((8, 4), I4), "c": np.zeros((3,), I4)})
-    cuts = bundles(memory, dict.fromkeys("ab", (1, 1)) | {"c": (1,)}, {}, [("a", "b"), ("c",)], 6 * 128)
+    cuts = bundles(memory, dict.fromkeys("ab", (1, 1)) | {"c": (1,)}, {}, [("a", "b"), ("c",)], 8 * 128)
     assert [[tile.name for tile in bundle] for bundle in cuts] == [["a", "b"], ["a", "b"], ["c"]]
     assert all(len({tile.box for tile in bundle}) == 1 for bundle in cuts)
     # Cut for sinks in which they differ, they are moved alone.
-    cuts = bundles(memory, {"a": (1, 1), "b": (8, 1)}, {}, [("a", "b")], 6 * 64)
+    cuts = bundles(memory, {"a": (1, 1), "b": (8, 1)}, {}, [("a", "b")], 8 * 64)
     assert {len(bundle) for bundle in cuts} == {1}
 
 
 def test_what_is_stored_together_is_read_at_once_where_memory_suffices():
     memory = Memory({"a": np.zeros((50,), I4)}, grains={"a": (5,)})
-    # A batch has 16 bytes and a grain 20, which are less than a quarter.
+    # A batch has 12 bytes and a grain 20, which are less than a quarter.
     assert {tile.box for (tile,) in bundles(memory, {"a": (1,)}, {}, [("a",)], 100)} == {
         ((start, start + 5),) for start in range(0, 50, 5)
     }
 
 
-def test_a_write_that_fails_ends_all():
+@pytest.mark.parametrize("writers", [1, 2])
+def test_a_write_that_fails_ends_all(writers):
     memory = Memory({"a": np.zeros((100,), I4)}, fail_at=3)
-    cuts = bundles(memory, {"a": (1,)}, {}, [("a",)], 240)
+    cuts = bundles(memory, {"a": (1,)}, {}, [("a",)], 320)
     with pytest.raises(OSError, match="full"):
-        stream(memory, memory, cuts, 40, None)
-    assert memory.writes == 3
+        stream(memory, memory, cuts, 40, writers, None)
+    assert 3 <= memory.writes <= 3 + 2 * (writers - 1)  # those that were under way, and those that did not know yet
 
 
 def test_freed_memory_is_given_back_when_there_is_too_much(monkeypatch):
-    # What the process holds at first, and then after each batch: 200 bytes more are allowed, five times a batch.
-    held = iter([1000, 1010, 1200, 1201, 1000, 1300])
+    # What the process holds at first, and then after each batch: 240 bytes more are allowed, six times a batch.
+    held = iter([1000, 1010, 1240, 1241, 1000, 1300])
     trims = []
     monkeypatch.setattr(pipeline, "resident", lambda: next(held))
     monkeypatch.setattr(pipeline, "trim", lambda: trims.append(memory.writes))
     memory = Memory({"a": np.zeros((50,), I4)})
-    stream(memory, memory, bundles(memory, {"a": (1,)}, {}, [("a",)], 240), 40, None)
+    stream(memory, memory, bundles(memory, {"a": (1,)}, {}, [("a",)], 320), 40, 1, None)
     assert trims == [2, 4]
     assert next(held, None) is None
 
