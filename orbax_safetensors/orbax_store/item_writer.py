@@ -31,7 +31,7 @@ _CHUNK_KEYS = {
 }
 # TensorStore collects the chunks of one database, and writes one file of them at a time until they have this many
 # bytes: so that it writes one file while another goes to the disk.
-_DATA_FILE_BYTES = 16 << 20
+_DATA_FILE_BYTES = 64 << 20
 # The key of an array's description, after its name.
 _ARRAY_KEYS = {True: "zarr.json", False: ".zarray"}
 
