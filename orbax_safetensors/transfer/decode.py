@@ -55,13 +55,15 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
     factors, lengths = _factors(encoding.scales, scales)[segments.scales], segments.lengths
     ends = np.cumsum(lengths)
     cuts = np.searchsorted(ends, np.arange(_CHUNK, out.size, _CHUNK), "right")
-    bounds = np.unique(np.concatenate(([0], cuts, [ends.size]))).tolist()
+    bounds = np.unique(np.concatenate(([0], cuts, [ends.size])))
     alike = bool((lengths == lengths[0]).all())
     per_byte = encoding.elements_per_byte
+    # One buffer for all chunks: new memory for each would cost a page fault for every page.
+    wide = np.empty(0 if out.dtype == np.float32 else np.diff(ends[bounds[1:] - 1], prepend=0).max(), np.float32)
     with np.errstate(all="ignore"):
-        for first, last in pairwise(bounds):
+        for first, last in pairwise(bounds.tolist()):
             begin, end = int(ends[first] - lengths[first]), int(ends[last - 1])
-            here = out[begin:end] if out.dtype == np.float32 else np.empty(end - begin, np.float32)
+            here = out[begin:end] if out.dtype == np.float32 else wide[: end - begin]
             _look_up(encoding.codes.name, codes[begin // per_byte : end // per_byte], here)
             if alike:  # repeating the factors would hold the lock
                 rows = here.reshape(last - first, -1)

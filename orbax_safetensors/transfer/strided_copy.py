@@ -4,7 +4,7 @@ Memory is one-dimensional and uint8: *packed* memory is as a file has it, *dense
 
 NumPy copies element after element in the order of the destination. If the source has another innermost axis, each
 element then lies in a separate cache line, and these lines displace one another: their distance is often a power of
-two, so they compete for the same few places. `_pieces` explains how such copies are cut instead.
+two, so they compete for the same few places. `_pieces` explains how such copies are made instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import product
-from math import gcd
+from math import gcd, prod
 from types import EllipsisType
 
 import numpy as np
@@ -23,18 +23,16 @@ from orbax_safetensors.geometry.strided import Copy
 
 _WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
-# Elements. With fewer, the second and third call would take longer than the slow call that they replace.
+# Elements. With fewer, a second call would take longer than the slow call that it replaces.
 _SMALL = 2**13
 # Shorter axes do not become the innermost loop: NumPy begins a loop in about the time that ten elements take.
 _SHORT = 16
-# The next three constants depend on one another: a line of 16-byte elements fits in a slab, and a slab in a piece.
-# Elements of a slab that are neighbours in the source: whole cache lines, and enough that NumPy begins few loops.
-_LINE = 128
-# NumPy reads a slab with a stride, line after line, then again for the next element of each line: the slab has to stay
-# in the first-level cache, which has 32 KiB or more. A slab of twice the size is a third slower.
-_SLAB_BYTES = 32 * 2**10
-# What one NumPy call moves. The buffers of a piece should fit, or nearly fit, in the private cache of a core; with
-# smaller pieces, threads wait for the interpreter lock.
+# Lines that are read side by side, element by element: one cache line of each has to stay in the first-level cache,
+# which has 32 KiB or more. Fewer lines would make short runs of the destination, which take longer to write.
+_LINES = 512
+_LINE_BYTES = 64
+# The buffer of a piece should fit in the private cache of a core; with smaller pieces, threads wait for the interpreter
+# lock.
 _PIECE_BYTES = 2**20
 # Elements that are computed at a time: intermediate results are wide, and large ones would take new memory from the
 # system for every operation.
@@ -85,8 +83,7 @@ def elements(
 
 def assign(destination: np.ndarray, source: np.ndarray) -> None:
     """Assign `source` to `destination[...]`: arrays of one shape and dtype that share no memory."""
-    for piece, into in _pieces(source, destination, _buffers(source)):
-        into[...] = piece
+    _copy_through(source, destination, np.copyto)
 
 
 def copy_applying(source: np.ndarray, destination: np.ndarray, ops: Ops, *, lossless: bool) -> None:
@@ -96,30 +93,27 @@ def copy_applying(source: np.ndarray, destination: np.ndarray, ops: Ops, *, loss
     has no infinity, raise `TensorMismatchError`, which does not know the tensor's name. Fractions are cut, or rounded,
     silently.
     """
-    _copy_through(source, destination, partial(apply, ops) if ops else None, lossless=lossless)
+    compute = partial(apply, ops) if ops else None
+    _copy_through(source, destination, partial(_cast, compute=compute, lossless=lossless))
 
 
 def copy_undoing(source: np.ndarray, destination: np.ndarray, ops: Ops) -> None:
     """Assign the numbers from which `ops` computed `source`, cast to the destination's dtype."""
-    _copy_through(source, destination, partial(undo, ops) if ops else None, lossless=False)
+    compute = partial(undo, ops) if ops else None
+    _copy_through(source, destination, partial(_cast, compute=compute, lossless=False))
 
 
-def _copy_through(
-    source: np.ndarray,
-    destination: np.ndarray,
-    compute: Callable[[np.ndarray], np.ndarray] | None,
-    *,
-    lossless: bool,
+def _cast(
+    destination: np.ndarray, source: np.ndarray, *, compute: Callable[[np.ndarray], np.ndarray] | None, lossless: bool
 ) -> None:
     with np.errstate(all="ignore"):
-        for piece, into in _pieces(source, destination, _buffers(source)):
-            for part in _boxes(piece.shape, _COMPUTED if compute else piece.size):
-                values, cast = piece[part], into[part]
-                if compute:
-                    values = compute(values)
-                np.copyto(cast, values, casting="unsafe")
-                if lossless:
-                    _check(values, cast)
+        for part in _boxes(source.shape, _COMPUTED if compute else source.size):
+            values, cast = source[part], destination[part]
+            if compute:
+                values = compute(values)
+            np.copyto(cast, values, casting="unsafe")
+            if lossless:
+                _check(values, cast)
 
 
 def _check(values: np.ndarray, cast: np.ndarray) -> None:
@@ -140,93 +134,53 @@ def _check(values: np.ndarray, cast: np.ndarray) -> None:
         raise TensorMismatchError(f"{values[lost].flat[0]!r} of {values.dtype} does not fit {cast.dtype}")
 
 
-def _buffers(source: np.ndarray) -> np.ndarray:
-    """Return memory for `_pieces` of an array: two buffers of words as wide as its elements.
+def _copy_through(source: np.ndarray, destination: np.ndarray, copy: Callable[[np.ndarray, np.ndarray], None]) -> None:
+    """Have `copy`, called with a destination and a source, move all elements, a piece at a time."""
+    buffer = np.empty(0, destination.dtype)
+    for piece, into, reorders in _pieces(source, destination):
+        if not reorders:
+            copy(into, piece)
+            continue
+        # Lines lie along the last axis. They begin an odd number of cache lines apart, so that none displaces others.
+        *rows, length = piece.shape
+        width = _LINE_BYTES // into.itemsize
+        pitch = (-(-length // width) | 1) * width
+        count = prod(rows)
+        if buffer.size < count * pitch:
+            buffer = np.empty(count * pitch, destination.dtype)
+        lines = buffer[: count * pitch].reshape(*rows, pitch)[..., :length]
+        copy(lines, piece)
+        into[...] = lines
 
-    Copies that reorder nothing allocate them as well: the C library then keeps the freed memory for the results of ops.
-    """
-    size = min(source.size, _PIECE_BYTES // source.itemsize)
-    return np.empty((2, size), _WORDS.get(source.itemsize, source.dtype))
 
+def _pieces(source: np.ndarray, destination: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+    """Cut two arrays of one shape into pairs of arrays of one shape, and tell of each whether its axes are reordered.
 
-def _pieces(
-    source: np.ndarray, destination: np.ndarray, buffers: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cut two arrays of one shape into pairs of arrays of one shape, between which NumPy copies fast.
-
-    The first of a pair is a view of `source`. If the arrays have different innermost axes, it is in the second buffer
-    instead, in the order of the destination, and the next pair overwrites it.
-
-    To reorder a piece, its lines are laid side by side in slabs, which copies whole lines; each slab is transposed
-    within the first-level cache; and the destination is written in runs that are long enough for full speed. Writing
-    elements there directly would wait for the memory, line by line.
+    To reorder a piece, its lines, along the innermost axis of the source, are copied side by side into a buffer, and
+    from there, element by element, into runs of the destination. The buffer keeps the lines apart in the cache.
     """
     if not source.size:
         return
     source, destination = source.squeeze(), destination.squeeze()
     order = sorted(range(source.ndim), key=lambda axis: -destination.strides[axis])
     source, destination = source.transpose(order), destination.transpose(order)
-    limit = _PIECE_BYTES // source.itemsize
+    limit = _PIECE_BYTES // destination.itemsize
     long = [axis for axis in range(source.ndim) if source.shape[axis] >= _SHORT]
     along = min(long, key=lambda axis: source.strides[axis], default=-1)
     if source.size <= _SMALL or not long or along == long[-1]:
         if source.size > _SMALL and source.shape[-1] < _SHORT:
             for index in range(source.shape[-1]):
-                yield from _pieces(source[..., index], destination[..., index], buffers)
+                yield from _pieces(source[..., index], destination[..., index])
         else:
             for box in _boxes(source.shape, limit):
-                yield source[box], destination[box]
+                yield source[box], destination[box], False
         return
-    # Lines lie along axis 0; the other axes are rows. Pieces are long rather than high: a piece then reads neighbouring
-    # lines, and writes its runs from one stretch of the buffer.
-    source, destination = np.moveaxis(source, along, 0), np.moveaxis(destination, along, 0)
-    line = _even(source.shape[0], _LINE)
-    fit = _SLAB_BYTES // (line * source.itemsize)
-    for rows in _boxes(source.shape[1:], max(limit // source.shape[0], fit)):
-        step = limit // source[0][rows].size // line * line
-        for begin in range(0, source.shape[0], step):
-            piece = (slice(begin, begin + step), *rows)
-            yield from _reordered(source[piece], destination[piece], line, fit, buffers)
-
-
-def _reordered(
-    source: np.ndarray, destination: np.ndarray, line: int, fit: int, buffers: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield one piece of `_pieces`, or several if lines, or slabs of `fit` rows, do not divide it."""
-    bits = source.view(buffers.dtype)
-    # A slab has all rows of the axes after axis `at`, and as many rows of axis `at` as fit.
-    at = source.ndim - 1
-    while at > 1 and source.shape[at] <= fit:
-        fit //= source.shape[at]
-        at -= 1
-    rows = _even(source.shape[at], fit)
-    slab_axes, row_axes = range(2, at + 2), range(at + 2, source.ndim + 2)
-    slabs_first, line_last = (0, *slab_axes, 1, *row_axes), (*range(at + 1), *row_axes, at + 1)
-    for (lines, length), (slabs, height) in product(_cuts(source.shape[0], line), _cuts(source.shape[at], rows)):
-        piece, into = (array[(lines, *[slice(None)] * (at - 1), slabs)] for array in (bits, destination))
-        shape = (-1, length, *piece.shape[1:at], piece.shape[at] // height, height, *piece.shape[at + 1 :])
-        # The axes of slabs come first, then the line, then the rows of a slab.
-        piece, into = (array.reshape(shape).transpose(slabs_first) for array in (piece, into))
-        by_line, by_row = buffers[:, : piece.size]
-        by_row = by_row.reshape(piece.shape)
-        piece = piece.transpose(line_last)
-        by_line = by_line.reshape(piece.shape)
-        by_line[...] = piece
-        by_row.transpose(line_last)[...] = by_line
-        yield by_row.view(source.dtype), into
-
-
-def _even(size: int, limit: int) -> int:
-    """Return the length of the fewest equal parts of `size` of at most `limit`; the last part may be shorter."""
-    return -(-size // -(-size // limit))
-
-
-def _cuts(size: int, step: int) -> Iterator[tuple[slice, int]]:
-    """Yield the part of `size` that `step` divides, and the rest, if any; each with the length of its steps."""
-    whole = size - size % step
-    yield slice(whole), step
-    if whole < size:
-        yield slice(whole, size), size - whole
+    # The axes after that of the lines count the lines: NumPy runs through them for each element of a line.
+    for rows in _boxes(source.shape[along + 1 :], _LINES):
+        count = source[(0,) * (along + 1)][rows].size
+        for box in _boxes(source.shape[: along + 1], limit // count):
+            piece = (*box[:-1], *rows)
+            yield np.moveaxis(source[piece], along, -1), np.moveaxis(destination[piece], along, -1), True
 
 
 def _boxes(shape: Sequence[int], limit: int) -> Iterator[tuple[slice | EllipsisType, ...]]:
