@@ -69,7 +69,7 @@ def dispatch_once(directory: Path, layout: str) -> dict[str, Any]:
     jax.config.update("jax_num_cpu_devices", devices)
     import orbax_safetensors as ost
     from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-    from orbax_safetensors.transfer import engine
+    from orbax_safetensors.transfer import reader
 
     if "y" in spec:
         mesh = jax.make_mesh((2, DEVICES // 2), ("y", "z"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -85,7 +85,7 @@ def dispatch_once(directory: Path, layout: str) -> dict[str, Any]:
     real_open = Checkpoint.open_file
     copies: list[int] = []
     Checkpoint.open_file = open_file  # type: ignore[method-assign]
-    engine.assign = lambda destination, source: copies.append(destination.nbytes)  # type: ignore[attr-defined]
+    reader.assign = lambda destination, source: copies.append(destination.nbytes)  # type: ignore[attr-defined]
 
     jax.block_until_ready(ost.load(directory / OTHER, sharding))  # imports, and JAX's caches
     files.clear()

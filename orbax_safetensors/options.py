@@ -29,8 +29,8 @@ class SafetensorsOptions:
         copy all shards of accelerators and all NumPy leaves. Requests to an object store hold more on top: at most a
         quarter of `in_flight_bytes`, unless `threads` asks for more reads; a write holds at least three parts of 8 MiB.
       threads: reads or writes in flight at once; threads write into a file in turn. By default twice the number of
-        CPUs, but 8 to 16, for files, and 64 for object stores and HTTP servers, where a thread makes short reads
-        together: these are up to 64 more.
+        CPUs and at most 16 for files, but at least 8 past the page cache; and 64 for object stores and HTTP servers,
+        where a thread makes short reads together: these are up to 64 more.
       direct: whether to read local files past the page cache, with `O_DIRECT`, except for what is in the cache. True
         loads a file that is not in it at the speed of the disk; but a later load then has to come from the disk again.
         "auto" does so if a process restores more bytes than a quarter of the machine's memory, which the cache would

@@ -24,8 +24,9 @@ from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
-from orbax_safetensors.transfer.engine import Reader, batches
+from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block, same_bits, transfer_plan
+from orbax_safetensors.transfer.reader import Reader
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once
-from orbax_safetensors.transfer.engine import WholeFileWriter, Writer
 from orbax_safetensors.transfer.plan import transfer_plan
+from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from orbax_safetensors.storage.local import LocalFile, LocalStore
+from orbax_safetensors.storage.local import COST, LocalFile, LocalStore
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
 from orbax_safetensors.storage.store import Store
 
@@ -160,4 +161,6 @@ def _joined(buffers: Sequence[memoryview]) -> list[np.ndarray]:
 class DirectStore(LocalStore):
     """The file systems of this machine, read past the page cache."""
 
+    # A disk takes so many requests at once, however few cores there are.
+    cost = replace(COST, requests=max(8, COST.requests))
     opened = DirectFile

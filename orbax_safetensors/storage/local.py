@@ -16,13 +16,13 @@ import numpy as np
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.store import Cost, Stamp
 
-# Two threads saturate memory if the page cache is warm. A cold disk needs eight requests in flight, however few cores
-# there are; it reads 16 KiB in the time that a request takes. A pool of threads shares a large tensor in pieces of 16
-# MiB: below about 4 MiB the work per call begins to show, above 16 MiB threads wait for one another.
+# Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
+# the time that a request takes. A pool of threads shares a large tensor in pieces of 16 MiB: below about 4 MiB the work
+# per call begins to show, above 16 MiB threads wait for one another.
 COST = Cost(
     request_seconds=2**-16,
     bytes_per_second=2**30,
-    requests=min(16, max(8, 2 * (os.cpu_count() or 1))),
+    requests=min(16, 2 * (os.cpu_count() or 1)),
     max_request_bytes=16 * 2**20,
     held_in_flight=False,
 )

@@ -21,8 +21,8 @@ from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
 from orbax_safetensors.streaming.pipeline import Tile, is_below, pace
 from orbax_safetensors.streaming.work import Unit
-from orbax_safetensors.transfer.engine import Writer
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.transfer.writer import Writer
 
 
 class FilesSink(JointSink):

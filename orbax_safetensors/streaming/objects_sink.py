@@ -23,8 +23,8 @@ from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.file_units import FileUnit
 from orbax_safetensors.streaming.pipeline import Tile, TileSource, is_below, nbytes
 from orbax_safetensors.streaming.unfinished_objects import UnfinishedObjects
-from orbax_safetensors.transfer.engine import WholeFileWriter
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.transfer.writer import WholeFileWriter
 
 logger = logging.getLogger(__name__)
 

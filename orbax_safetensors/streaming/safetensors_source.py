@@ -16,8 +16,8 @@ from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
-from orbax_safetensors.transfer.engine import Reader
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.transfer.reader import Reader
 
 # Shorter runs are read at a fraction of the speed.
 _RUN_BYTES = 4096

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.transfer.engine import Reader
+from orbax_safetensors.transfer.reader import Reader
 from tests.support.files import nothing_left, write
 from tests.support.small_model import TENSORS, B, W, assert_same_bits, restore_alone, struct
 

@@ -23,7 +23,7 @@ from orbax_safetensors.restore import fill
 from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from orbax_safetensors.storage import memory as arena
-from orbax_safetensors.transfer.engine import Reader
+from orbax_safetensors.transfer.reader import Reader
 from tests.support.files import nothing_left, random_bits, write
 from tests.support.small_model import RNG, STEP, B, W, assert_same_bits, restore_alone, struct
 

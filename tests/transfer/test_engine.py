@@ -10,8 +10,9 @@ from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.store import Stamp
 from orbax_safetensors.transfer import engine
-from orbax_safetensors.transfer.engine import Reader, WholeFileWriter, Writer
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
+from orbax_safetensors.transfer.reader import Reader
+from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
 
 F4 = np.dtype(np.float32)
 ROWS, REQUEST_BYTES = 6, 16

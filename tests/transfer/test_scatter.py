@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.local import LocalFile
 from orbax_safetensors.transfer import scatter
-from orbax_safetensors.transfer.engine import Reader
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
+from orbax_safetensors.transfer.reader import Reader
 from orbax_safetensors.transfer.scatter import places
 
 U2 = np.dtype(np.uint16)
@@ -40,7 +40,7 @@ def array(tmp_path):
     return array
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [2, 4])
 def test_inner_shards_are_read_into_place_in_one_copy(array, tmp_path, devices):
     with mock.patch.object(Reader, "_staging", side_effect=AssertionError):
         arrays = restored(tmp_path / "file", shards(*array.shape, devices))

@@ -1,0 +1,136 @@
+"""Reading: bytes of files become elements of blocks, straight, scattered, reordered, cast or decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.geometry.coalesce import Encoded, Staged
+from orbax_safetensors.geometry.elementwise import apply
+from orbax_safetensors.storage.store import File, Stamp
+from orbax_safetensors.transfer.decode import decode
+from orbax_safetensors.transfer.engine import Transfer, Window, of_window
+from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
+from orbax_safetensors.transfer.scatter import places
+from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Reader(Transfer[File]):
+    """Fills memory from files."""
+
+    def __init__(self, open_file: Callable[[int], File], threads: int) -> None:
+        """See `Transfer`."""
+        super().__init__(open_file, threads)
+        self._lossless: Sequence[bool] = ()
+        self._mappings: dict[int, memoryview] = {}
+
+    def read(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray], lossless: Sequence[bool]
+    ) -> None:
+        """Execute `plan`; if `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`."""
+        self._lossless = lossless
+        for constant in plan.constants:
+            _fill(constant, blocks[constant.end.block], memory[constant.end.block])
+        self.run(plan, blocks, memory)
+
+    def map(self, number: int) -> memoryview:
+        """Return a whole file as memory, the same memory for every caller."""
+        mapping = self._mappings.get(number)
+        if mapping is None:
+            mapping = self._mappings[number] = self._file(number).map()
+        return mapping
+
+    def check(self, stamps: Mapping[int, Stamp]) -> None:
+        """Raise `StorageError` if a file that was opened has changed since its stamp was taken."""
+        for number, file in self._files.items():
+            file.check(stamps[number])
+
+    def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
+        file.read(ranges)
+
+    def _staged(self, window: Window, access: Staged) -> None:
+        if isinstance(access, Encoded):
+            decoded, stored = self._decoded(window, access)
+            per_byte = access.encoding.elements_per_byte
+            copies = self._copies(window, access, decoded, stored, window.low * per_byte, window.high * per_byte)
+        elif self._scattered(window, access):
+            return
+        else:
+            stored = window.part.location.dtype
+            packed = self._packed(window)
+            low, high = window.low // stored.itemsize, window.high // stored.itemsize
+            copies = self._copies(window, access, packed, stored, low, high)
+        for copy in copies:
+            if copy.same_bits:
+                assign(copy.dense, copy.packed)
+                continue
+            try:
+                copy_applying(copy.packed, copy.dense, copy.end.ops, lossless=self._lossless[copy.end.block])
+            except TensorMismatchError as error:
+                path = self._file(window.part.file).path
+                raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
+
+    def _scattered(self, window: Window, access: Staged) -> bool:
+        """Read a window straight into place; return False, and read nothing, if that is not possible or not faster."""
+        location = window.part.location
+        ends = [window.part.ends[use.buffer] for use in access.uses]
+        if access.runs.modes or not all(
+            same_bits(end.ops, location.dtype, window.blocks[end.block].dtype) for end in ends
+        ):
+            return False
+        itemsize = location.dtype.itemsize
+        low, high = window.low // itemsize, window.high // itemsize
+        copies = [
+            (copy, window.memory[end.block])
+            for use, end in zip(access.uses, ends, strict=True)
+            for copy in of_window(use.copy, low, high)
+        ]
+        runs = places(copies, itemsize, window.high - window.low)
+        begin = location.begin + access.runs.begin + window.low
+        if runs is None or not self._file(window.part.file).scatter(begin, runs):
+            return False
+        self._count(1, window.high - window.low)
+        return True
+
+    def _packed(self, window: Window) -> np.ndarray:
+        """Return the bytes of a window, in the memory of a store if it has them there anyway after one request."""
+        begin, nbytes = next(iter(window.part.access.runs.pieces(window.low, window.high)))
+        if nbytes == window.high - window.low:
+            answer = self._file(window.part.file).answer(window.part.location.begin + begin, nbytes)
+            if answer is not None:
+                self._count(1, nbytes)
+                return np.frombuffer(answer, np.uint8)
+        packed = self._staging(window.high - window.low)
+        self._runs(window, packed)
+        return packed
+
+    def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
+        """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""
+        ends = [window.part.ends[use.buffer] for use in access.uses]
+        wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
+        dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
+        scales = access.scales(window.low, window.high)
+        code_bytes = window.high - window.low
+        scale_bytes = sum(length for _, length in scales.ranges)
+        buffer = self._staging(
+            code_bytes * access.encoding.elements_per_byte * dtype.itemsize + scale_bytes + code_bytes
+        )
+        decoded, factors, codes = np.split(buffer, [buffer.size - scale_bytes - code_bytes, buffer.size - code_bytes])
+        self._runs(window, codes)
+        number, begin = window.part.location.scales
+        self._pieces(self._file(number), ((begin + offset, length) for offset, length in scales.ranges), factors)
+        decode(access.encoding, scales.segments, codes, factors, decoded.view(dtype))
+        return decoded, dtype
+
+
+def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
+    """Write elements that no tensor stores into memory that is all zeros."""
+    zero = np.zeros(1, np.float64)
+    if np.any(value := apply(constant.end.ops, zero)):
+        _, dense = elements(constant.copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
+        np.copyto(dense, value, casting="unsafe")
