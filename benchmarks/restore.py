@@ -147,6 +147,7 @@ SCENARIOS = {
         {"layout": "leading", "cold": True},
         loaders=COLD,
         targets=of_the_disk(0.9),
+        slow_check=True,
     ),
     "cold-aligned": Scenario(
         "whole, 1 device, aligned files, nothing in the page cache",
@@ -154,12 +155,14 @@ SCENARIOS = {
         {"layout": "leading", "cold": True},
         loaders=(DIRECT_LIMIT, READ_LIMIT, DIRECT, PACKAGE),
         targets=of_the_disk(0.9),
+        slow_check=True,
     ),
     "cold-inner": Scenario(
         "last dimension, 8 devices, nothing in the page cache",
         "llama",
         {"layout": "inner", "devices": 8, "cold": True},
         loaders=COLD,
+        slow_check=True,
     ),
     "aligned": Scenario(
         "aligned files, 1 device",
