@@ -96,7 +96,7 @@ class SafetensorsOptions:
             raise SafetensorsError(
                 f"SafetensorsOptions: dequantize is {self.dequantize!r}, must be True, False or 'split'"
             )
-        if self.direct not in (True, False, "auto"):
+        if not isinstance(self.direct, bool) and self.direct != "auto":
             raise SafetensorsError(f"SafetensorsOptions: direct is {self.direct!r}, must be True, False or 'auto'")
         if not isinstance(self.cooperative, bool):
             raise SafetensorsError(f"SafetensorsOptions: cooperative is {self.cooperative!r}, must be True or False")

@@ -60,18 +60,20 @@ class Traffic:
     files: tuple[PathTraffic, ...] = ()
 
 
-def traffic_of(plan: TransferPlan, files: Sequence[str], streams: int, held_bytes: int = 0) -> Traffic:
-    """Return the traffic of a plan that `streams` threads execute; each request holds at most `held_bytes` besides.
+def traffic_of(
+    plan: TransferPlan, files: Sequence[str], threads: int, held_bytes: int = 0, *, streams: int | None = None
+) -> Traffic:
+    """Return the traffic of a plan that `threads` execute; each request holds at most `held_bytes` besides.
 
-    `files` has the names of the files, by number.
+    `files` has the names of the files, by number. Of the threads, `streams` move bytes at once, by default all.
     """
-    at_once = min(streams, plan.num_requests)
+    at_once = min(threads, plan.num_requests)
     return Traffic(
         plan.needed_bytes,
         plan.moved_bytes,
         plan.num_requests,
         staging_bytes=at_once * plan.window_bytes + min(at_once * held_bytes, plan.moved_bytes),
-        streams=streams,
+        streams=threads if streams is None else streams,
         files=tuple(PathTraffic(files[number], *figures) for number, *figures in plan.files),
     )
 

@@ -21,7 +21,7 @@ from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.strided import keeps_order
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.direct import DirectStore, reading
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.engine import batches
@@ -124,13 +124,14 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
     """
     started = time.perf_counter()
-    store = reading(checkpoint.store, options.direct, _local_bytes(targets))
+    checkpoint = replace(checkpoint, store=reading(checkpoint.store, options.direct, _local_bytes(targets)))
+    store = checkpoint.store
     if options.alias and not store.is_local:
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-    with Reader(replace(checkpoint, store=store).open_file, pace.requests) as reader:
+    with Reader(checkpoint.open_file, pace.requests) as reader:
         under_way = Filling(checkpoint, options, pace, reader)
         yield under_way
         under_way.check()
@@ -188,7 +189,8 @@ def _read(
         plan = transfer_plan(
             [all_blocks[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
         )
-        fresh = allocate([all_blocks[at].nbytes for at in left], plan.offsets)
+        offsets = plan.offsets if isinstance(checkpoint.store, DirectStore) else None
+        fresh = allocate([all_blocks[at].nbytes for at in left], offsets)
     lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
     reader.read(plan, [all_blocks[at] for at in left], fresh, [lossless[at] for at in left])
     rest = iter(fresh)

@@ -40,9 +40,9 @@ def plan_restore(
 ) -> RestorePlan:
     """Return what restoring `target` will cost each process; reads headers only.
 
-    The figures are exactly those of the restore, with two exceptions. A restore to accelerators, and one whose devices
-    exchange leaves, goes in batches of half of `in_flight_bytes`, and joins no requests across batches. And with
-    `alias` it does not read what it maps.
+    The figures are exactly those of the restore, with three exceptions. A restore to accelerators, and one whose
+    devices exchange leaves, goes in batches of half of `in_flight_bytes`, and joins no requests across batches. With
+    `alias` it does not read what it maps. And past the page cache it may have more threads, with 2 MiB for each.
     If a sharding does not divide a dimension, the plan cuts the dimension as XLA would, although JAX refuses such a
     restore. As in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 

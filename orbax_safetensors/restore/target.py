@@ -119,7 +119,9 @@ class Resolver:
         """
         view = self._checkpoint.leaves[name]
         packed = self._packed_in(view)
-        key = (view.shape, view.dtype, packed, type(leaf), leaf, type(args), *vars(args).values())
+        # 4.0 would be equal to 4, but is not a size.
+        sizes = repr(getattr(args, "global_shape", None))
+        key = (view.shape, view.dtype, packed, type(leaf), leaf, sizes, type(args), *vars(args).values())
         try:
             form = self._forms.get(key)
         except TypeError:  # an array, or a list as the shape, has no hash

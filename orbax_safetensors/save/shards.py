@@ -39,7 +39,8 @@ class Shards:
         """Return shards that stay as they are if NumPy leaves are changed, and arrays are donated or deleted.
 
         NumPy leaves and the shards of accelerators are copied. The memory of arrays on CPU devices is kept instead: it
-        lives on if an array is deleted, and XLA does not reuse it if an array is donated.
+        lives on if an array is deleted, and XLA does not reuse it if an array is donated. If it is memory that an array
+        shares with NumPy or PyTorch, it changes if they write into it.
 
         Raises `StorageError` in every process if one process has not enough memory.
         """

@@ -8,26 +8,24 @@ from a buffer of the thread, which stays in the core's cache; and whatever a dir
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 
 from orbax_safetensors.storage.local import COST, LocalFile, LocalStore
-from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
+from orbax_safetensors.storage.memory import DIRECT_BYTES, PAGE_BYTES, allocate
 from orbax_safetensors.storage.store import Store
 
 # What a thread reads at a time into its buffer: long enough for the full speed of a disk, and still in the cache of a
 # core when it is copied out.
 _BUFFER_BYTES = 2 * 2**20
-# Shorter reads go through the page cache: reading their first and last blocks whole would cost too much.
-_SHORT_BYTES = 2**16
 
 _thread = threading.local()
 
@@ -50,66 +48,67 @@ class DirectFile(LocalFile):
     def __init__(self, path: str) -> None:
         """Open `path` as `LocalFile` does. If its file system refuses direct reads, all reads are the usual ones."""
         super().__init__(path)
-        self._direct: int | None = None
-        self._any_address = True  # until a read is refused because of its address
-        with contextlib.suppress(OSError):
-            # The file that is open already, even if `path` is another file by now.
-            self._direct = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        self._is_direct = False
+        with contextlib.suppress(OSError), self._opened_directly():
             # The usual reads are few then, and the kernel would read ahead even of those that only ask the cache.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            self._is_direct = True
+
+    @contextlib.contextmanager
+    def _opened_directly(self) -> Iterator[int]:
+        """Yield a further descriptor of this file, whatever its path names by now, for direct reads.
+
+        Each read has a descriptor of its own: a checkpoint can have as many files as a process may have open.
+        """
+        descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill the buffers of each range in turn, from the page cache if the range is in it."""
         for offset, buffers in ranges:
             nbytes = sum(buffer.nbytes for buffer in buffers)
-            if nbytes < _SHORT_BYTES or self._direct is None or self._is_cached(offset, offset + nbytes // 2):
+            if nbytes < DIRECT_BYTES or self._is_usual(offset, nbytes):
                 super().read([(offset, buffers)])
             else:
                 self._read_directly(offset, buffers)
 
     def scatter(self, offset: int, runs: np.ndarray) -> bool:
         """Fill runs of memory in turn, and return True, if the range is in the page cache."""
-        cached = self._direct is None or self._is_cached(offset, offset + int(runs[:, 1].sum()) // 2)
-        return cached and super().scatter(offset, runs)
+        return self._is_usual(offset, int(runs[:, 1].sum())) and super().scatter(offset, runs)
 
-    def close(self) -> None:
-        """Close the descriptors."""
-        if self._direct is not None:
-            os.close(self._direct)
-        super().close()
-
-    def _is_cached(self, *offsets: int) -> bool:
-        """Return whether the bytes at `offsets` are in the page cache; False if the file system cannot tell."""
+    def _is_usual(self, offset: int, nbytes: int) -> bool:
+        """Return whether a range is in the page cache, by its first and its middle byte, or cannot be read directly."""
         try:
-            return all(os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) for offset in offsets)
+            return not self._is_direct or all(
+                os.preadv(self._descriptor, [bytearray(1)], at, os.RWF_NOWAIT) for at in (offset, offset + nbytes // 2)
+            )
         except OSError as error:
-            return error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP)  # a usual read reports other errors
+            # The file system cannot tell, or the bytes are not there. A usual read reports other errors.
+            return error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP)
 
     def _read_directly(self, offset: int, buffers: Sequence[memoryview]) -> None:
         at = begin = offset
         rest: list[np.ndarray] = []
         for memory in _joined(buffers):
-            if memory.nbytes >= _SHORT_BYTES and self._read_straight(at, memory):
+            # Other memory shares its pages with what other threads write, even if the disk could reach it.
+            if memory.nbytes >= DIRECT_BYTES and (memory.ctypes.data - at) % PAGE_BYTES == 0:
                 self._read_through_buffer(begin, rest)
+                self._read_straight(at, memory)
                 begin, rest = at + memory.nbytes, []
             else:
                 rest.append(memory)
             at += memory.nbytes
         self._read_through_buffer(begin, rest)
 
-    def _read_straight(self, offset: int, memory: np.ndarray) -> bool:
-        """Fill `memory` with whole blocks, and with usual reads at its ends; return False if its address forbids it."""
-        agrees = (memory.ctypes.data - offset) % PAGE_BYTES == 0
-        if not agrees and not self._any_address:
-            return False
+    def _read_straight(self, offset: int, memory: np.ndarray) -> None:
+        """Fill whole pages of `memory`, which lie in it as in the file, directly, and its ends by usual reads."""
         first = -offset % PAGE_BYTES
         blocks = memory[first : memory.nbytes - (offset + memory.nbytes) % PAGE_BYTES]
-        count = self._read_blocks(offset + first, blocks)
-        if not count and not agrees:
-            self._any_address = False
-            return False
-        super().read([(offset, [memory[:first].data]), (offset + first + count, [memory[first + count :].data])])
-        return True
+        done = first + self._read_blocks(offset + first, blocks)
+        super().read([(offset, [memory[:first].data]), (offset + done, [memory[done:].data])])
 
     def _read_through_buffer(self, offset: int, parts: Sequence[np.ndarray]) -> None:
         """Fill `parts`, one after the other, by way of this thread's buffer."""
@@ -137,25 +136,38 @@ class DirectFile(LocalFile):
 
     def _read_blocks(self, offset: int, memory: np.ndarray) -> int:
         """Return how many bytes a direct read into `memory` has filled; 0 if it was refused, or failed."""
-        assert self._direct is not None
         try:
-            return os.preadv(self._direct, [memory.data], offset)
+            with self._opened_directly() as descriptor:
+                return os.preadv(descriptor, [memory.data], offset)
         except OSError:
             return 0
 
 
 def _joined(buffers: Sequence[memoryview]) -> list[np.ndarray]:
     """Return the memory of `buffers`, as one array if buffers follow one another. `buffers` have to outlive it."""
-    spans: list[list[int]] = []
+    spans: list[list[memoryview]] = []
+    end = -1
     for buffer in buffers:
         if not buffer.nbytes:
             continue
-        begin = np.frombuffer(buffer, np.uint8).ctypes.data
-        if spans and spans[-1][1] == begin:
-            spans[-1][1] += buffer.nbytes
+        begin = _bytes(buffer).ctypes.data
+        if begin == end:
+            spans[-1].append(buffer)
         else:
-            spans.append([begin, begin + buffer.nbytes])
-    return [np.ctypeslib.as_array((ctypes.c_uint8 * (end - begin)).from_address(begin)) for begin, end in spans]
+            spans.append([buffer])
+        end = begin + buffer.nbytes
+    return [_bytes(span[0]) if len(span) == 1 else _span(span) for span in spans]
+
+
+def _bytes(buffer: memoryview) -> np.ndarray:
+    return np.frombuffer(buffer, np.uint8)
+
+
+def _span(buffers: Sequence[memoryview]) -> np.ndarray:
+    """Return the memory of buffers that follow one another."""
+    begin, nbytes = _bytes(buffers[0]).ctypes.data, sum(buffer.nbytes for buffer in buffers)
+    interface = {"version": 3, "data": (begin, False), "shape": (nbytes,), "typestr": "|u1"}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 class DirectStore(LocalStore):

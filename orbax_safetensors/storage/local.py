@@ -77,6 +77,8 @@ class LocalFile:
             while missing:
                 count = _preadv(self._descriptor, here.ctypes.data, len(here), offset)
                 if count < 0:
+                    if ctypes.get_errno() == errno.EINTR:
+                        continue
                     reason = os.strerror(ctypes.get_errno())
                     raise StorageError(f"{self.path}: reading {missing} bytes at offset {offset} failed: {reason}")
                 if count == 0:

@@ -20,8 +20,10 @@ ALIGNMENT = 64
 ARENA_BYTES = 128 * 2**20
 
 
-# Of the system, and what direct reads are aligned to; the blocks of a disk divide it.
+# What direct reads are aligned to: the blocks of a disk divide it.
 PAGE_BYTES = 4096
+# Shorter reads are not made directly: reading their first and last pages whole would cost too much.
+DIRECT_BYTES = 2**16
 
 
 def allocate(sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> list[np.ndarray]:
@@ -30,27 +32,27 @@ def allocate(sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> 
     A mapping goes when the last buffer that was cut from it goes. Pages are huge if the system supports it, and exist
     only once they are written to.
 
-    `offsets` are those in files of the bytes that will fill buffers, by the buffer's number. If an offset is as aligned
-    as a buffer, the buffer begins as far from the beginning of a page as these bytes do: a direct read then fills it.
+    `offsets` are those in files of the bytes that direct reads will bring, by the buffer's number. If an offset is as
+    aligned as a buffer, and the buffer is long, it begins as far from the beginning of a page as these bytes do.
     """
     out: list[np.ndarray] = []
     begins: list[int] = []
     end = 0
     for number, size in enumerate(sizes):
-        begin = _begin(end, offsets, number)
+        offset = offsets.get(number) if offsets and size >= DIRECT_BYTES else None
+        begin = _begin(end, offset)
         if begins and begin + size > ARENA_BYTES:
             out += _cut(begins, end, sizes[len(out) :])
-            begins, begin = [], _begin(0, offsets, number)
+            begins, begin = [], _begin(0, offset)
         begins.append(begin)
         end = begin + size
     return out + _cut(begins, end, sizes[len(out) :])
 
 
-def _begin(end: int, offsets: Mapping[int, int] | None, number: int) -> int:
-    """Return where the buffer `number` begins in an arena whose buffers so far end at `end`."""
+def _begin(end: int, offset: int | None) -> int:
+    """Return where a buffer begins in an arena whose buffers so far end at `end`."""
     begin = -(-end // ALIGNMENT) * ALIGNMENT
-    offset = (offsets or {}).get(number, begin)
-    return begin if offset % ALIGNMENT else begin + (offset - begin) % PAGE_BYTES
+    return begin if offset is None or offset % ALIGNMENT else begin + (offset - begin) % PAGE_BYTES
 
 
 def _cut(begins: Sequence[int], end: int, sizes: Sequence[int]) -> list[np.ndarray]:

@@ -108,19 +108,19 @@ class FilesSink(JointSink):
         self.check_others()
         self._directory.check()
         blocks, plan = self._planned(tiles, [array.dtype for array in arrays])
-        self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
-        with self._recording:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                self._record(tiles, [file.file for file in plan.files])
-            except Exception as error:
-                self._failure = error
-                raise
+        try:
+            self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
+            with self._recording:
+                if self._failure is None:
+                    self._record(tiles, [file.file for file in plan.files])
+        except Exception as error:
+            self._failure = self._failure or error
+        if self._failure is not None:
+            raise self._failure
 
     def _record(self, tiles: Sequence[Tile], files: Sequence[int]) -> None:
         self._writer.sync(files)
-        created, self._created = self._created, False
+        created, self._created = self._created, False  # before the sync, because a thread may create a file meanwhile
         if created:
             self._store.sync(self._directory.directory)
         self._directory.add([self._numbers[tile] for tile in tiles])
@@ -130,7 +130,8 @@ class FilesSink(JointSink):
         _, plan = self._planned(tiles, dtypes)
         final = [os.path.join(self.path, name) for name, _ in self._files.layout.files]
         # A file system writes into a file one request after the other.
-        return traffic_of(plan, final, max(1, min(self._threads, len(plan.files))))
+        streams = max(1, min(self._threads, len(plan.files)))
+        return traffic_of(plan, final, self._threads, streams=streams)
 
     def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
         blocks = [

@@ -13,7 +13,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.direct import DirectStore, reading
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
@@ -46,10 +46,10 @@ class SafetensorsSource:
         moved = (stamps, sorted(views.items()), self.leaves, sorted(checkpoint.quantized.items()))
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
         self.stored_bytes = sum(stored.stamp.nbytes for stored in checkpoint.files)
-        self._checkpoint, self._views = checkpoint, views
-        self._pace = pace(checkpoint.store.cost, memory_bytes)
         store = reading(checkpoint.store, direct, self.stored_bytes)
-        self._reader = Reader(replace(checkpoint, store=store).open_file, self._pace.requests)
+        self._checkpoint, self._views = replace(checkpoint, store=store), views
+        self._pace = pace(store.cost, memory_bytes)
+        self._reader = Reader(self._checkpoint.open_file, self._pace.requests)
 
     @property
     def requests(self) -> int:
@@ -75,7 +75,8 @@ class SafetensorsSource:
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
-        memory = allocate([block.nbytes for block in blocks], plan.offsets)
+        offsets = plan.offsets if isinstance(self._checkpoint.store, DirectStore) else None
+        memory = allocate([block.nbytes for block in blocks], offsets)
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 

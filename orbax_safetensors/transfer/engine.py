@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Generic, NamedTuple, Self, TypeVar
 
-import ml_dtypes
 import numpy as np
 
 from orbax_safetensors.geometry.coalesce import Direct, Staged
@@ -20,8 +19,6 @@ from orbax_safetensors.storage.memory import allocate, no_collection
 from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.strided_copy import elements, words
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=File | NewFile)
@@ -231,7 +228,7 @@ class Transfer(ABC, Generic[_F]):
 
 
 # Layers of a model have the same windows.
-@lru_cache(maxsize=2**16)
+@lru_cache(maxsize=2**12)
 def of_window(copy: Copy, low: int, high: int) -> tuple[Copy, ...]:
     """Return the part of a copy that reads packed elements `[low, high)`, from a source that begins with them."""
     return tuple([part.shifted(-low) for part in copy.within(low, high)])

@@ -30,17 +30,20 @@ def places(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int
     begins = np.empty(len(copies), np.uintp)
     for at, (copy, memory) in enumerate(copies):
         begin = copy.destination * itemsize
-        assert begin + _end(copy.modes, itemsize) <= memory.nbytes, copy
+        if not 0 <= begin <= memory.nbytes - _end(copy.modes, itemsize):  # the kernel would write elsewhere
+            raise IndexError(f"{copy} does not fit {memory.nbytes} bytes")
         begins[at] = memory.ctypes.data + begin
     runs = runs.copy()
     runs[:, 0] += begins[number]
     return runs
 
 
-@lru_cache(maxsize=2**6)  # a result may have 200 KiB
+@lru_cache(maxsize=2**6)  # a result may have 400 KiB
 def _runs(copies: Sequence[Copy], itemsize: int, nbytes: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return `places` as distances from the beginnings of destinations, and the number of the copy of each run."""
     begins, starts, lengths = [], [], []
+    if not copies:  # a window of bytes that no copy needs
+        return None
     for copy in copies:
         *outer, (run, step, into) = copy.modes or [(1, 1, 1)]
         length = run * itemsize

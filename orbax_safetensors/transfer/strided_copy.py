@@ -48,7 +48,7 @@ def words(copy: Copy, packed: np.ndarray, dense: np.ndarray, itemsize: int) -> t
     )
 
 
-@lru_cache(maxsize=2**16)
+@lru_cache(maxsize=2**12)
 def _layout(copy: Copy, itemsize: int) -> tuple[tuple[int, ...], np.dtype, int, tuple[int, ...], int, tuple[int, ...]]:
     """Return shape and dtype of the `words` of a copy, and for both sides offset and strides, in bytes."""
     modes = [(size, src * itemsize, dst * itemsize) for size, src, dst in copy.modes]

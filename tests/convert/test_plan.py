@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
-from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionPlan, Traffic
+from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
@@ -21,6 +21,7 @@ from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
 from orbax_safetensors.streaming.pipeline import Tile
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.transfer.plan import FileTraffic, TransferPlan
 from tests.support.files import write
 from tests.support.killed_conversions import make_source
 from tests.support.roots import TESTDATA
@@ -342,3 +343,9 @@ def test_mistakes_are_those_of_the_call(tmp_path, arguments, message):
     with pytest.raises(ost.SafetensorsError, match=message):
         ost.plan_convert(source, tmp_path / "to", **arguments)
     assert not (tmp_path / "to").exists()
+
+
+def test_every_thread_has_a_buffer_even_if_only_one_writes():
+    plan = TransferPlan((), (), (), (FileTraffic(0, 50, 50, 5),), window_bytes=7)
+    traffic = traffic_of(plan, ["file"], 3, streams=1)
+    assert (traffic.staging_bytes, traffic.streams) == (3 * 7, 1)

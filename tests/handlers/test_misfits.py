@@ -108,6 +108,13 @@ def test_a_shape_that_is_none(directory, checkpointer, shape):
         checkpointer.restore(directory, restore_args=args, partial_restore=True)
 
 
+def test_a_shape_that_is_none_after_one_that_is_equal(tmp_path, checkpointer):
+    write(tmp_path / "x.safetensors", {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32)})
+    args = {"a": ocp.ArrayRestoreArgs(global_shape=(4,)), "b": ocp.ArrayRestoreArgs(global_shape=(4.0,))}
+    with pytest.raises(ost.TensorMismatchError, match="'b': expected a shape"):
+        checkpointer.restore(tmp_path, restore_args=args)
+
+
 def test_a_float_that_does_not_fit_the_integer_that_jax_makes_of_int64(tmp_path, checkpointer):
     for value in (3e9, -3e9, np.nan, np.inf):
         write(tmp_path / "x.safetensors", {"w": np.array([1.5, value], np.float32)})

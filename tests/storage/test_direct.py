@@ -1,6 +1,7 @@
 """Reads past the page cache: the same bytes as usual reads, from the cache if they are there, whatever is refused."""
 
 import errno
+import fcntl
 import os
 import threading
 
@@ -17,6 +18,7 @@ from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.disks import chill, skip_if_refused
+from tests.support.files import nothing_left
 
 MIB = 2**20
 CONTENT = np.random.default_rng(0).integers(0, 256, 5 * MIB + 1234, np.uint8)
@@ -43,12 +45,16 @@ def calls(file, monkeypatch):
     made, real = [], os.preadv
 
     def preadv(descriptor, buffers, offset, *flags):
-        if descriptor == file._direct:
+        if is_direct(descriptor):
             made.append((offset, buffers[0].nbytes, address(buffers[0])))
         return real(descriptor, buffers, offset, *flags)
 
     monkeypatch.setattr(direct.os, "preadv", preadv)
     return made
+
+
+def is_direct(descriptor):
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def address(memory):
@@ -116,47 +122,11 @@ def test_buffers_that_follow_one_another_are_read_at_once(file, path, calls):
 
 def test_other_memory_is_filled_from_a_buffer(file, path, calls):
     chill(path)
-    file._any_address = False
     buffers = [allocate([size])[0] for size in (100, 3 * MIB, 5)]
     read(file, 8, *buffers)
     check(8, buffers)
     assert [call[:2] for call in calls] == [(0, 2 * MIB), (2 * MIB, MIB + PAGE_BYTES)]
     assert len({call[2] for call in calls}) == 1
-
-
-def test_an_address_that_is_refused_is_not_tried_again(file, path, calls, monkeypatch):
-    real = os.preadv
-
-    def strict(descriptor, buffers, offset, *flags):
-        if descriptor == file._direct and address(buffers[0]) % PAGE_BYTES:
-            calls.append("refused")
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(descriptor, buffers, offset, *flags)
-
-    monkeypatch.setattr(direct.os, "preadv", strict)
-    for _ in range(2):
-        chill(path)
-        (buffer,) = allocate([MIB])
-        read(file, 8, buffer)
-        check(8, [buffer])
-    assert calls.count("refused") == 1
-
-
-def test_an_address_that_is_not_refused_is_read_into(file, path, monkeypatch):
-    real, seen = os.preadv, []
-
-    def lenient(descriptor, buffers, offset, *flags):
-        if descriptor == file._direct:
-            seen.append(address(buffers[0]))
-            descriptor = file._descriptor
-        return real(descriptor, buffers, offset, *flags)
-
-    monkeypatch.setattr(direct.os, "preadv", lenient)
-    chill(path)
-    (buffer,) = allocate([MIB])
-    read(file, 8, buffer)
-    check(8, [buffer])
-    assert seen == [address(buffer) + PAGE_BYTES - 8]
 
 
 def test_what_is_in_the_page_cache_is_read_from_there(file, path, calls):
@@ -214,7 +184,7 @@ def test_direct_reads_that_end_early_or_fail_are_continued_as_usual(file, path, 
     real, left = os.preadv, iter([PAGE_BYTES, 3 * PAGE_BYTES + 17])
 
     def short(descriptor, buffers, offset, *flags):
-        if descriptor != file._direct:
+        if not is_direct(descriptor):
             return real(descriptor, buffers, offset, *flags)
         count = next(left, None)
         if count is None:
@@ -249,30 +219,50 @@ def test_a_disk_that_fails_is_reported_by_the_usual_read(file, path, monkeypatch
         read(file, 0, buffer)
 
 
-def test_both_descriptors_are_of_one_file_and_closed(path, tmp_path, monkeypatch):
-    name = tmp_path / "replaced"
-    name.write_bytes(b"old")
-    real = os.open
+def test_direct_reads_are_of_the_file_that_was_opened(file, path, tmp_path, calls):
+    chill(path)
+    name = tmp_path / "renamed"
+    os.rename(path, name)
+    try:
+        (tmp_path / "other").write_bytes(bytes(CONTENT.nbytes))
+        os.link(tmp_path / "other", path)
+        (buffer,) = of(0, MIB)
+        read(file, 0, buffer)
+    finally:
+        os.replace(name, path)
+    check(0, [buffer])
+    assert calls
 
-    def swapped(path, flags, *rest):
-        descriptor = real(path, flags, *rest)
-        if not flags & os.O_DIRECT:
-            (tmp_path / "new").write_bytes(b"new")
-            os.replace(tmp_path / "new", name)
-        return descriptor
 
-    monkeypatch.setattr(direct.os, "open", swapped)
-    file = DirectFile(str(name))
-    assert os.fstat(file._direct).st_ino == os.fstat(file._descriptor).st_ino
-    file.close()
-    for descriptor in (file._direct, file._descriptor):
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
+def test_a_file_has_one_descriptor_between_reads(path):
+    with nothing_left(path):
+        before = len(os.listdir("/proc/self/fd"))
+        file = DirectFile(path)
+        chill(path)
+        read(file, 0, *of(0, MIB))
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        file.close()
+
+
+def test_a_directory_is_refused_and_closed(tmp_path):
+    with nothing_left(tmp_path), pytest.raises(StorageError, match="is not a regular file"):
+        DirectFile(str(tmp_path))
+
+
+def test_runs_of_memory_are_filled_from_the_page_cache_only(file, path):
+    (buffer,) = of(0, MIB)
+    runs = np.array([[address(buffer), 1000], [address(buffer) + 2000, MIB - 3000]], np.uintp)
+    chill(path)
+    assert not file.scatter(7, runs)
+    assert not buffer.any()
+    with open(path, "rb") as usual:
+        usual.read(2 * MIB)
+    assert file.scatter(7, runs)
+    check(7, [buffer[:1000], buffer[2000 : MIB - 1000]])
 
 
 def test_threads_have_their_buffers(file, path):
     chill(path)
-    file._any_address = False
     buffers = [allocate([MIB])[0] for _ in range(4)]
     threads = [
         threading.Thread(target=read, args=(file, 8 + number * MIB, buffer)) for number, buffer in enumerate(buffers)

@@ -1,5 +1,6 @@
 """Local files: short reads, many buffers, files that end, change or are not files."""
 
+import ctypes
 import errno
 import os
 import threading
@@ -172,3 +173,21 @@ def test_runs_are_filled_by_short_reads_too(tmp_path, monkeypatch):
     file.close()
     with pytest.raises(StorageError, match="reading .* failed: Bad file descriptor"):
         file.scatter(0, runs)
+
+
+def test_a_read_that_a_signal_interrupts_is_made_again(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"content")
+    memory = np.zeros(7, np.uint8)
+    whole, errors = local._preadv, [errno.EINTR]
+
+    def interrupted(*args):
+        if errors:
+            ctypes.set_errno(errors.pop())
+            return -1
+        return whole(*args)
+
+    monkeypatch.setattr(local, "_preadv", interrupted)
+    file = LocalFile(tmp_path / "file")
+    assert file.scatter(0, np.array([[memory.ctypes.data, 7]], np.uintp))
+    file.close()
+    assert memory.tobytes() == b"content"

@@ -27,9 +27,12 @@ def test_buffers_are_aligned_zeroed_and_apart(sizes):
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9000), st.none() | st.integers(0, 2**40) | st.integers(0, 2**30).map((64).__mul__))
+        st.tuples(
+            st.sampled_from([0, 5, 2**16 - 1, 2**16, 70_001]),
+            st.none() | st.integers(0, 2**40) | st.integers(0, 2**30).map((64).__mul__),
+        )
     ),
-    st.sampled_from([2**14, 2**27]),
+    st.sampled_from([2**17, 2**27]),
 )
 def test_buffers_begin_in_a_page_where_the_bytes_of_the_file_do(buffers, arena):
     with pytest.MonkeyPatch.context() as patch:
@@ -40,15 +43,15 @@ def test_buffers_begin_in_a_page_where_the_bytes_of_the_file_do(buffers, arena):
     for number, buffer in enumerate(made):
         assert buffer.ctypes.data % 64 == 0
         offset = offsets.get(number, 1)
-        if buffer.nbytes and offset % 64 == 0:
+        if buffer.nbytes >= memory.DIRECT_BYTES and offset % 64 == 0:
             assert (buffer.ctypes.data - offset) % memory.PAGE_BYTES == 0
         buffer[:] = number % 256
     assert all((buffer == number % 256).all() for number, buffer in enumerate(made))
 
 
 def test_buffers_of_a_stretch_of_a_file_follow_one_another():
-    first, second, third = allocate([6400, 64, 100], {0: 640, 1: 7040, 2: 7104})
-    assert (first.ctypes.data % memory.PAGE_BYTES, second.ctypes.data - first.ctypes.data) == (640, 6400)
+    first, second, third = allocate([70_400, 64, 2**16], {0: 640, 1: 71_040, 2: 71_104})
+    assert (first.ctypes.data % memory.PAGE_BYTES, second.ctypes.data - first.ctypes.data) == (640, 70_400)
     assert third.ctypes.data - second.ctypes.data == 64
 
 

@@ -24,9 +24,9 @@ def shards(rows, columns, devices):
     return [Block(view, ((0, rows), (at, at + width)), (rows, width), U2) for at in range(0, columns, width)]
 
 
-def restored(path, blocks):
+def restored(path, blocks, max_gap_bytes=4096):
     memory = [np.zeros(block.nbytes, np.uint8) for block in blocks]
-    plan = transfer_plan(blocks, lambda name: Location(0, 8, U2), max_gap_bytes=4096, max_request_bytes=2**24)
+    plan = transfer_plan(blocks, lambda name: Location(0, 8, U2), max_gap_bytes=max_gap_bytes, max_request_bytes=2**24)
     with Reader(lambda number: LocalFile(path), 2) as reader:
         reader.read(plan, blocks, memory, [False] * len(blocks))
     assert (reader.counters.num_requests, reader.counters.nbytes) == (plan.num_requests, plan.moved_bytes)
@@ -51,6 +51,15 @@ def test_short_runs_and_shards_with_gaps_between_them_are_staged(array, tmp_path
     assert np.array_equal(np.concatenate(restored(tmp_path / "file", shards(*array.shape, 16)), axis=1), array)
     some = restored(tmp_path / "file", shards(*array.shape, 8)[::2])
     assert np.array_equal(np.concatenate(some, axis=1), array.reshape(-1, 4, 2, 256)[:, :, 0].reshape(-1, 1024))
+
+
+def test_windows_that_lie_in_a_gap_are_read_and_dropped(tmp_path):
+    shape = (3, 3 * 2**20)
+    array = np.arange(np.prod(shape)).astype(U2).reshape(shape)
+    (tmp_path / "file").write_bytes(bytes(8) + array.tobytes())
+    view = View.tensor("t", shape, U2)
+    (found,) = restored(tmp_path / "file", [Block(view, ((0, 3), (0, 1024)), (3, 1024), U2)], max_gap_bytes=2**25)
+    assert np.array_equal(found, array[:, :1024])
 
 
 def test_one_shard_twice_and_a_cast_are_staged(array, tmp_path):
