@@ -228,7 +228,8 @@ def test_checkpoint_manager(tmp_path, mesh, background):
         for step in range(4):
             host = W.copy()
             host[0, 0] = step
-            tree = {"w": sharded(host, NamedSharding(mesh, P("y"))), "b": B.copy(), "n": host}
+            # The array has its memory to itself: on CPU devices it could otherwise share that of `host`, which changes.
+            tree = {"w": sharded(host.copy(), NamedSharding(mesh, P("y"))), "b": B.copy(), "n": host}
             args = ocp.args.Composite(params=ost.SafetensorsSave(tree), extra=ocp.args.JsonSave({"step": step}))
             assert manager.save(step, args=args)
             host[...] = 0
