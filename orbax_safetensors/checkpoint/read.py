@@ -37,7 +37,7 @@ def read_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = 
 def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | list[SafetensorsError]:
     """Return a checkpoint, or everything for which `read_checkpoint` would refuse it, which stops at the first.
 
-    Raises `StorageError` if there is no checkpoint, or if storage does not answer.
+    Raises `StorageError` if it finds no checkpoint or cannot read it.
     """
     faults: list[SafetensorsError] = []
     try:
@@ -83,6 +83,7 @@ def _tensors(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of `files` by name, only those that the index names if there is one."""
     tensors: dict[str, StoredTensor] = {}
+    several: dict[str, list[StoredPiece]] = {}
     sharded = False
     for number, stored in enumerate(files):
         offsets = saved_offsets(stored.header, file=stored.path)
@@ -96,13 +97,13 @@ def _tensors(
             if other is None:
                 tensors[name] = StoredTensor(entry.dtype, entry.shape, (piece,))
             elif offsets is not None:
-                tensors[name] = other._replace(pieces=(*other.pieces, piece))
+                several.setdefault(name, [*other.pieces]).append(piece)
             else:
                 report(IndexFileError(f"{stored.path}: tensor {name!r} is also in {files[other.file].path}"))
     for name, tensor in list(tensors.items()) if sharded else ():
-        if len(tensor.pieces) > 1 or any(tensor.pieces[0].start):
+        if name in several or any(tensor.pieces[0].start):
             try:
-                tensors[name] = _whole(name, tensor.pieces, files)
+                tensors[name] = _whole(name, tuple(several.get(name, tensor.pieces)), files)
             except SafetensorsError as fault:
                 report(fault)
                 del tensors[name]

@@ -154,8 +154,8 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
 def _local_bytes(targets: Sequence[Target]) -> int:
     """Return the bytes that this process holds of `targets`."""
     alike = [(target.sharding, target.shape, target.dtype) for target in targets]
-    first = dict(zip(reversed(alike), reversed(targets), strict=True))
-    return sum(count * first[key].local_nbytes for key, count in Counter(alike).items())
+    one_of = dict(zip(alike, targets, strict=True))
+    return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
 
 
 def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:

@@ -9,7 +9,8 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ COST = Cost(
     max_request_bytes=16 * 2**20,
     held_in_flight=False,
 )
+_Buffers = TypeVar("_Buffers", Sequence[memoryview], np.ndarray)
+
 # Linux refuses more buffers in one call.
 _MAX_BUFFERS = 1024
 # Python's own `os.preadv` takes longer to look at each of its buffers than the kernel to fill it, if it is short.
@@ -67,25 +70,11 @@ class LocalFile:
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
         for offset, buffers in ranges:
-            _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers)
+            _move_all(os.preadv, "reading", self._descriptor, self.path, offset, buffers, _nbytes, _after)
 
     def scatter(self, offset: int, runs: np.ndarray) -> bool:
         """Fill runs of memory in turn, and return True. Continues a short read."""
-        for first in range(0, len(runs), _MAX_BUFFERS):
-            here = runs[first : first + _MAX_BUFFERS]
-            missing = int(here[:, 1].sum())
-            while missing:
-                count = _preadv(self._descriptor, here.ctypes.data, len(here), offset)
-                if count < 0:
-                    if ctypes.get_errno() == errno.EINTR:
-                        continue
-                    reason = os.strerror(ctypes.get_errno())
-                    raise StorageError(f"{self.path}: reading {missing} bytes at offset {offset} failed: {reason}")
-                if count == 0:
-                    raise StorageError(f"{self.path}: expected {missing} more bytes at offset {offset}, found its end")
-                offset, missing = offset + count, missing - count
-                if missing:
-                    here = _runs_after(here, count)
+        _move_all(_read_runs, "reading", self._descriptor, self.path, offset, runs, _nbytes_of_runs, _runs_after)
         return True
 
     def answer(self, offset: int, nbytes: int) -> None:
@@ -116,17 +105,22 @@ class LocalFile:
 
 
 def _move_all(
-    call: Callable[[int, Sequence[memoryview], int], int],
+    call: Callable[[int, _Buffers, int], int],
     verb: str,
     descriptor: int,
     path: str,
     offset: int,
-    buffers: Sequence[memoryview],
+    buffers: _Buffers,
+    nbytes: Callable[[_Buffers], int],
+    after: Callable[[_Buffers, int], _Buffers],
 ) -> None:
-    """Call `preadv` or `pwritev` until all bytes are moved: each call may move fewer."""
+    """Call `preadv` or `pwritev` until all bytes are moved: each call may move fewer.
+
+    `nbytes` returns the size of buffers, and `after` what is left of them behind a number of bytes.
+    """
     for first in range(0, len(buffers), _MAX_BUFFERS):
         here = buffers[first : first + _MAX_BUFFERS]
-        missing = sum(buffer.nbytes for buffer in here)
+        missing = nbytes(here)
         while missing:
             try:
                 count = call(descriptor, here, offset)
@@ -138,7 +132,7 @@ def _move_all(
                 raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found its end")
             offset, missing = offset + count, missing - count
             if missing:
-                here = list(_after(here, count))
+                here = after(here, count)
 
 
 def _error(error: OSError | ValueError) -> type[StorageError]:
@@ -149,16 +143,34 @@ def _reason(error: OSError | ValueError) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-def _after(buffers: Sequence[memoryview], count: int) -> Iterator[memoryview]:
-    """Yield the rest of `buffers` behind their first `count` bytes."""
+def _nbytes(buffers: Sequence[memoryview]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the rest of `buffers` behind their first `count` bytes."""
+    rest = []
     for buffer in buffers:
         if count < buffer.nbytes:
-            yield buffer[count:] if count else buffer
+            rest.append(buffer[count:] if count else buffer)
         count = max(0, count - buffer.nbytes)
+    return rest
+
+
+def _read_runs(descriptor: int, runs: np.ndarray, offset: int) -> int:
+    """Do for the runs of `LocalFile.scatter` what `os.preadv` does for buffers."""
+    while (count := _preadv(descriptor, runs.ctypes.data, len(runs), offset)) < 0:
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return int(count)
+
+
+def _nbytes_of_runs(runs: np.ndarray) -> int:
+    return int(runs[:, 1].sum())
 
 
 def _runs_after(runs: np.ndarray, count: int) -> np.ndarray:
-    """Return the runs of `LocalFile.scatter` without their first `count` bytes, which are fewer than all."""
+    """Return runs without their first `count` bytes, which are fewer than all."""
     ends = np.cumsum(runs[:, 1])
     first = int(np.searchsorted(ends, count, "right"))
     rest = runs[first:].copy()
@@ -187,7 +199,7 @@ class NewLocalFile:
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers` from `offset` on. Continues a short write."""
         with self._turn:
-            _move_all(os.pwritev, "writing", self._descriptor, self.path, offset, buffers)
+            _move_all(os.pwritev, "writing", self._descriptor, self.path, offset, buffers, _nbytes, _after)
         if self._sync:
             _begin_sync(self._descriptor, offset, sum(buffer.nbytes for buffer in buffers))
 

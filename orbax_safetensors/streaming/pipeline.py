@@ -232,7 +232,8 @@ def stream(
     With two, one batch is encoded or copied while another waits for the disk. `progress` is called after each batch
     that has been written, with the bytes so far and those of all `bundles`.
     """
-    total = sum(nbytes(bundle, source.leaves) for bundle in bundles)
+    steps = list(_steps(source, bundles, batch_bytes, writers))
+    total = sum(step.nbytes for step in steps)
     done = 0
     # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
     most = resident() + 6 * batch_bytes
@@ -251,7 +252,7 @@ def stream(
                 if progress is not None:
                     progress(done, total)
 
-        for tiles, size, overlap in _steps(source, bundles, batch_bytes, writers):
+        for tiles, size, overlap in steps:
             finish(overlap)
             arrays = source.read(tiles)
             finish(overlap - 1)

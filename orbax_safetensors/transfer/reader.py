@@ -58,11 +58,14 @@ class Reader(Transfer[File]):
             decoded, stored = self._decoded(window, access)
             per_byte = access.encoding.elements_per_byte
             copies = self._copies(window, access, decoded, stored, window.low * per_byte, window.high * per_byte)
-        elif self._scattered(window, access):
-            return
         else:
             stored = window.part.location.dtype
-            packed = self._packed(window)
+            packed = self._answer(window)
+            if packed is None:
+                if self._scattered(window, access):
+                    return
+                packed = self._staging(window.high - window.low)
+                self._runs(window, packed)
             low, high = window.low // stored.itemsize, window.high // stored.itemsize
             copies = self._copies(window, access, packed, stored, low, high)
         for copy in copies:
@@ -97,17 +100,16 @@ class Reader(Transfer[File]):
         self._count(1, window.high - window.low)
         return True
 
-    def _packed(self, window: Window) -> np.ndarray:
-        """Return the bytes of a window, in the memory of a store if it has them there anyway after one request."""
+    def _answer(self, window: Window) -> np.ndarray | None:
+        """Return the bytes of a window in the memory of a store, if one request brings them there anyway."""
         begin, nbytes = next(iter(window.part.access.runs.pieces(window.low, window.high)))
-        if nbytes == window.high - window.low:
-            answer = self._file(window.part.file).answer(window.part.location.begin + begin, nbytes)
-            if answer is not None:
-                self._count(1, nbytes)
-                return np.frombuffer(answer, np.uint8)
-        packed = self._staging(window.high - window.low)
-        self._runs(window, packed)
-        return packed
+        if nbytes < window.high - window.low:
+            return None
+        answer = self._file(window.part.file).answer(window.part.location.begin + begin, nbytes)
+        if answer is None:
+            return None
+        self._count(1, nbytes)
+        return np.frombuffer(answer, np.uint8)
 
     def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
         """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""

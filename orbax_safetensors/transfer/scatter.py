@@ -41,9 +41,9 @@ def places(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int
 @lru_cache(maxsize=2**6)  # a result may have 400 KiB
 def _runs(copies: Sequence[Copy], itemsize: int, nbytes: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return `places` as distances from the beginnings of destinations, and the number of the copy of each run."""
-    begins, starts, lengths = [], [], []
     if not copies:  # a window of bytes that no copy needs
         return None
+    begins, starts, lengths = [], [], []
     for copy in copies:
         *outer, (run, step, into) = copy.modes or [(1, 1, 1)]
         length = run * itemsize
