@@ -48,7 +48,7 @@ def stored(directory):
     return {name: array for file in directory.glob("*.safetensors") for name, array in load_file(file).items()}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("converting.md", "restore.md")])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("converting.md", "how-it-works.md", "restore.md")])
 def test_the_examples(of_page, page):
     of_page(page)
 
@@ -88,3 +88,9 @@ def test_the_guide_to_conversions(of_page, tmp_path):
         assert array.dtype == "bfloat16"
         assert array.tobytes() == stored(QWEN3)[name].astype(array.dtype).tobytes()
     assert not (tmp_path / "planned").exists()
+
+
+def test_how_it_works_prints_what_it_shows(of_page, capsys):
+    of_page("how-it-works.md")
+    (block,) = examples.python(DOCS / "how-it-works.md")
+    assert capsys.readouterr().out.splitlines() == [line[2:] for line in block.splitlines() if line.startswith("# ")]
