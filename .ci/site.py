@@ -26,6 +26,8 @@ def on_files(files: Files, config) -> Files:
             destinations[f"docs/{file.src_uri}"] = file.dest_uri
     for program in (ROOT / "examples").glob("*.py"):
         destinations[f"examples/{program.name}"] = f"examples/{program.stem}.txt"  # which browsers show
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        destinations[f"examples/{notebook.name}"] = f"examples/{notebook.name}"
     for path, destination in destinations.items():
         files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=destination))
     return files
