@@ -85,6 +85,8 @@ def test_the_guide_to_conversions(of_page, tmp_path):
     assert len(list((tmp_path / "qwen3-for-4").glob("*.safetensors"))) == 4
     leaf = open_orbax(tmp_path / "for-16").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
     assert leaf.chunk_shape[0] * 16 == leaf.shape[0]
+    unstacked = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers_0.mlp.wi_0.kernel"]
+    assert (unstacked.dtype, unstacked.chunk_shape) == ("bfloat16", (unstacked.shape[0] // 8, unstacked.shape[1]))
     for name, array in stored(tmp_path / "tuned").items():
         assert array.dtype == "bfloat16"
         assert array.tobytes() == stored(QWEN3)[name].astype(array.dtype).tobytes()
