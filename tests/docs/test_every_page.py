@@ -1,5 +1,7 @@
 """The examples of all pages run, Python and commands alike, in the order of the page."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -12,13 +14,13 @@ from tests.support.examples import LLAMA, QWEN3, STATE
 from tests.support.roots import ROOT
 
 DOCS = ROOT / "docs"
-# Their tests are beside this one: they need other checkpoints, or servers.
-OF_THEIR_OWN = {"families.md", "saving.md", "stores.md", "tables.md", "trees.md"}
+# Pages that need other checkpoints, or servers: `test_PAGE.py` beside this file runs them.
+OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} | {"tables"}
 CHECKED = {"converting.md", "how-it-works.md", "restore.md"}  # by tests below, which look at the results
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
-    if path.name not in OF_THEIR_OWN and examples.blocks(path, "python", "sh")
+    if path.stem not in OF_THEIR_OWN and examples.blocks(path, "python", "sh")
 )
 
 

@@ -18,7 +18,7 @@ from tests.support.roots import TESTDATA
 MODELS = "/models/"  # where the pages say that checkpoints are
 QWEN3 = TESTDATA / "qwen3"
 # Commands of a shell that pages show and no test runs: they install, or are other programs.
-NOT_RUN = ("pip install ", "python -m maxtext.", "python -m pytest", "python examples/", "python benchmarks/")
+NOT_RUN = ("pip install ", "shtab ", "python -m maxtext.", "python -m pytest", "python examples/", "python benchmarks/")
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _RNG = np.random.default_rng(0)
