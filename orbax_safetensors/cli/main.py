@@ -52,7 +52,7 @@ exit status:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; mistakes in `argv` raise `SystemExit(2)`, as argparse does."""
     args = parser().parse_args(argv)
-    command: argparse.ArgumentParser = args.parser
+    command: argparse.ArgumentParser = vars(args).pop("parser")
     for stream in (sys.stdout, sys.stderr):
         # Names of files and tensors may be beyond what the locale can encode.
         if hasattr(stream, "reconfigure"):
