@@ -63,11 +63,11 @@ class Count:
     window_bytes: int
     by_group: np.ndarray
 
-    def files(self) -> list[tuple[int, int, int, int]]:
+    def files(self) -> tuple[tuple[int, int, int, int], ...]:
         """Return number, needed bytes, moved bytes and requests of each file that the process reads or writes."""
         numbers = np.flatnonzero(self.num_requests)
         figures = (self.needed_bytes, self.moved_bytes, self.num_requests)
-        return list(zip(numbers.tolist(), *(of_files[numbers].tolist() for of_files in figures), strict=True))
+        return tuple(zip(numbers.tolist(), *(of_files[numbers].tolist() for of_files in figures), strict=True))
 
 
 class Counter:
