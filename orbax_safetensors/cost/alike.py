@@ -130,8 +130,7 @@ class TensorGroups:
             sites_of: dict[str, list[int]] = {}
             for piece in view.pieces:
                 if piece.tensor is not None:
-                    key = (slicing, piece.start, piece.offset, piece.dims, piece.ops)
-                    site = numbers.setdefault(key, len(numbers))
+                    site = numbers.setdefault((slicing, piece[1:]), len(numbers))
                     if site == len(self._sites):
                         self._sites.append((slicing, piece))
                     sites_of.setdefault(piece.tensor, []).append(site)
@@ -198,7 +197,6 @@ class TensorGroups:
             tuple((Copy(copy.source - first, 0, copy.modes), same) for copy, same in copies),
             first * location.dtype.itemsize,
         )
-
 
     def _viewed(self, group: int) -> list[tuple[int, View]]:
         """Return what each leaf that uses a tensor of a group has of it: the leaf's slicing, and a view."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -152,10 +151,6 @@ def restore_plan(
         (count, held): _process_cost(count, file_reads(count.files()), threads, counter.held_bytes(held))
         for count, held in dict.fromkeys(processes)
     }
-    # Bytes of one tensor of every group, over all processes.
-    needed_and_read = np.zeros((2, counter.tensors.groups), np.int64)
-    for count, times in Multiset(counts).items():
-        needed_and_read += times * count.by_group
     largest, smallest = _shard_sizes(counter.slicings, counter.leaf_counts)
     sizes = [
         (prod(slicing.shape) * count, slicing.dtype.itemsize)
@@ -168,7 +163,7 @@ def restore_plan(
         largest_shard=largest,
         smallest_shard=smallest,
         processes=tuple(costs[process] for process in processes),
-        over_reads=_over_reads(leaves, counter, needed_and_read),
+        over_reads=_over_reads(leaves, counter),
     )
 
 
@@ -183,12 +178,10 @@ def _process_cost(count: Count, files: tuple[FileReads, ...], threads: int, dest
     )
 
 
-def _over_reads(
-    leaves: Sequence[ShardedLeaf], counter: Counter, needed_and_read: np.ndarray
-) -> tuple[LeafOverRead, ...]:
-    """Return the leaves of which far more is read than needed, given the bytes of one tensor of each group."""
+def _over_reads(leaves: Sequence[ShardedLeaf], counter: Counter) -> tuple[LeafOverRead, ...]:
+    """Return the leaves of which far more is read than needed, after `counter` has counted."""
     tensors = counter.tensors
-    needed, read = (summed(tensors.leaf, figures[tensors.group], len(leaves)) for figures in needed_and_read)
+    needed, read = (summed(tensors.leaf, figures[tensors.group], len(leaves)) for figures in counter.by_group)
     wasted = read - needed
     worst = np.argsort(-wasted, kind="stable")
     worst = worst[read[worst] > REPORTED_OVER_READ * needed[worst]]

@@ -38,9 +38,7 @@ _USUAL = re.compile(
     rf'{NEXT_KEY}(\{{"dtype": ?"[A-Z0-9_]++", ?"shape": ?\[[0-9, ]{{0,1400}}+\]), ?'
     rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}|'
 )
-_USUAL_TYPE = re.compile(
-    rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\]'
-)
+_USUAL_TYPE = re.compile(rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\]')
 _MAX_SHOWN = 200  # characters of a file's text in a message: a hostile name can be 100 MB long
 
 
