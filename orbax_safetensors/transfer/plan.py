@@ -235,9 +235,8 @@ def transfer_plan(
 
 def in_file_order(names: Iterable[str], locate: Callable[[str], Location]) -> list[tuple[Location, str]]:
     """Return tensors with their locations, in the order of the files and of the tensors in them."""
-    located = [(locate(name), name) for name in sorted(names)]
-    order = np.lexsort(([location.begin for location, _ in located], [location.file for location, _ in located]))
-    return [located[at] for at in order.tolist()]
+    located = sorted([(at.file, at.begin, name, at) for name in names for at in [locate(name)]])
+    return [(at, name) for _, _, name, at in located]
 
 
 def gather_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> Gather:
