@@ -78,13 +78,13 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 
     Raises `TensorMismatchError` if NumPy cannot hold it.
     """
-    _check_holdable(view.shape, f"{checkpoint.path}: {name!r}")
+    _check_holdable(view.shape, lambda: f"{checkpoint.path}: {name!r}")
     return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
 
 
-def _check_holdable(shape: tuple[int, ...], where: str) -> None:
+def _check_holdable(shape: tuple[int, ...], where: Callable[[], str]) -> None:
     if len(shape) > _MAX_RANK or max(shape, default=0) > _MAX_SIZE:
-        raise TensorMismatchError(f"{where}: an array of shape {shape} cannot be held")
+        raise TensorMismatchError(f"{where()}: an array of shape {shape} cannot be held")
 
 
 class _Form(NamedTuple):
@@ -150,7 +150,7 @@ class Resolver:
 
 def _form(view: View, packed: DType | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> _Form:
     """Check a request for a leaf that is filled from `view`."""
-    _check_holdable(view.shape, where)
+    _check_holdable(view.shape, lambda: where)
     kind = _kind(leaf, args, where)
     sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
     if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
