@@ -19,8 +19,8 @@ MAX_DEPTH = 127
 # time, and before Python 3.11.5 possessive groups match wrongly (https://github.com/python/cpython/issues/106052).
 _MANY = "{0,50}"
 _SPACE = r"[ \t\n\r]*+"
-# All but quotes, backslashes and control characters: written as `[^"\\\x00-\x1f]`, a text takes twice the time.
-_CHARACTERS = r"[ !#-\[\]-\U0010ffff]*+"
+# All but quotes, backslashes and control characters. ASCII first, which takes half the time of the set of all others.
+_CHARACTERS = r"[ !#-\[\]-~]*+[^\"\\\x00-\x1f]*+"
 _NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?"
 _INTEGER = "(?:0|[1-9][0-9]{0,18}+)"
 # Simple values, and lists and objects with at most one member of them: skipped in one match, however many.
