@@ -30,13 +30,21 @@ class Reader(Transfer[File]):
         self._mappings: dict[int, memoryview] = {}
 
     def read(
-        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray], lossless: Sequence[bool]
+        self,
+        plan: TransferPlan,
+        blocks: Sequence[Block],
+        memory: Sequence[np.ndarray],
+        lossless: Sequence[bool],
+        report: Callable[[float], None] | None = None,
     ) -> None:
-        """Execute `plan`; if `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`."""
+        """Execute `plan`, as `run` does.
+
+        If `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`.
+        """
         self._lossless = lossless
         for constant in plan.constants:
             _fill(constant, blocks[constant.end.block], memory[constant.end.block])
-        self.run(plan, blocks, memory)
+        self.run(plan, blocks, memory, report)
 
     def map(self, number: int) -> memoryview:
         """Return a whole file as memory, the same memory for every caller."""
@@ -64,7 +72,8 @@ class Reader(Transfer[File]):
             if packed is None:
                 if self._scattered(window, access):
                     return
-                packed = self._staging(window.high - window.low)
+                begin, _ = next(iter(access.runs.pieces(window.low, window.high)))
+                packed = self._staging(window.high - window.low, window.part.location.begin + begin)
                 self._runs(window, packed)
             low, high = window.low // stored.itemsize, window.high // stored.itemsize
             copies = self._copies(window, access, packed, stored, low, high)

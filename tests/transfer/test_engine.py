@@ -134,6 +134,38 @@ def test_counters_are_what_storage_was_asked_for(threads):
     assert [file.closed for file in case.files] == [1, 1]
 
 
+def test_the_thread_that_waits_reports_what_has_moved():
+    half, shares, threads = threading.Event(), [], set()
+
+    def waits(file, what):
+        if what == ROWS // 2 * REQUEST_BYTES:
+            assert half.wait(SECONDS)
+
+    def report(share):
+        shares.append(share)
+        threads.add(threading.current_thread())
+        if share >= 0.25:
+            half.set()
+
+    case = Case(waits, waits)
+    with Reader(case.open, 1) as reader:
+        reader.read(case.plan, case.blocks, case.memory, [False] * 2, report)
+    assert [memory.tobytes() for memory in case.memory] == [array.tobytes() for array in case.arrays]
+    assert shares == sorted(shares)
+    assert 0.25 in shares
+    assert threads == {threading.current_thread()}
+
+
+def test_a_report_that_fails_ends_the_plan():
+    def fail(share):
+        raise RuntimeError("enough")
+
+    case = Case(until_cancelled, until_cancelled)
+    with pytest.raises(RuntimeError, match="^enough$"), Reader(case.open, 2) as reader:
+        reader.read(case.plan, case.blocks, case.memory, [False] * 2, fail)
+    assert len(case.files[0].requests + case.files[1].requests) == 2
+
+
 @pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("gap", [0, 64])
 def test_bytes_that_a_store_holds_are_not_staged(gap, answers, monkeypatch):
@@ -148,12 +180,35 @@ def test_bytes_that_a_store_holds_are_not_staged(gap, answers, monkeypatch):
     staged = []
     with Reader(lambda number: file, 1) as reader:
         staging = reader._staging
-        monkeypatch.setattr(reader, "_staging", lambda nbytes: staged.append(nbytes) or staging(nbytes))
+        monkeypatch.setattr(reader, "_staging", lambda nbytes, offset: staged.append(nbytes) or staging(nbytes, offset))
         reader.read(plan, blocks, memory, [False] * len(blocks))
     for block, out in zip(blocks, memory, strict=True):
         np.testing.assert_array_equal(out.view(f8).reshape(8, 2), stored[:, slice(*block.box[1])])
     assert staged == ([] if gap and answers else [sum(file.moved_bytes for file in plan.files)])
     assert reader.counters.num_requests == len(file.requests) == plan.num_requests
+
+
+@pytest.mark.parametrize(("begin", "aligned"), [(72, True), (75, False)])
+def test_a_window_is_staged_where_its_bytes_are_in_their_page(begin, aligned):
+    """So that direct reads fill it; a file's data may begin anywhere, but elements in memory are aligned."""
+    stored = np.arange(8 * 4, dtype=F4).reshape(8, 4)
+    places = []
+
+    class File(FakeFile):
+        def read(self, ranges):
+            for offset, buffers in ranges:
+                places.append((np.frombuffer(buffers[0], np.uint8).ctypes.data, offset))
+                super().read([(offset, buffers)])
+
+    file = File("file", bytearray(begin) + stored.tobytes())
+    block = Block(View.tensor("t", (8, 4), F4).transpose((1, 0)), ((0, 4), (2, 8)), (4, 6), F4)
+    memory = np.zeros(block.nbytes, np.uint8)
+    plan = transfer_plan([block], lambda name: Location(0, begin, F4), max_gap_bytes=0)
+    with Reader(lambda number: file, 1) as reader:
+        reader.read(plan, [block], [memory], [False])
+    np.testing.assert_array_equal(memory.view(F4).reshape(4, 6), stored[2:].T)
+    assert all(address % 8 == 0 and ((address - offset) % 4096 == 0) == aligned for address, offset in places)
+    assert places
 
 
 def test_nothing_is_asked_for_after_a_failure():
@@ -187,7 +242,7 @@ def test_an_interrupt_ends_requests_and_is_raised_when_they_have_ended(monkeypat
     asked = threading.Event()
     case = Case(lambda file, what: asked.set() or until_cancelled(file, what))
 
-    def interrupted(futures):
+    def interrupted(futures, timeout):
         assert asked.wait(SECONDS)
         raise KeyboardInterrupt
 
