@@ -166,14 +166,19 @@ class Checkpoint:
             quantized = self.quantized[name]
             return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
         tensor, (file, entry, _) = self._piece(name)
-        return Location(file, self.files[file].header.data_start + entry.begin, tensor.dtype)
+        return Location(file, self._data_starts[file] + entry.begin, tensor.dtype)
 
     def begin(self, name: str) -> tuple[int, int]:
         """Return the file of a tensor, or of a piece as a view names it, and the offset of its first byte."""
         if name in self.quantized:
             name = self.quantized[name].codes
-        _, piece = self._piece(name)
-        return piece.file, self.files[piece.file].header.data_start + piece.entry.begin
+        _, (file, entry, _) = self._piece(name)
+        return file, self._data_starts[file] + entry.begin
+
+    @cached_property
+    def _data_starts(self) -> list[int]:
+        """Return where the data of each file begins."""
+        return [file.header.data_start for file in self.files]
 
     def _piece(self, name: str) -> tuple[StoredTensor, StoredPiece]:
         tensor = self.tensors.get(name)

@@ -22,7 +22,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.strided import Copy, extent
 from orbax_safetensors.geometry.view import Piece, View
-from orbax_safetensors.transfer.plan import Location, same_bits
+from orbax_safetensors.transfer.plan import Location, in_file_order, same_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class Slicing:
     boxes: Sequence[tuple[Box, ...]]
     readers: frozenset[int] | None
     parts: Sequence[tuple[Box, ...]] | None = None
+
+    @property
+    def clips(self) -> bool:
+        """Return whether boxes may reach over the end of what is stored."""
+        return self.stored_shape != self.shape or self.parts is not None
 
     def held(self, process: int) -> tuple[Box, ...]:
         """Return the distinct boxes that a process holds of each leaf."""
@@ -94,7 +99,7 @@ class TensorGroups:
         self._slicings = slicings
         self._sites: list[tuple[int, Piece]] = []  # for every site its slicing and a piece there
         uses, first_leaf = self._find_uses(views, slicing_of)
-        located = sorted(((locate(name), name) for name in uses), key=lambda at: (at[0].file, at[0].begin, at[1]))
+        located = in_file_order(uses, locate)
         self.file = np.array([location.file for location, _ in located], np.int64)
         self.begin = np.array([location.begin for location, _ in located], np.int64)
         self.leaf = np.array([first_leaf[name] for _, name in located], np.int64)
@@ -109,6 +114,7 @@ class TensorGroups:
             self.group[tensors] = number
         # For every group the location of one of its tensors, and their uses.
         self._groups = [(located[tensors[0]][0], key[2]) for key, tensors in groups]
+        self._views: dict[int, list[tuple[int, View]]] = {}
         self._pattern, self._patterns = self._find_patterns()
         self._nth_sites = _by_position([[site for sites in used for site in sites] for _, used in self._groups])
         self._cuts = _cuts_by_slicing(self._sites, len(slicings))
@@ -124,8 +130,7 @@ class TensorGroups:
             sites_of: dict[str, list[int]] = {}
             for piece in view.pieces:
                 if piece.tensor is not None:
-                    key = (slicing, piece.start, piece.offset, piece.dims, piece.ops)
-                    site = numbers.setdefault(key, len(numbers))
+                    site = numbers.setdefault((slicing, piece[1:]), len(numbers))
                     if site == len(self._sites):
                         self._sites.append((slicing, piece))
                     sites_of.setdefault(piece.tensor, []).append(site)
@@ -176,15 +181,15 @@ class TensorGroups:
 
     def _copies(self, group: int, boxes: Sequence[tuple[Box, ...]]) -> TensorCopies:
         """Return what the boxes of each slicing take from a tensor of a group, in the order of `transfer_plan`."""
-        location, used = self._groups[group]
+        location, _ = self._groups[group]
+        if group not in self._views:
+            self._views[group] = self._viewed(group)
         copies = []
-        for sites in used:
-            number = self._sites[sites[0]][0]
-            slicing = self._slicings[number]
-            view = View(slicing.stored_shape, slicing.dtype, tuple(self._sites[site][1] for site in sites))
+        for number, view in self._views[group]:
+            clips = self._slicings[number].clips
             for box in boxes[number]:
-                for _, copy, ops in view.copies(view.clipped(box), box.shape):
-                    copies.append((copy, same_bits(ops, location.dtype, slicing.dtype)))
+                for _, copy, ops in view.copies(view.clipped(box) if clips else box, box.shape):
+                    copies.append((copy, same_bits(ops, location.dtype, view.dtype)))
         step = _step(location)
         first = min((copy.source for copy, _ in copies), default=0) // step * step
         return TensorCopies(
@@ -192,6 +197,16 @@ class TensorGroups:
             tuple((Copy(copy.source - first, 0, copy.modes), same) for copy, same in copies),
             first * location.dtype.itemsize,
         )
+
+    def _viewed(self, group: int) -> list[tuple[int, View]]:
+        """Return what each leaf that uses a tensor of a group has of it: the leaf's slicing, and a view."""
+        out = []
+        for sites in self._groups[group][1]:
+            number = self._sites[sites[0]][0]
+            slicing = self._slicings[number]
+            pieces = tuple(self._sites[site][1] for site in sites)
+            out.append((number, View(slicing.stored_shape, slicing.dtype, pieces)))
+        return out
 
 
 def _step(location: Location) -> int:

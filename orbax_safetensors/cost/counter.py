@@ -7,6 +7,7 @@ Like a `TransferPlan`, a count has no direction: a restore reads the bytes, a sa
 
 from __future__ import annotations
 
+from collections import Counter as Multiset
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -54,20 +55,18 @@ class Count:
       needed_bytes, moved_bytes, num_requests: of every file, by its number. Needed bytes are those of the boxes, each
         counted once; moved bytes are those that the requests cover.
       window_bytes: memory of the longest staged window.
-      by_group: needed and moved bytes of one tensor of every group.
     """
 
     needed_bytes: np.ndarray
     moved_bytes: np.ndarray
     num_requests: np.ndarray
     window_bytes: int
-    by_group: np.ndarray
 
-    def files(self) -> list[tuple[int, int, int, int]]:
+    def files(self) -> tuple[tuple[int, int, int, int], ...]:
         """Return number, needed bytes, moved bytes and requests of each file that the process reads or writes."""
         numbers = np.flatnonzero(self.num_requests)
         figures = (self.needed_bytes, self.moved_bytes, self.num_requests)
-        return list(zip(numbers.tolist(), *(of_files[numbers].tolist() for of_files in figures), strict=True))
+        return tuple(zip(numbers.tolist(), *(of_files[numbers].tolist() for of_files in figures), strict=True))
 
 
 class Counter:
@@ -76,6 +75,7 @@ class Counter:
     Attributes:
       slicings, leaf_counts: the distinct slicings, and the number of leaves of each.
       tensors: the stored tensors of the leaves.
+      by_group: needed and moved bytes of one tensor of every group, over all processes, once `counts` has returned.
     """
 
     def __init__(
@@ -112,11 +112,12 @@ class Counter:
     def counts(self, process_count: int) -> list[Count]:
         """Return what each process moves; those that move the same boxes share one count."""
         moved = [tuple(slicing.moved(process) for slicing in self.slicings) for process in range(process_count)]
-        known = {boxes: self._count(boxes) for boxes in dict.fromkeys(moved)}
+        self.by_group = np.zeros((2, self.tensors.groups), np.int64)
+        known = {boxes: self._count(boxes, times) for boxes, times in Multiset(moved).items()}
         return [known[boxes] for boxes in moved]
 
-    def _count(self, boxes: Boxes) -> Count:
-        """Return what a process moves that moves `boxes` of each slicing."""
+    def _count(self, boxes: Boxes, times: int) -> Count:
+        """Return what a process moves that moves `boxes` of each slicing; add it to `by_group` so many times."""
         signature, taken = self.tensors.signatures(boxes)
         gathers = [
             gather_at(tensor.location, tensor.copies, self._max_gap_bytes) if tensor.copies else _NOTHING
@@ -138,12 +139,12 @@ class Counter:
         )
         if not apart:
             requests_of += self._range_requests(signature, ranges)
+        self.by_group += times * np.stack([needed[signature], moved[signature]])
         return Count(
             needed_of,
             moved_of,
             requests_of,
             window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
-            by_group=np.stack([needed[signature], moved[signature]]),
         )
 
     def _range_requests(self, signature: np.ndarray, ranges: Sequence[list[tuple[int, int]]]) -> np.ndarray:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -142,47 +142,51 @@ def restore_plan(
     counter = Counter(leaves, locate, len(files), max_gap_bytes=max_gap_bytes, max_request_bytes=max_request_bytes)
     counts = counter.counts(process_count)
     processes = list(zip(counts, map(counter.held, range(process_count)), strict=True))
+
+    @cache  # most processes read equally much of every file
+    def file_reads(figures: tuple[tuple[int, ...], ...]) -> tuple[FileReads, ...]:
+        return tuple([FileReads(files[number], *of_file) for number, *of_file in figures])
+
     costs = {
-        (count, held): _process_cost(count, files, threads, counter.held_bytes(held))
+        (count, held): _process_cost(count, file_reads(count.files()), threads, counter.held_bytes(held))
         for count, held in dict.fromkeys(processes)
     }
-    # Bytes of one tensor of every group, over all processes.
-    needed_and_read = np.zeros((2, counter.tensors.groups), np.int64)
-    for count, times in Multiset(counts).items():
-        needed_and_read += times * count.by_group
     largest, smallest = _shard_sizes(counter.slicings, counter.leaf_counts)
+    sizes = [
+        (prod(slicing.shape) * count, slicing.dtype.itemsize)
+        for slicing, count in zip(counter.slicings, counter.leaf_counts, strict=True)
+    ]
     return RestorePlan(
-        total_params=sum(prod(leaf.shape) for leaf in leaves),
-        total_bytes=sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
+        total_params=sum(elements for elements, _ in sizes),
+        total_bytes=sum(elements * itemsize for elements, itemsize in sizes),
         num_arrays=len(leaves),
         largest_shard=largest,
         smallest_shard=smallest,
         processes=tuple(costs[process] for process in processes),
-        over_reads=_over_reads(leaves, counter, needed_and_read),
+        over_reads=_over_reads(leaves, counter),
     )
 
 
-def _process_cost(count: Count, files: Sequence[str], threads: int, destination_bytes: int) -> ProcessCost:
+def _process_cost(count: Count, files: tuple[FileReads, ...], threads: int, destination_bytes: int) -> ProcessCost:
     return ProcessCost(
         needed_bytes=int(count.needed_bytes.sum()),
         read_bytes=int(count.moved_bytes.sum()),
         num_requests=int(count.num_requests.sum()),
         staging_bytes=threads * count.window_bytes,
         destination_bytes=destination_bytes,
-        files=tuple(FileReads(files[number], *figures) for number, *figures in count.files()),
+        files=files,
     )
 
 
-def _over_reads(
-    leaves: Sequence[ShardedLeaf], counter: Counter, needed_and_read: np.ndarray
-) -> tuple[LeafOverRead, ...]:
-    """Return the leaves of which far more is read than needed, given the bytes of one tensor of each group."""
+def _over_reads(leaves: Sequence[ShardedLeaf], counter: Counter) -> tuple[LeafOverRead, ...]:
+    """Return the leaves of which far more is read than needed, after `counter` has counted."""
     tensors = counter.tensors
-    needed, read = (summed(tensors.leaf, figures[tensors.group], len(leaves)) for figures in needed_and_read)
+    needed, read = (summed(tensors.leaf, figures[tensors.group], len(leaves)) for figures in counter.by_group)
     wasted = read - needed
     worst = np.argsort(-wasted, kind="stable")
     worst = worst[read[worst] > REPORTED_OVER_READ * needed[worst]]
-    return tuple(LeafOverRead(leaves[leaf].name, int(needed[leaf]), int(read[leaf])) for leaf in worst.tolist())
+    figures = zip(worst.tolist(), needed[worst].tolist(), read[worst].tolist(), strict=True)
+    return tuple([LeafOverRead(leaves[leaf].name, *of_leaf) for leaf, *of_leaf in figures])
 
 
 def _shard_sizes(slicings: Sequence[Slicing], counts: Sequence[int]) -> tuple[ShardSize, ShardSize]:

@@ -32,10 +32,13 @@ _FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_DEPTH = 3  # level of nesting of the values in a tensor's entry
 _INTEGER = "(?:0|[1-9][0-9]{0,18})"
 # A further tensor as writers usually spell it, with or without a space after commas and colons. Others take longer.
+# A match is empty if there is none, so that a search for all of them stops. `_type_of` checks the first half of the
+# value, of which a model has few.
 _USUAL = re.compile(
-    rf'{NEXT_KEY}\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\], ?'
-    rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}'
+    rf'{NEXT_KEY}(\{{"dtype": ?"[A-Z0-9_]++", ?"shape": ?\[[0-9, ]{{0,1400}}+\]), ?'
+    rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}|'
 )
+_USUAL_TYPE = re.compile(rf'\{{"dtype": ?"([A-Z0-9_]++)", ?"shape": ?\[((?:{_INTEGER}(?:, ?{_INTEGER}){{0,63}})?)\]')
 _MAX_SHOWN = 200  # characters of a file's text in a message: a hostile name can be 100 MB long
 
 
@@ -184,20 +187,23 @@ def _read(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             metadata = _read_metadata(reader)
         else:
             tensors[name] = _read_entry(name, reader)
-        while usual := _USUAL.match(reader.text, reader.at):
-            name, dtype, shape, begin, end = usual.groups()
-            if name in tensors or name == _METADATA or dtype not in DTYPES:
+        for usual in _USUAL.finditer(reader.text, reader.at):
+            name, text_of_type, begin, end = usual.groups()
+            if name is None or name in tensors or name == _METADATA or (of_type := _type_of(text_of_type)) is None:
+                reader.move(usual.start())
                 break
-            tensors[name] = TensorEntry(name, DTYPES[dtype], _sizes(shape), int(begin), int(end))
-            reader.move(usual.end())
+            tensors[name] = TensorEntry(name, *of_type, int(begin), int(end))
     reader.end()
     return tensors, metadata
 
 
 @lru_cache(maxsize=2**10)
-def _sizes(text: str) -> tuple[int, ...]:
-    """Return the shape that is written as `text`; most tensors share a few shapes."""
-    return tuple(map(int, text.split(","))) if text else ()
+def _type_of(text: str) -> tuple[DType, tuple[int, ...]] | None:
+    """Return the dtype and the shape at the beginning of a tensor's entry; None if they are not spelled as usual."""
+    match = _USUAL_TYPE.fullmatch(text)
+    if match is None or match[1] not in DTYPES:
+        return None
+    return DTYPES[match[1]], tuple(map(int, match[2].split(","))) if match[2] else ()
 
 
 def _read_metadata(reader: JsonReader) -> dict[str, str]:

@@ -19,24 +19,27 @@ MAX_DEPTH = 127
 # time, and before Python 3.11.5 possessive groups match wrongly (https://github.com/python/cpython/issues/106052).
 _MANY = "{0,50}"
 _SPACE = r"[ \t\n\r]*+"
+# All but quotes, backslashes and control characters. ASCII first, which takes half the time of the set of all others.
+_CHARACTERS = r"[ !#-\[\]-~]*+[^\"\\\x00-\x1f]*+"
 _NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?"
 _INTEGER = "(?:0|[1-9][0-9]{0,18}+)"
 # Simple values, and lists and objects with at most one member of them: skipped in one match, however many.
 _LEVELS = 3
-_TEXT = r'"[^"\\\x00-\x1f]*+"'
+_TEXT = f'"{_CHARACTERS}"'
 _PLAIN = rf"(?:-?(?:0|[1-9][0-9]{{0,18}}+)(?:\.[0-9]++)?(?![0-9eE])|true|false|null|{_TEXT})"
 for _ in range(_LEVELS):
     _LIST = rf"\[{_SPACE}(?:{_PLAIN}{_SPACE}(?:,{_SPACE}{_PLAIN}{_SPACE}){_MANY})?\]"
     _OBJECT = rf"\{{{_SPACE}(?:{_TEXT}{_SPACE}:{_SPACE}{_PLAIN}{_SPACE})?\}}"
     _PLAIN = rf"(?:{_PLAIN}|{_LIST}|{_OBJECT})"
 
-NEXT_KEY = rf',{_SPACE}"([^"\\\x00-\x1f]*+)"{_SPACE}:{_SPACE}'
+NEXT_KEY = rf',{_SPACE}"({_CHARACTERS})"{_SPACE}:{_SPACE}'
 """Pattern of the next key of an object, without escapes, from the comma to the value; the group is the key."""
 
 _space = re.compile(_SPACE)
-_string = re.compile(r'"([^"\\\x00-\x1f]*+)"')
+_string = re.compile(f'"({_CHARACTERS})"')
 _next_key = re.compile(NEXT_KEY)
-_next_text = re.compile(rf"{NEXT_KEY}{_string.pattern}{_SPACE}")
+# A match is empty if there is none, so that a search for all of them stops.
+_next_text = re.compile(rf"{NEXT_KEY}{_string.pattern}{_SPACE}|")
 _number = re.compile(_NUMBER)
 _constant = re.compile("true|false|null")
 _plain_items = re.compile(rf"(?:{_PLAIN}{_SPACE},{_SPACE}){_MANY}")
@@ -90,9 +93,12 @@ class JsonReader:
 
     def texts(self, read: dict[str, str]) -> None:
         """Read the next members into `read` as long as they are texts without escapes, under new keys."""
-        while (match := _next_text.match(self.text, self.at)) and match[1] not in read:
-            read[match[1]] = match[2]
-            self.at = match.end()
+        for match in _next_text.finditer(self.text, self.at):
+            key, value = match.groups()
+            if key is None or key in read:
+                self.at = match.start()
+                break
+            read[key] = value
 
     def items(self) -> Iterator[int]:
         """Yield the number of each item of the list here; the caller reads or skips the item, as for `members`."""

@@ -9,6 +9,9 @@ from orbax_safetensors.geometry.view import View
 
 def by_tensors(views: Sequence[View]) -> list[list[int]]:
     """Return the positions of `views` in groups that share tensors, directly or through other views."""
+    names = [name for view in views for name in view.tensors]
+    if len(set(names)) == len(names):
+        return [[number] for number in range(len(views))]
     group_of: dict[str, int] = {}
     groups: dict[int, list[int]] = {}
     for number, view in enumerate(views):

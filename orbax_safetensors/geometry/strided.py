@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -120,8 +121,7 @@ def offsets(modes: Modes, positions: np.ndarray) -> np.ndarray:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One strided copy from a stored tensor into a dense destination.
 
     Offsets and strides count elements: of the stored dtype at the source and of the destination's at the destination,

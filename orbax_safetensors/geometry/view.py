@@ -58,9 +58,9 @@ class Taken(NamedTuple):
     ops: Ops
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take four times as long to make, and a model has 45,000
 class View:
-    """A lazily composed array over stored tensors.
+    """A lazily composed array over stored tensors. Nothing changes a view.
 
     `shape` and `dtype` are those of the array that the view stands for. Operations return new views and follow NumPy's
     function of the same name. They raise `MappingError` if NumPy's function fails, and for a reshape that is not affine

@@ -203,9 +203,10 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
 
 def _local_bytes(targets: Sequence[Target]) -> int:
     """Return the bytes that this process holds of `targets`."""
-    alike = [(target.sharding, target.shape, target.dtype) for target in targets]
-    one_of = dict(zip(alike, targets, strict=True))
-    return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
+    with no_collection():
+        alike = [(target.sharding, target.shape, target.dtype) for target in targets]
+        one_of = dict(zip(alike, targets, strict=True))
+        return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
 
 
 def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
@@ -244,7 +245,7 @@ def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray 
 def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
     """Return the leaf that is made of its filled memory."""
     target = fill.target
-    shards = [buffer.view(target.dtype).reshape(block.shape) for buffer, block in zip(memory, fill.blocks, strict=True)]
+    shards = [np.ndarray(block.shape, target.dtype, data) for data, block in zip(memory, fill.blocks, strict=True)]
     if target.sharding is not None:
         boxes = dict(zip(target.local_boxes(), shards, strict=True))
         return assemble(target.sharding, target.shape, target.dtype, boxes)

@@ -56,9 +56,11 @@ def placed(request: Request, checkpoint: Checkpoint) -> Request:
     default: list[jax.sharding.Sharding] = []
 
     def place(target: Target) -> Target:
-        where = f"{checkpoint.path}: {target.name!r}"
         is_array = target.kind is jax.Array
-        if target.sharding is None and (is_array or target.unplaced) and jax.process_count() > 1:
+        if not is_array and not target.unplaced:
+            return target
+        where = f"{checkpoint.path}: {target.name!r}"
+        if target.sharding is None and jax.process_count() > 1:
             raise TensorMismatchError(
                 f"{where} has no sharding, and there are {jax.process_count()} processes; give it one in restore_args "
                 "or in the item"

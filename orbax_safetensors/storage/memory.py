@@ -107,6 +107,7 @@ def no_collection() -> Iterator[None]:
     """Pause the cyclic garbage collector, which would search all names and shapes again and again, in vain.
 
     For work that makes many objects and does not wait: the pause also stops the collection of other threads' garbage.
+    The first collection after the pause leaves out what is there by then; it counts as old.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -114,4 +115,7 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # what a caller has frozen would thaw as well
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

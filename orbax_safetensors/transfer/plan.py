@@ -6,7 +6,7 @@ A plan has no direction. Its requests are reads that fill memory for a restore, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import prod
@@ -196,7 +196,7 @@ def transfer_plan(
                 constants.append(Constant(End(number, ops), copy))
             else:
                 uses.setdefault(name, []).append((number, ops, copy))
-    located = sorted(((locate(name), name) for name in uses), key=lambda item: (item[0].file, item[0].begin, item[1]))
+    located = in_file_order(uses, locate)
     ranges: list[tuple[int, int, Direct, int]] = []  # file, offset in it, range, block
     parts: list[Part] = []
     gathers: list[Gather] = []
@@ -231,6 +231,12 @@ def transfer_plan(
         tuple(files),
         window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
     )
+
+
+def in_file_order(names: Iterable[str], locate: Callable[[str], Location]) -> list[tuple[Location, str]]:
+    """Return tensors with their locations, in the order of the files and of the tensors in them."""
+    located = sorted([(at.file, at.begin, name, at) for name in names for at in [locate(name)]])
+    return [(at, name) for _, _, name, at in located]
 
 
 def gather_at(location: Location, copies: tuple[tuple[Copy, bool], ...], max_gap_bytes: int) -> Gather:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.storage import memory
-from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.memory import allocate, no_collection
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20))
@@ -102,3 +102,24 @@ def test_freed_memory_is_given_back():
 def test_a_c_library_that_gives_nothing_back(monkeypatch):
     monkeypatch.setattr(memory, "_TRIM", None)
     memory.trim()
+
+
+def test_what_exists_after_a_pause_of_the_collector_counts_as_old():
+    with no_collection():
+        assert not gc.isenabled()
+        made = [[number] for number in range(10_000)]
+    assert gc.isenabled()
+    old = {id(thing) for thing in gc.get_objects(generation=2)}
+    assert old.issuperset(map(id, made))
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_pause_of_the_collector_thaws_nothing_that_a_caller_has_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with no_collection():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()
