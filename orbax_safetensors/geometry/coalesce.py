@@ -25,8 +25,8 @@ MAX_REQUEST_BYTES = 16 * 2**20
 MAX_STAGED_BYTES = 4 * 2**20
 # Rows of a window that is transposed. The destination is then written in runs of as many elements: shorter runs take
 # long to write, and runs that begin and end within a cache line take longer.
-_TRANSPOSED_ROWS = 128
-_TALLEST_BYTES = 16 * 2**20
+_TRANSPOSED_ROWS = 512
+_TALLEST = 4  # times as long as other windows
 _LINE_BYTES = 64
 _DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer
 
@@ -145,7 +145,7 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
             uses = tuple(Use(index, packed(copies[index][0], runs, itemsize)) for index in members)
             rows = [stride * itemsize for use in uses for _, stride, _ in use.copy.modes]
             transposed = not all(keeps_order(use.copy) for use in uses)
-            pitch = _tall(runs, rows, itemsize) if transposed else _pitch(runs, rows, MAX_STAGED_BYTES)
+            pitch = (_tall if transposed else _pitch)(runs, rows, MAX_STAGED_BYTES)
             windowed.append(Staged(runs, pitch, uses))
         elif runs.modes:
             windowed += direct
@@ -186,7 +186,8 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
         )
         uses = tuple(Use(index, packed(copies[index][0], decoded, 1)) for index in members)
         rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
-        pitch = _pitch(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
+        transposed = not all(keeps_order(use.copy) for use in uses)
+        pitch = (_tall if transposed else _pitch)(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
         windowed.append(Encoded(runs, pitch, uses, encoding, max_gap_bytes))
         begin, end, window = encoding.elements(runs, pitch)
         first, last, at = encoding.scale_ranges(begin, end, window, max_gap_bytes)
@@ -221,13 +222,12 @@ def _pitch(runs: Runs, rows: Iterable[int], longest: int) -> int:
     return longest // row * row
 
 
-def _tall(runs: Runs, rows: Sequence[int], itemsize: int) -> int:
+def _tall(runs: Runs, rows: Sequence[int], longest: int) -> int:
     """Return the `_pitch` of a transposing copy: many rows, which become whole cache lines of the destination."""
-    pitch = _pitch(runs, rows, MAX_STAGED_BYTES)
-    row = max((row for row in (*rows, runs.length) if row <= MAX_STAGED_BYTES), default=pitch)
-    count = max(pitch // row, min(_TRANSPOSED_ROWS, _TALLEST_BYTES // row))
-    line = _LINE_BYTES // itemsize
-    return (count - count % line if count > line else count) * row
+    pitch = _pitch(runs, rows, longest)
+    row = max((row for row in (*rows, runs.length) if row <= longest), default=pitch)
+    count = max(pitch // row, min(_TRANSPOSED_ROWS, _TALLEST * longest // row))
+    return (count - count % _LINE_BYTES if count > _LINE_BYTES else count) * row
 
 
 def touching(files: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -83,6 +83,23 @@ def test_segments_of_all_lengths_in_several_chunks(dtype, odd):
     assert out.tobytes() == values.astype(dtype).tobytes()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("length", [1, 255, 256, 300])
+def test_scales_of_few_elements(dtype, length):
+    """With and without tables; more tables than an index of 16 bits finds; some scales decode nothing."""
+    rng = np.random.default_rng(0)
+    which = np.arange(300) * 2
+    codes = rng.integers(0, 256, which.size * length, np.uint8)
+    scales = rng.random(which.size * 2, np.float32)
+    for kept in (scales, scales[::2].copy()):
+        numbers = which // (2 if kept.size == which.size else 1)
+        out = np.empty(codes.size, dtype)
+        encoding = Encoding((which.size, length), (1, length), F8, F32)
+        decode(encoding, Segments(np.full(which.size, length), numbers), codes, kept.view(np.uint8), out)
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * kept[numbers].repeat(length)
+        assert_same_numbers(out, values.astype(dtype))
+
+
 def test_bytes_may_lie_anywhere_in_a_buffer():
     """As where scales follow codes of any number in one buffer."""
     buffer = np.arange(64, dtype=np.uint8)
