@@ -15,6 +15,7 @@ from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.cost.estimate import TimeEstimate, estimate_time
 from orbax_safetensors.cost.restore import RestorePlan
 from orbax_safetensors.errors import (
+    ChecksumError,
     HeaderError,
     IndexFileError,
     MappingError,
@@ -37,6 +38,7 @@ from orbax_safetensors.save.plan import SavePlan, plan_save
 
 __all__ = [
     "Checkpoint",
+    "ChecksumError",
     "Conversion",
     "ConversionPlan",
     "HeaderError",
