@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.devices.sharding import assemble, on_host, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.groups import by_tensors
@@ -131,10 +132,13 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-    with Reader(checkpoint.open_file, pace.requests) as reader:
+    comparison = Comparison(checkpoint) if options.checksums else None
+    with Reader(checkpoint.open_file, pace.requests, comparison and comparison.sums) as reader:
         under_way = Filling(checkpoint, options, pace, reader)
         yield under_way
         under_way.check()
+        if comparison is not None:
+            comparison.check()
         counters = reader.counters
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
     jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.num_reads))

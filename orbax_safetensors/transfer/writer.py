@@ -16,7 +16,7 @@ from orbax_safetensors.transfer.plan import Extent
 from orbax_safetensors.transfer.strided_copy import assign, copy_undoing
 from orbax_safetensors.transfer.sums import Sums
 
-# Written at a time of what is summed: these bytes are then still in the cache of a core, where a sum takes half as long.
+# Bytes to write and then sum at a time: they are still in the cache of a core, where a sum takes half as long.
 _SUMMED_BYTES = 2**19
 
 
