@@ -133,7 +133,8 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
     comparison = Comparison(checkpoint) if options.checksums else None
-    with Reader(checkpoint.open_file, pace.requests, comparison and comparison.sums) as reader:
+    sums = None if comparison is None else comparison.sums
+    with Reader(checkpoint.open_file, pace.requests, sums) as reader:
         under_way = Filling(checkpoint, options, pace, reader)
         yield under_way
         under_way.check()
