@@ -30,7 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
-from checkpoints import DTYPES, llama
+from checkpoints import DTYPES, Tensors, add_directory, llama
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from loaders import fresh
 from rich.console import Console
@@ -44,13 +44,14 @@ from orbax_safetensors.storage import hub_digests, local
 PIECE_BYTES = 16 * 2**20
 THREADS = 2 * (os.cpu_count() or 1)
 FILE_BYTES = 300_000_000
+LARGE = llama(layers=6, vocabulary=64_128)
+SMALL = llama(layers=2, hidden=256, feed_forward=512, vocabulary=2048)
 Seconds = dict[str, list[tuple[float, float]]]  # wall and CPU of each round
 
 
-def tree(quick: bool, spec: PartitionSpec) -> dict[str, jax.Array]:
+def tree(tensors: Tensors, spec: PartitionSpec) -> dict[str, jax.Array]:
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rng = np.random.default_rng(0)
-    tensors = llama(layers=1, vocabulary=2048) if quick else llama(layers=6, vocabulary=64_128)
     return {
         name: jax.device_put(
             rng.integers(0, 2**15, tensor.shape, np.uint16).view(DTYPES["BF16"]),
@@ -74,12 +75,12 @@ def in_turn(jobs: dict[str, Callable[[], Any]], rounds: int, before: Callable[[]
     return found
 
 
-def saves(directory: Path, quick: bool, rounds: int) -> dict[str, tuple[Seconds, int]]:
+def saves(directory: Path, tensors: Tensors, rounds: int) -> dict[str, tuple[Seconds, int]]:
     """Saves with and without checksums; the last is left in the directory."""
     found = {}
     for name, spec in (("inner", PartitionSpec(None, "x")), ("leading", PartitionSpec("x"))):
-        leaves = tree(quick, spec)
-        for files, most in (("one file", 10**12), ("several files", FILE_BYTES)):
+        leaves = tree(tensors, spec)
+        for files, most in (("one file", 10**12), ("several files", FILE_BYTES))[name == "inner" :]:
 
             def save(most: int = most, leaves: dict[str, jax.Array] = leaves) -> None:
                 ost.save(directory, leaves, max_file_bytes=most)
@@ -88,14 +89,14 @@ def saves(directory: Path, quick: bool, rounds: int) -> dict[str, tuple[Seconds,
                 real = write.Writer
                 with (
                     mock.patch.object(write, "Writer", lambda create, requests, _: real(create, requests)),
-                    mock.patch.object(write.checksums, "part_of_process", lambda *_, **__: ""),
-                    mock.patch.object(write.checksums, "record", lambda *_, **__: b""),
+                    mock.patch.object(write.checksums, "part_of_process", return_value=""),
+                    mock.patch.object(write.checksums, "record", return_value=b""),
                 ):
                     save()
 
-            def before() -> None:
+            def before(leaves: dict[str, jax.Array] = leaves) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
-                fresh(2**28 if quick else 3 * 2**30)
+                fresh(2 * sum(leaf.nbytes for leaf in leaves.values()))
 
             seconds = in_turn({"without": without, "with": save}, rounds, before)
             found[f"{name}, {files}"] = seconds, sum(leaf.nbytes for leaf in leaves.values())
@@ -133,7 +134,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def reads(directory: Path, quick: bool, rounds: int) -> tuple[Seconds, int]:
+def reads(directory: Path, rounds: int) -> tuple[Seconds, int]:
     paths = sorted(directory.glob("*.safetensors"))
     known = {str(path): sha256(path) for path in paths}
     hidden = directory.parent / CHECKSUMS_NAME
@@ -190,14 +191,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small checkpoint and one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--directory", type=Path)
+    add_directory(parser)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rounds, count = (1, 5) if args.quick else (args.rounds, args.flips)
     console = Console(width=120)
     with tempfile.TemporaryDirectory(dir=args.directory) as root:
         directory = Path(root) / "saved"
-        saved = saves(directory, args.quick, rounds)
+        saved = saves(directory, SMALL if args.quick else LARGE, rounds)
         check_record(directory)
         table = Table("save", "without, s", "with, s", "wall", "CPU")
         for name, (seconds, _) in saved.items():
@@ -212,14 +213,14 @@ def main() -> None:
                 f"x {cpu['with'] / cpu['without']:.2f}",
             )
         console.print(table)
-        found, nbytes = reads(directory, args.quick, rounds)
+        found, nbytes = reads(directory, rounds)
         table = Table("read", "GB/s", "CPU s/GB")
         for name, pairs in found.items():
             wall, cpu = (statistics.median(pair[at] for pair in pairs) for at in (0, 1))
             table.add_row(name, f"{nbytes / wall / 1e9:.2f}", f"{cpu / nbytes * 1e9:.2f}")
         console.print(table)
         shutil.rmtree(directory)
-        ost.save(directory, tree(True, PartitionSpec("x")), index=False)
+        ost.save(directory, tree(SMALL, PartitionSpec("x")), index=False)
         flipped = flips(directory, count)
         console.print(f"{flipped} of {count} flipped bits found")
         assert flipped == count

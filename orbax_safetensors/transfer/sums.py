@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -57,18 +57,23 @@ class Sums:
         """
         entries = sorted(enumerate(header.tensors.values()), key=lambda item: (item[1].end, item[1].begin))
         ends = np.array([header.data_start + entry.end for _, entry in entries], np.int64)
-        remainders, whole = np.zeros(len(entries), np.uint32), np.array([not e.nbytes for e in header.tensors.values()])
-        found = sorted(self._of_files.get(file, ()))
+        remainders = np.zeros(len(entries), np.uint32)
+        whole = np.array([entry.nbytes == 0 for entry in header.tensors.values()], np.bool_)
+        found = sorted(self._of_files.get(file, ()), key=attrgetter("end"))
         places = np.searchsorted(ends, [part.end for part in found]).tolist()
         for place, pairs in groupby(zip(places, found, strict=True), key=itemgetter(0)):
-            (number, entry), parts = entries[place], sorted([part for _, part in pairs], key=itemgetter(1))
-            last = parts[-1].end
+            number, entry = entries[place]
+            parts, end = [part for _, part in pairs], int(ends[place])
             together = combined([part.remainder for part in parts], [part.end for part in parts])
-            remainders[number] = moved(together, int(ends[place]) - last)
-            at = int(ends[place]) - entry.nbytes
-            tiled = all(part.nbytes == part.end - part.begin for part in parts)
-            for part in parts:
-                tiled = tiled and part.begin == at
-                at = part.end
-            whole[number] = tiled and at == ends[place]
+            remainders[number] = moved(together, end - parts[-1].end)
+            whole[number] = _are_all(parts, end - entry.nbytes, end)
         return remainders, whole
+
+
+def _are_all(parts: Sequence[_Moved], begin: int, end: int) -> bool:
+    """Return whether parts, which are in order, are the bytes `[begin, end)`, each once."""
+    for part in parts:
+        if part.begin != begin or part.nbytes != part.end - part.begin:
+            return False
+        begin = part.end
+    return begin == end
