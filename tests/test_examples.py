@@ -1,4 +1,4 @@
-"""The programs in `examples/` run as they stand, each in a process with eight simulated devices."""
+"""The programs and notebooks in `examples/` run as they stand, in processes with eight simulated devices."""
 
 import os
 import subprocess
@@ -9,21 +9,22 @@ import pytest
 from tests.support.roots import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example(example, tmp_path):
+def run(directory, *command):
+    """Run a command of Python's in `directory`, and return what it printed."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "TMPDIR": str(tmp_path),
+        "TMPDIR": str(directory),
     }
     done = subprocess.run(
-        [sys.executable, example],
-        cwd=tmp_path,
+        [sys.executable, *command],
+        cwd=directory,
         env=environment,
         capture_output=True,
         text=True,
@@ -31,5 +32,18 @@ def test_an_example(example, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip(), "an example says what it has done"
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example(example, tmp_path):
+    assert run(tmp_path, example).strip(), "an example says what it has done"
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook(notebook, tmp_path):
+    """All of its cells run; its own checks are among them."""
+    for needed in ("nbclient", "ipykernel", "torch", "transformers"):
+        pytest.importorskip(needed)
+    run(tmp_path, "-m", "jupyter", "execute", "--timeout=150", "--kernel_name=python3", notebook)

@@ -15,7 +15,7 @@ import numpy as np
 
 from orbax_safetensors.geometry.coalesce import Direct, Staged
 from orbax_safetensors.geometry.strided import Copy
-from orbax_safetensors.storage.memory import allocate, no_collection
+from orbax_safetensors.storage.memory import PAGE_BYTES, allocate, no_collection
 from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.strided_copy import elements, words
@@ -215,13 +215,17 @@ class Transfer(ABC, Generic[_F]):
             self.counters.num_requests += requests
             self.counters.nbytes += nbytes
 
-    def _staging(self, nbytes: int) -> np.ndarray:
-        """Return memory of this thread, reused for every window so that it stays in the core's cache."""
+    def _staging(self, nbytes: int, offset: int = 0) -> np.ndarray:
+        """Return memory of this thread, reused for every window so that it stays in the core's cache.
+
+        It lies in its page as the byte at `offset` of a file does, so that direct reads fill it without another
+        buffer, unless its elements would then not be aligned.
+        """
         buffer: np.ndarray | None = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.nbytes < nbytes:
-            (buffer,) = allocate([nbytes])
+        if buffer is None or buffer.nbytes < nbytes + PAGE_BYTES:
+            (buffer,) = allocate([nbytes + PAGE_BYTES])
             self._local.buffer = buffer
-        return buffer[:nbytes]
+        return buffer[offset % PAGE_BYTES // 8 * 8 :][:nbytes]
 
     def _file(self, number: int) -> _F:
         file = self._files.get(number)

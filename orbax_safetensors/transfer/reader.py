@@ -74,7 +74,8 @@ class Reader(Transfer[File]):
             if packed is None:
                 if self._scattered(window, access):
                     return
-                packed = self._staging(window.high - window.low)
+                begin, _ = next(iter(access.runs.pieces(window.low, window.high)))
+                packed = self._staging(window.high - window.low, window.part.location.begin + begin)
                 self._runs(window, packed)
             low, high = window.low // stored.itemsize, window.high // stored.itemsize
             copies = self._copies(window, access, packed, stored, low, high)

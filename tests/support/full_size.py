@@ -28,6 +28,7 @@ def make(model, directory):
         with (directory / name).open("wb") as file:
             file.write(header.encode())
             file.truncate(header.file_bytes)
-    (directory / INDEX_NAME).write_bytes(layout.index.encode())
+    if layout.index is not None:
+        (directory / INDEX_NAME).write_bytes(layout.index.encode())
     (directory / "config.json").write_text((GEOMETRY / f"{model}.config.json").read_text())
     return directory

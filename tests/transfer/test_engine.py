@@ -148,12 +148,35 @@ def test_bytes_that_a_store_holds_are_not_staged(gap, answers, monkeypatch):
     staged = []
     with Reader(lambda number: file, 1) as reader:
         staging = reader._staging
-        monkeypatch.setattr(reader, "_staging", lambda nbytes: staged.append(nbytes) or staging(nbytes))
+        monkeypatch.setattr(reader, "_staging", lambda nbytes, offset: staged.append(nbytes) or staging(nbytes, offset))
         reader.read(plan, blocks, memory, [False] * len(blocks))
     for block, out in zip(blocks, memory, strict=True):
         np.testing.assert_array_equal(out.view(f8).reshape(8, 2), stored[:, slice(*block.box[1])])
     assert staged == ([] if gap and answers else [sum(file.moved_bytes for file in plan.files)])
     assert reader.counters.num_requests == len(file.requests) == plan.num_requests
+
+
+@pytest.mark.parametrize(("begin", "aligned"), [(72, True), (75, False)])
+def test_a_window_is_staged_where_its_bytes_are_in_their_page(begin, aligned):
+    """So that direct reads fill it; a file's data may begin anywhere, but elements in memory are aligned."""
+    stored = np.arange(8 * 4, dtype=F4).reshape(8, 4)
+    places = []
+
+    class File(FakeFile):
+        def read(self, ranges):
+            for offset, buffers in ranges:
+                places.append((np.frombuffer(buffers[0], np.uint8).ctypes.data, offset))
+                super().read([(offset, buffers)])
+
+    file = File("file", bytearray(begin) + stored.tobytes())
+    block = Block(View.tensor("t", (8, 4), F4).transpose((1, 0)), ((0, 4), (2, 8)), (4, 6), F4)
+    memory = np.zeros(block.nbytes, np.uint8)
+    plan = transfer_plan([block], lambda name: Location(0, begin, F4), max_gap_bytes=0)
+    with Reader(lambda number: file, 1) as reader:
+        reader.read(plan, [block], [memory], [False])
+    np.testing.assert_array_equal(memory.view(F4).reshape(4, 6), stored[2:].T)
+    assert all(address % 8 == 0 and ((address - offset) % 4096 == 0) == aligned for address, offset in places)
+    assert places
 
 
 def test_nothing_is_asked_for_after_a_failure():

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping.families import FAMILIES
+from tests.support import examples
 from tests.support.family_samples import Sample
 from tests.support.files import write
 from tests.support.roots import ROOT
@@ -77,12 +78,12 @@ def quantized(source, directory):
 def test_the_examples(tmp_path):
     stored = checkpoint(tmp_path / "llama")
     in_fp8 = quantized(tmp_path / "llama", tmp_path / "fp8")
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("\n## MaxText\n")[0], re.DOTALL)
+    blocks = examples.python(PAGE.read_text().split("\n## MaxText\n")[0])
     assert len(blocks) == 11
     names, found = {}, []
     try:
         for block in blocks:
-            exec(block.replace("/models/", f"{tmp_path}/"), names)
+            examples.run(block, tmp_path, names)
             found.append(names.get("params"))
     finally:
         ost.unregister()
@@ -132,7 +133,7 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
         "state": TrainState(step=0, apply_fn=None, params=tree, tx=None, opt_state={}),
         "model": Part(tree["params"]),
     }
-    linen, of_nnx = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("\n## MaxText\n")[1], re.DOTALL)
+    linen, of_nnx = examples.python(PAGE.read_text().split("\n## MaxText\n")[1])
     for block in (linen, of_nnx):
         exec(block.replace("/models/qwen3", f"{sample.directory / 'hf'}"), names)
     found = names["nnx"].to_pure_dict(nnx.state(names["model"], nnx.Param))
@@ -148,14 +149,13 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
 
 def test_the_examples_of_tables(tmp_path, capsys):
     stored = checkpoint(tmp_path / "llama")
-    blocks = re.findall(r"```python\n(.*?)```", TABLES.read_text(), re.DOTALL)
-    *blocks, with_tunix = blocks
+    *blocks, with_tunix = examples.python(TABLES)
     assert len(blocks) == 7
     assert "tunix" in with_tunix  # tests/interop/test_tunix.py runs it
     names = {}
     try:
         for block in blocks:
-            exec(block.replace("/models/", f"{tmp_path}/"), names)
+            examples.run(block, tmp_path, names)
             if "plan = " in block:
                 params = names["params"]
                 q = stored["model.layers.1.self_attn.q_proj.weight"]

@@ -1,7 +1,6 @@
 """The page on saves: its examples run as they stand, on a small checkpoint in the place that they name."""
 
 import json
-import re
 import shutil
 
 import jax
@@ -9,7 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import orbax_safetensors as ost
 from tests.multiprocess.workers_families import stored_directory
+from tests.support import examples
 from tests.support.maxtext_trees import stored
 from tests.support.roots import ROOT
 
@@ -17,14 +18,20 @@ PAGE = ROOT / "docs" / "saving.md"
 
 
 @pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_the_examples(tmp_path):
     shutil.copytree(stored_directory("qwen3"), tmp_path / "qwen3")
     (tmp_path / "qwen3" / "tokenizer.json").write_text("{}")
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    blocks = examples.python(PAGE)
+    assert len(blocks) == 5
     names = {}
     for block in blocks:
-        exec(block.replace("/models/", f"{tmp_path}/"), names)
+        examples.run(block, tmp_path, names)
+    for directory in ("new", "two", "copy"):
+        saved = ost.open_checkpoint(tmp_path / directory)
+        assert (len(saved.files), saved.metadata["format"]) == (1, "pt")
+    assert names["again"]["embed"].sharding == names["tree"]["embed"].sharding
+    assert names["again"]["step"] == 7
     source = stored(tmp_path / "qwen3")
     for directory in ("tuned", "base"):
         saved = stored(tmp_path / directory)

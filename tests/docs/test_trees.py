@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from tests.support import examples
 from tests.support.files import write
 from tests.support.roots import ROOT
 from tests.support.small_model import assert_same_bits, names_of
@@ -52,12 +53,12 @@ def test_the_examples(tmp_path):
     for name, tensors in (("mlp", MLP), ("dense", DENSE), ("equinox", EQUINOX)):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "model.safetensors", tensors)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = examples.python(PAGE)
     assert len(blocks) == 7
     names = {}
     for at, block in enumerate(blocks):
         if HAS_EQUINOX or not {"equinox", "eqx"} & set(re.findall(r"\w+", block)):
-            exec(block.replace("/models/", f"{tmp_path}/"), names)
+            examples.run(block, tmp_path, names)
         if at == 0:
             assert_holds(names["nnx"].state(names["model"]), MLP)
             assert_holds({name: jax.numpy.asarray(leaf) for name, leaf in saved(tmp_path / "tuned").items()}, MLP)

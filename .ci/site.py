@@ -1,0 +1,33 @@
+"""A hook of MkDocs: the site's files have the paths that they have in the repository, and URLs without `docs/`.
+
+Links between pages are paths in the repository, which a code host follows. MkDocs follows them too if a page's path is
+that one, whether the file lies in `docs/` or elsewhere.
+"""
+
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "README.md": "index.html",
+    "CHANGELOG.md": "changelog/index.html",
+    "CONTRIBUTING.md": "contributing/index.html",
+    "benchmarks/README.md": "benchmarks/index.html",
+}
+
+
+def on_files(files: Files, config) -> Files:
+    """Return the files of the site: those of `docs/`, the pages elsewhere, and the programs to which pages link."""
+    destinations = dict(PAGES)
+    for file in list(files):
+        if file.src_dir == config.docs_dir:
+            files.remove(file)
+            destinations[f"docs/{file.src_uri}"] = file.dest_uri
+    for program in (ROOT / "examples").glob("*.py"):
+        destinations[f"examples/{program.name}"] = f"examples/{program.stem}.txt"  # which browsers show
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        destinations[f"examples/{notebook.name}"] = f"examples/{notebook.name}"
+    for path, destination in destinations.items():
+        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=destination))
+    return files

@@ -1,0 +1,101 @@
+"""The examples of all pages run, Python and commands alike, in the order of the page."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+import orbax_safetensors as ost
+from orbax_safetensors.orbax_store import open_orbax
+from tests.support import examples
+from tests.support.examples import LLAMA, QWEN3, STATE
+from tests.support.roots import ROOT
+
+DOCS = ROOT / "docs"
+# Pages that need other checkpoints, or servers: `test_PAGE.py` beside this file runs them.
+OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} | {"tables"}
+CHECKED = {"converting.md", "how-it-works.md", "restore.md"}  # by tests below, which look at the results
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix()
+    for path in DOCS.rglob("*.md")
+    if path.stem not in OF_THEIR_OWN and examples.blocks(path, "python", "sh")
+)
+
+
+@pytest.fixture
+def of_page(tmp_path):
+    """Returns a function that runs a page, and returns the names of its examples and those after each block."""
+    examples.make_models(tmp_path)
+
+    def run(page):
+        names, after = {}, []
+        for block in examples.blocks(DOCS / page, "python", "sh"):
+            if "s3://" not in block.text:  # needs a bucket
+                examples.run(block, tmp_path, names)
+            after.append(dict(names))
+        return names, after
+
+    yield run
+    ost.unregister()
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The default axis_types will change"),  # JAX before 0.9
+    pytest.mark.filterwarnings("ignore:Sharding info not provided"),
+]
+
+
+def stored(directory):
+    return {name: array for file in directory.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in CHECKED])
+def test_the_examples(of_page, page):
+    of_page(page)
+
+
+def test_the_guide_to_restores(of_page, tmp_path):
+    names, after = of_page("restore.md")
+    restored = [found["params"] for found in after if "params" in found]
+    assert len({id(params) for params in restored}) == 3
+    for params in restored:
+        assert params.keys() == LLAMA.keys()
+        assert all(np.asarray(params[name]).tobytes() == array.tobytes() for name, array in LLAMA.items())
+    assert restored[0]["model.embed_tokens.weight"].sharding.spec == P("model")
+    assert all(names["arrays"][name].tobytes() == array.tobytes() for name, array in LLAMA.items())
+    assert ost.plan_restore(tmp_path / "llama", names["args"]).processes[0].over_read == 1
+    assert np.asarray(names["state"].params["w"]).tobytes() == STATE["params.w"].tobytes()
+    norm = np.asarray(names["norm"]["model"]["norm"]["weight"])
+    assert norm.tobytes() == LLAMA["model.norm.weight"].tobytes()
+
+    source = stored(QWEN3)
+    kernel = names["state_params"]["params"]["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]
+    gates = [source[f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(3)]
+    np.testing.assert_array_equal(kernel, np.stack(gates, axis=1))
+    assert kernel.sharding.spec == P(None, None, "model")
+    tuned = stored(tmp_path / "tuned")
+    assert tuned.keys() == source.keys()
+    assert all(tuned[name].tobytes() == array.tobytes() for name, array in source.items())
+    assert (tmp_path / "tuned" / "config.json").read_bytes() == (QWEN3 / "config.json").read_bytes()
+
+
+def test_the_guide_to_conversions(of_page, tmp_path):
+    of_page("converting.md")
+    assert open_orbax(tmp_path / "unstacked").custom_metadata == {"scan_layers": False}
+    assert len(list((tmp_path / "qwen3-for-4").glob("*.safetensors"))) == 4
+    leaf = open_orbax(tmp_path / "for-16").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
+    assert leaf.chunk_shape[0] * 16 == leaf.shape[0]
+    unstacked = open_orbax(tmp_path / "for-8").leaves["params.params.decoder.layers_0.mlp.wi_0.kernel"]
+    assert (unstacked.dtype, unstacked.chunk_shape) == ("bfloat16", (unstacked.shape[0] // 8, unstacked.shape[1]))
+    for name, array in stored(tmp_path / "tuned").items():
+        assert array.dtype == "bfloat16"
+        assert array.tobytes() == stored(QWEN3)[name].astype(array.dtype).tobytes()
+    assert not (tmp_path / "planned").exists()
+
+
+def test_how_it_works_prints_what_it_shows(of_page, capsys):
+    of_page("how-it-works.md")
+    (block,) = examples.python(DOCS / "how-it-works.md")
+    assert capsys.readouterr().out.splitlines() == [line[2:] for line in block.splitlines() if line.startswith("# ")]
