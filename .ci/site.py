@@ -13,6 +13,7 @@ PAGES = {
     "README.md": "index.html",
     "CHANGELOG.md": "changelog/index.html",
     "CONTRIBUTING.md": "contributing/index.html",
+    "SECURITY.md": "security/index.html",
     "benchmarks/README.md": "benchmarks/index.html",
 }
 

@@ -58,6 +58,13 @@ class NullFile:
             nbytes += sum([buffer.nbytes for buffer in buffers])
         self.requests.append((requests, nbytes))
 
+    def scatter(self, offset: int, runs: Any) -> bool:
+        self.requests.append((1, int(runs[:, 1].sum())))
+        return True
+
+    def answer(self, offset: int, nbytes: int) -> None:
+        return None
+
 
 def dispatch_once(directory: Path, layout: str) -> dict[str, Any]:
     """Restores once in this process, checks what was requested, and returns what it took."""

@@ -36,6 +36,8 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.plan import plan_restore
 from orbax_safetensors.save.plan import SavePlan, plan_save
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Checkpoint",
     "ChecksumError",

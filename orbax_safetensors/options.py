@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orbax_safetensors.errors import SafetensorsError
 
 Dequantize = bool | Literal["split"]
+Progress = Callable[[int, int], None]  # of the bytes that have moved, and of all
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -65,6 +66,10 @@ class SafetensorsOptions:
         default 9 times and 120 seconds. For the Hugging Face Hub, `endpoint` and `token` (False for none) come before
         `HF_ENDPOINT`, `HF_TOKEN` and a login, and `retry_timeout` is 600 by default; proxies and certificates come from
         the environment (`HTTPS_PROXY`, `SSL_CERT_FILE`). Not for local files.
+      progress: called with the bytes that this process has moved and with those of all its shards, in memory: first
+        with 0, last with both equal, at most ten times a second in between. It is called by the thread that restores
+        or saves; of an asynchronous save, that is Orbax's in the background. What it raises ends the restore or save
+        and passes to the caller; processes that do the same together raise a `StorageError`.
 
     Raises:
       SafetensorsError: a number is out of range, or a header cannot be sent.
@@ -83,6 +88,7 @@ class SafetensorsOptions:
     checksums: bool = False
     # Not shown and not hashed: the values may be secret, and a dict has no hash.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in (("in_flight_bytes", 1), ("threads", 1), ("max_gap_bytes", 0), ("alignment", 8)):
@@ -96,6 +102,8 @@ class SafetensorsOptions:
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
         _check_headers(self.storage_options or {})
+        if self.progress is not None and not callable(self.progress):
+            raise SafetensorsError(f"SafetensorsOptions: progress is {self.progress!r}, must be a function or None")
         if self.dequantize not in (True, False, "split"):
             raise SafetensorsError(
                 f"SafetensorsOptions: dequantize is {self.dequantize!r}, must be True, False or 'split'"

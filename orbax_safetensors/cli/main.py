@@ -51,8 +51,8 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; mistakes in `argv` raise `SystemExit(2)`, as argparse does."""
-    parser, commands = _parsers()
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
+    command: argparse.ArgumentParser = vars(args).pop("parser")
     for stream in (sys.stdout, sys.stderr):
         # Names of files and tensors may be beyond what the locale can encode.
         if hasattr(stream, "reconfigure"):
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except UsageError as error:
-        commands[args.command].error(clean(str(error)))
+        command.error(clean(str(error)))
     except RuleError as error:  # which begins with the name of the option
-        commands[args.command].error(clean(f"--{error}"))
+        command.error(clean(f"--{error}"))
     except BrokenPipeError:
         # The reader has all it wanted. What is still buffered must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,15 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the whole command line, and those of the commands."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line, from which `shtab` makes a shell's completions."""
     raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
     parser = argparse.ArgumentParser(
         "orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT, formatter_class=raw, allow_abbrev=False
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = partial(subparsers.add_parser, formatter_class=raw, allow_abbrev=False)
-    return parser, {name: command.add_parser(add) for name, command in _COMMANDS.items()}
+    for command in _COMMANDS.values():
+        of_command = command.add_parser(add)
+        of_command.set_defaults(parser=of_command)
+    return parser
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from orbax_safetensors.convert.decide import decide
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest, location
 from orbax_safetensors.devices.agreement import forget, new_key, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
-from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
-from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.options import Progress, SafetensorsOptions
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
-from orbax_safetensors.streaming.pipeline import MEMORY_BYTES, Progress
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
 from orbax_safetensors.streaming.work import Work
+from orbax_safetensors.transfer.progress import passing
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ def convert(
       resume: go on with what a call with the same arguments has left unfinished.
       progress: called now and then with the bytes that this process has moved, and with those of its whole part. An
         exception of `progress` ends the conversion and passes to the caller; other processes raise a `StorageError`.
+        By default that of `options`.
       options: `direct` counts, and `storage_options` for safetensors files behind a URL and for a config. Orbax reaches
         its checkpoints with credentials of the environment.
 
@@ -190,29 +191,17 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
     work: Work | None = None
 
     def decided() -> str:
-        nonlocal work
+        nonlocal work, progress
         request = build()
+        progress = progress or request.options.progress
         work = decide(request)
         return f"resume={resume!r} {request.facts}"
-
-    raised: list[BaseException] = []
-
-    def report(done: int, total: int) -> None:
-        try:
-            if progress is not None:
-                progress(done, total)
-        except BaseException as error:
-            raised.append(error)
-            raise
 
     try:
         together(key, decided, str, otherwise="was called with other arguments than process 0")
         assert work is not None
-        moved = work.run(resume=resume, progress=report)
-    except StorageError:
-        if raised:
-            raise raised[0] from raised[0].__cause__
-        raise
+        with passing(progress) as report:
+            moved = work.run(resume=resume, progress=report)
     finally:
         if work is not None:
             work.source.close()

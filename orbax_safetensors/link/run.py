@@ -22,6 +22,7 @@ from orbax_safetensors.link.decide import Decision, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
+from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store import OrbaxLeaf
 from orbax_safetensors.orbax_store.addressed_item import item_files, step_files
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
@@ -29,7 +30,8 @@ from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.streaming.pipeline import MEMORY_BYTES, Progress
+from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
+from orbax_safetensors.transfer.progress import passing
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,8 @@ def link(
       memory_bytes: for the arrays that have to be made.
       hard_links: link the files by hard links.
       resume: go on with what a call with the same arguments has left unfinished.
-      progress: called now and then with the bytes that this process has made, and with those of its whole part.
+      progress: called now and then with the bytes that this process has made, and with those of its whole part. An
+        exception of `progress` passes to the caller; other processes raise a `StorageError`.
 
     Raises:
       StorageError: something is in the way, or cannot be read or written.
@@ -157,7 +160,8 @@ def _make(
     try:
         complete = together(f"{key}/made", staging.has_made, str)
         if not complete:
-            work.run(resume=resume, progress=progress)
+            with passing(progress) as report:
+                work.run(resume=resume, progress=report)
         return leaves
     finally:
         work.source.close()

@@ -6,15 +6,17 @@ A description is plain Python over `tensor(name, shape)`, whose result has metho
 of the table of a loader.
 """
 
+from typing import Final
+
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.envelope import Envelope
 from orbax_safetensors.mapping.family import Family, Tree, stored_shapes, tensor
 from orbax_safetensors.mapping.lora import lora
 from orbax_safetensors.mapping.tables import from_table
 
-stack = View.stack
-concatenate = View.concatenate
-full = View.full
+stack: Final = View.stack
+concatenate: Final = View.concatenate
+full: Final = View.full
 
 __all__ = [
     "Envelope",

@@ -74,8 +74,8 @@ class Tree(dict[str, View]):
 
     def __init__(self, leaves: Mapping[str, View], *, unused: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
         super().__init__(leaves)
-        self.unused = _patterns("unused", unused)
-        self.optional = _patterns("optional", optional)
+        self.unused: tuple[str, ...] = _patterns("unused", unused)
+        self.optional: tuple[str, ...] = _patterns("optional", optional)
 
 
 def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:

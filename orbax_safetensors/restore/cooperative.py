@@ -140,7 +140,9 @@ def _exchanged(under_way: Filling, decided: Decided) -> dict[int, jax.Array]:
 
 def _read(under_way: Filling, leaves: Sequence[tuple[Target, Swap]]) -> list[jax.Array]:
     """Read this process's parts."""
-    parts = under_way.fill([_part(target, swap) for target, swap in leaves])
+    parts = under_way.fill(
+        [_part(target, swap) for target, swap in leaves], [target.local_nbytes for target, _ in leaves]
+    )
     # Other processes are about to receive them.
     under_way.check()
     return parts

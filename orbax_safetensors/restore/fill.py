@@ -27,6 +27,7 @@ from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block, same_bits, transfer_plan
+from orbax_safetensors.transfer.progress import Meter, passing
 from orbax_safetensors.transfer.reader import Reader
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 EVENT_BYTES_READ = "/jax/orbax/read/safetensors/bytes_read"
 EVENT_NUM_READS = "/jax/orbax/read/safetensors/num_reads"
 EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
+# Beside those of Orbax's loader: the bytes of `bytes_read` that some array holds, and how long the restore took.
+EVENT_BYTES_NEEDED = "/jax/orbax/read/safetensors/bytes_needed"
+EVENT_DURATION = "/jax/orbax/read/safetensors/duration_secs"
 
 
 class _Fill(NamedTuple):
@@ -48,9 +52,13 @@ class _Fill(NamedTuple):
         return self.target.sharding is None or on_host(plain(self.target.sharding))
 
     @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
     def leaving(self) -> int:
         """Return the bytes that do not stay in host memory."""
-        return 0 if self.on_host else sum(block.nbytes for block in self.blocks)
+        return 0 if self.on_host else self.nbytes
 
 
 def blocks(target: Target) -> tuple[Block, ...]:
@@ -65,15 +73,25 @@ def blocks(target: Target) -> tuple[Block, ...]:
 class Filling:
     """A restore under way, which fills targets from the open files of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, reader: Reader) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: SafetensorsOptions,
+        pace: Pace,
+        reader: Reader,
+        meter: Meter | None,
+    ) -> None:
         self.checkpoint = checkpoint
         self.options = options
-        self.num_arrays = self.num_reads = 0
+        self.num_arrays = self.num_reads = self.needed_bytes = 0
         self._pace = pace
         self._reader = reader
+        self._meter = meter
 
-    def fill(self, targets: Sequence[Target]) -> list[Any]:
+    def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
         """Return the values of `targets`, with the shards of this process.
+
+        `counted` are the bytes that each target counts for progress, by default those that are filled.
 
         Bytes on their way to accelerators take at most `options.in_flight_bytes` of host memory, or as much as one
         group of leaves that are made of the same tensors, if that is more. Arrays in host memory are read straight
@@ -99,10 +117,9 @@ class Filling:
                 transferred, nbytes = in_flight.popleft()
                 jax.block_until_ready(transferred)
                 held -= nbytes
-            memory, reads = _read(
-                self.checkpoint, self._reader, [fills[at] for at in batch], self._pace, alias=self.options.alias
-            )
-            self.num_reads += reads
+            if self._meter is not None:
+                self._meter.begin(sum(fills[at].nbytes if counted is None else counted[at] for at in batch))
+            memory = self._read([fills[at] for at in batch])
             buffers = iter(memory)
             with no_collection():
                 for at in batch:
@@ -117,6 +134,32 @@ class Filling:
         """Raise `StorageError` if a file changed after its header was read."""
         self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
 
+    def _read(self, fills: Sequence[_Fill]) -> list[np.ndarray]:
+        """Return filled memory for every block of `fills`."""
+        all_blocks = [block for fill in fills for block in fill.blocks]
+        memory: list[np.ndarray | None] = [None] * len(all_blocks)
+        if self.options.alias:
+            can_share = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
+            memory = [
+                _mapped(self.checkpoint, self._reader, block) if share else None
+                for block, share in zip(all_blocks, can_share, strict=True)
+            ]
+        left = [at for at, mapped in enumerate(memory) if mapped is None]
+        with no_collection():
+            blocks = [all_blocks[at] for at in left]
+            plan = transfer_plan(
+                blocks, self.checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
+            )
+            offsets = plan.offsets if isinstance(self.checkpoint.store, DirectStore) else None
+            fresh = allocate([block.nbytes for block in blocks], offsets)
+        lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
+        report = None if self._meter is None else self._meter.moved
+        self._reader.read(plan, blocks, fresh, [lossless[at] for at in left], report)
+        self.num_reads += plan.num_requests
+        self.needed_bytes += plan.needed_bytes
+        rest = iter(fresh)
+        return [next(rest) if mapped is None else mapped for mapped in memory]
+
 
 @contextlib.contextmanager
 def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> Iterator[Filling]:
@@ -125,7 +168,8 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
     """
     started = time.perf_counter()
-    checkpoint = replace(checkpoint, store=reading(checkpoint.store, options.direct, _local_bytes(targets)))
+    nbytes = _local_bytes(targets)
+    checkpoint = replace(checkpoint, store=reading(checkpoint.store, options.direct, nbytes))
     store = checkpoint.store
     if options.alias and not store.is_local:
         raise SafetensorsError(
@@ -134,23 +178,29 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
     comparison = Comparison(checkpoint) if options.checksums else None
     sums = None if comparison is None else comparison.sums
-    with Reader(checkpoint.open_file, pace.requests, sums) as reader:
-        under_way = Filling(checkpoint, options, pace, reader)
+    with passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests, sums) as reader:
+        meter = None if progress is None else Meter(progress, nbytes)
+        under_way = Filling(checkpoint, options, pace, reader, meter)
         yield under_way
         under_way.check()
         if comparison is not None:
             comparison.check()
+        if meter is not None:
+            meter.end()
         counters = reader.counters
+    seconds = time.perf_counter() - started
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
     jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
-    seconds = time.perf_counter() - started
+    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(under_way.needed_bytes))
+    jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
-        "Restored %d arrays from %s: %d bytes read in %d requests, %.2f s, %.2f GB/s",
+        "Restored %d arrays from %s: %d bytes read in %d requests, over-read %.3f, %.2f s, %.2f GB/s",
         under_way.num_arrays,
         checkpoint.path,
         counters.nbytes,
         counters.num_requests,
+        counters.nbytes / max(under_way.needed_bytes, 1),
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
@@ -175,31 +225,6 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
         return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
 
     return sorted(groups, key=begin)
-
-
-def _read(
-    checkpoint: Checkpoint, reader: Reader, fills: Sequence[_Fill], pace: Pace, *, alias: bool
-) -> tuple[list[np.ndarray], int]:
-    """Return filled memory for every block of `fills`, and the number of planned requests."""
-    all_blocks = [block for fill in fills for block in fill.blocks]
-    memory: list[np.ndarray | None] = [None] * len(all_blocks)
-    if alias:
-        can_share = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
-        memory = [
-            _mapped(checkpoint, reader, block) if share else None
-            for block, share in zip(all_blocks, can_share, strict=True)
-        ]
-    left = [at for at, mapped in enumerate(memory) if mapped is None]
-    with no_collection():
-        plan = transfer_plan(
-            [all_blocks[at] for at in left], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes
-        )
-        offsets = plan.offsets if isinstance(checkpoint.store, DirectStore) else None
-        fresh = allocate([all_blocks[at].nbytes for at in left], offsets)
-    lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
-    reader.read(plan, [all_blocks[at] for at in left], fresh, [lossless[at] for at in left])
-    rest = iter(fresh)
-    return [next(rest) if mapped is None else mapped for mapped in memory], plan.num_requests
 
 
 def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:

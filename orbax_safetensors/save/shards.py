@@ -48,6 +48,14 @@ class Shards:
         shards._kept = together(f"{save.key}/copies", lambda: _kept(save))
         return shards
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all shards, in the dtypes of the leaves."""
+        if self._kept is not None:
+            return sum(memory.nbytes for _, memory in self._kept)
+        owned = [pair for group in self._groups for pair in group]
+        return sum(sum(box.volume for box in boxes) * leaf.value.dtype.itemsize for leaf, boxes in owned)
+
     def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
         """Yield all shards, with at most `batch_bytes` of device memory, or one group, on the host at a time."""
         if self._kept is not None:

@@ -14,7 +14,7 @@ from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME
-from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.options import Progress, SafetensorsOptions
 from orbax_safetensors.orbax_store.addressed_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
@@ -26,7 +26,9 @@ from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once
+from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.plan import transfer_plan
+from orbax_safetensors.transfer.progress import Meter, passing
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
 
@@ -39,6 +41,8 @@ _MAX_BESIDE_BYTES = 64 * 2**20
 EVENT_BYTES_WRITTEN = "/jax/orbax/write/safetensors/bytes_written"
 EVENT_NUM_WRITES = "/jax/orbax/write/safetensors/num_writes"
 EVENT_STORAGE_WRITES = "/jax/orbax/write/safetensors/storage_writes"
+# How long a save took to write.
+EVENT_DURATION = "/jax/orbax/write/safetensors/duration_secs"
 # The name of `TREE_FILE`, which makes the files a checkpoint of Orbax, until these are complete.
 _UNFINISHED = f"{TREE_FILE}.unfinished"
 
@@ -51,14 +55,14 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     started = time.perf_counter()
     directory = os.fspath(directory)
 
-    def data() -> tuple[Store, str, int]:
+    def data() -> tuple[Store, str, Counters]:
         store, path = store_of(directory, save.options.storage_options)
         if not store.is_local and jax.process_index() == 0:
             save.model_files.write(store, path, sync=save.options.fsync)
         sums = Sums(with_gaps=True)
-        nbytes = _write_data(save, shards, path, store, sums)
+        counters = _write_data(save, shards, path, store, sums, progress)
         post(f"{save.key}/sums", checksums.part_of_process(save, sums, shared=store.is_local))
-        return store, path, nbytes
+        return store, path, counters
 
     def facts() -> None:
         if jax.process_index() == 0:
@@ -66,21 +70,28 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
             _write_small(save, path, CHECKSUMS_NAME, record, store)
             _write_facts(save, path, store)
 
-    store, path, nbytes = together(f"{save.key}/data", data)
+    with passing(save.options.progress) as progress:
+        store, path, counters = together(f"{save.key}/data", data)
     together(f"{save.key}/facts", facts)
     for part in ("plan", "pieces", "files", "copies", "data", "sums"):  # all processes are past these agreements
         forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started
+    jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
-        "Saved %d tensors to %s: %d bytes written here in %.2f s",
+        "Saved %d tensors to %s: %d bytes written here in %d requests, %.2f s, %.2f GB/s",
         sum(len(header.tensors) for _, header in save.layout.files),
         directory,
-        nbytes,
+        counters.nbytes,
+        counters.num_requests,
         seconds,
+        counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
 
 
-def _write_data(save: Save, shards: Shards, directory: str, store: Store, sums: Sums) -> int:
+def _write_data(
+    save: Save, shards: Shards, directory: str, store: Store, sums: Sums, progress: Progress | None
+) -> Counters:
+    meter = None if progress is None else Meter(progress, shards.nbytes)
     options = save.options
     requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
     _, of_each = files_at_once(requests)
@@ -97,18 +108,22 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store, sums: 
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
-            writer.run(plan, blocks, [memory for _, memory in batch])
+            if meter is not None:
+                meter.begin(sum(memory.nbytes for _, memory in batch))
+            writer.run(plan, blocks, [memory for _, memory in batch], None if meter is None else meter.moved)
             num_writes += plan.num_requests
             del batch, blocks  # before the next batch comes to the host
         if isinstance(writer, WholeFileWriter):
             writer.finish(range(len(save.layout.files)))
         elif save.options.fsync:
             writer.sync()
+        if meter is not None:
+            meter.end()
         counters = writer.counters
     jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(counters.nbytes))
     jax.monitoring.record_scalar(EVENT_NUM_WRITES, float(num_writes))
     jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(counters.num_requests))
-    return counters.nbytes
+    return counters
 
 
 def _write_facts(save: Save, directory: str, store: Store) -> None:

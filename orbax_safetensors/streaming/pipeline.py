@@ -15,13 +15,12 @@ from orbax_safetensors.cost.conversion import Batch, Traffic
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import MAX_STAGED_BYTES
+from orbax_safetensors.options import Progress
 from orbax_safetensors.storage.memory import resident, trim
 from orbax_safetensors.storage.store import Cost, Pace
 from orbax_safetensors.transfer.engine import batches
 
 _T = TypeVar("_T")
-
-Progress = Callable[[int, int], None]
 
 MEMORY_BYTES = 2 * 2**30  # all that a conversion or link takes unless the caller says
 _BUNDLES = 4  # that have to fit into memory

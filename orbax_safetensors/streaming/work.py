@@ -9,10 +9,10 @@ import jax
 
 from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, PlannedArray
 from orbax_safetensors.cost.figures import PlannedFile
+from orbax_safetensors.options import Progress
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
     PlannedSink,
-    Progress,
     TileSink,
     TileSource,
     nbytes,

@@ -18,6 +18,7 @@ from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate, no_collection
 from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
+from orbax_safetensors.transfer.progress import SECONDS
 from orbax_safetensors.transfer.strided_copy import elements, words
 from orbax_safetensors.transfer.sums import Sums
 
@@ -88,14 +89,22 @@ class Transfer(ABC, Generic[_F]):
             while self._files:
                 closing.callback(self._files.popitem()[1].close)
 
-    def run(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> None:
+    def run(
+        self,
+        plan: TransferPlan,
+        blocks: Sequence[Block],
+        memory: Sequence[np.ndarray],
+        report: Callable[[float], None] | None = None,
+    ) -> None:
         """Execute `plan`: all of it is done when this returns, and none of it goes on when this raises.
 
-        `memory` are one-dimensional uint8 arrays, one for each of `blocks`.
+        `memory` are one-dimensional uint8 arrays, one for each of `blocks`. Meanwhile this thread calls `report` with
+        the share of the bytes that has moved; if that raises, the plan fails.
         """
         tasks = self._ordered(self._tasks(plan, blocks, memory))
         files = {extent.file for extent in plan.extents} | {part.file for part in plan.parts}
         failures: list[BaseException] = []
+        before = self.counters.nbytes
 
         def work() -> None:
             try:
@@ -111,8 +120,11 @@ class Transfer(ABC, Generic[_F]):
 
         with ThreadPoolExecutor(self._threads, "safetensors") as pool:
             try:
-                wait([pool.submit(work) for _ in range(self.useful_threads(len(files)))])
-            except BaseException as error:  # an interrupt; the workers stop at their next task
+                workers = [pool.submit(work) for _ in range(self.useful_threads(len(files)))]
+                while wait(workers, None if report is None else SECONDS).not_done:
+                    if report is not None:
+                        report((self.counters.nbytes - before) / max(plan.moved_bytes, 1))
+            except BaseException as error:  # an interrupt, or of `report`; the workers stop at their next task
                 failures.append(error)
                 self._cancel()
                 raise

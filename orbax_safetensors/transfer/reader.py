@@ -32,13 +32,21 @@ class Reader(Transfer[File]):
         self._mappings: dict[int, memoryview] = {}
 
     def read(
-        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray], lossless: Sequence[bool]
+        self,
+        plan: TransferPlan,
+        blocks: Sequence[Block],
+        memory: Sequence[np.ndarray],
+        lossless: Sequence[bool],
+        report: Callable[[float], None] | None = None,
     ) -> None:
-        """Execute `plan`; if `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`."""
+        """Execute `plan`, as `run` does.
+
+        If `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`.
+        """
         self._lossless = lossless
         for constant in plan.constants:
             _fill(constant, blocks[constant.end.block], memory[constant.end.block])
-        self.run(plan, blocks, memory)
+        self.run(plan, blocks, memory, report)
 
     def map(self, number: int) -> memoryview:
         """Return a whole file as memory, the same memory for every caller."""

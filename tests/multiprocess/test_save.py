@@ -127,6 +127,12 @@ def test_leaves_that_only_some_processes_have_are_written_once(together, scenari
     assert sum(found["bytes_written"][0] for found in counted) == data_bytes(together[0] / directory)
 
 
+def test_a_callback_that_fails_in_one_process(together):
+    *others, failed = values(together, "a_callback_that_fails_in_one_process")
+    assert failed == "KeyError"
+    assert set(others) == {"StorageError"}
+
+
 def test_one_process_restores_it_with_stock_orbax(together):
     wanted = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=workers_save.array(leaf, full_mesh(), "y").sharding)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -225,6 +227,33 @@ def leaves_that_are_alike_are_compiled_once(site: Site) -> None:
     for name, array in restored.items():
         assert not different_shards(array, site.expected[names[name]]), name
     assert len(compiled) == 1, compiled
+
+
+@scenario
+def progress_counts_the_arrays_and_not_the_parts(site: Site) -> None:
+    told: list[tuple[int, int]] = []
+    item = {
+        "U8": jax.ShapeDtypeStruct((24, 2048), np.uint8, sharding=NamedSharding(site.mesh, PartitionSpec())),
+        "copy.0": jax.ShapeDtypeStruct((24, 2048), np.uint8, sharding=NamedSharding(site.mesh, PartitionSpec("x"))),
+    }
+    options = replace(OPTIONS, progress=lambda *now: told.append(now))
+    restored = restore(site.root / "copies", item, options=options)
+    nbytes = sum(
+        box.nbytes
+        for array in restored.values()
+        for box in {str(shard.index): shard.data for shard in array.addressable_shards}.values()
+    )
+    assert told[0] == (0, nbytes), told
+    assert told[-1] == (nbytes, nbytes), told
+
+
+@scenario
+def a_callback_that_fails_in_one_process(site: Site) -> None:
+    fail = mock.Mock(side_effect=KeyError("enough"))
+    item = {"U8": jax.ShapeDtypeStruct((24, 2048), np.uint8, sharding=NamedSharding(site.mesh, PartitionSpec()))}
+    failing = site.index == site.count - 1
+    with pytest.raises(KeyError if failing else ost.StorageError, match="enough"):
+        restore(site.root / "copies", item, options=replace(OPTIONS, progress=fail if failing else None))
 
 
 @scenario

@@ -218,6 +218,20 @@ def every_tree(site: Site) -> dict[str, dict[str, list[int]]]:
 
 
 @scenario
+def a_callback_that_fails_in_one_process(site: Site) -> str:
+    """Return the kind of the error: no process saves."""
+
+    fail = mock.Mock(side_effect=KeyError("enough"))
+    options = ost.SafetensorsOptions(progress=fail if site.index == site.count - 1 else None)
+    try:
+        with ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
+            checkpointer.save(site.root / "progress", args=arguments(TREES["mixed"](site.mesh)))
+    except (KeyError, ost.StorageError) as error:
+        return type(error).__name__
+    return "saved"
+
+
+@scenario
 def asynchronously(site: Site) -> dict[str, list[int]]:
     """Arrays are deleted and NumPy arrays overwritten as soon as the call returns."""
     tree = _mixed(site.mesh)

@@ -124,11 +124,9 @@ def test_a_save_that_fails_leaves_no_object_of_its_file(place):
 def test_a_save_that_is_interrupted_gives_its_parts_back(s3, monkeypatch):
     array = random_bits(RNG, (23 * 2**20,), np.dtype(np.uint8))
     real = upload.NewRemoteFile.write
-    given = []
 
     def write(self, offset, buffers):
-        given.append(offset)
-        if len(given) == 3:
+        if offset > 2**24:  # parts are on their way
             raise KeyboardInterrupt
         real(self, offset, buffers)
 

@@ -134,6 +134,38 @@ def test_counters_are_what_storage_was_asked_for(threads):
     assert [file.closed for file in case.files] == [1, 1]
 
 
+def test_the_thread_that_waits_reports_what_has_moved():
+    half, shares, threads = threading.Event(), [], set()
+
+    def waits(file, what):
+        if what == ROWS // 2 * REQUEST_BYTES:
+            assert half.wait(SECONDS)
+
+    def report(share):
+        shares.append(share)
+        threads.add(threading.current_thread())
+        if share >= 0.25:
+            half.set()
+
+    case = Case(waits, waits)
+    with Reader(case.open, 1) as reader:
+        reader.read(case.plan, case.blocks, case.memory, [False] * 2, report)
+    assert [memory.tobytes() for memory in case.memory] == [array.tobytes() for array in case.arrays]
+    assert shares == sorted(shares)
+    assert 0.25 in shares
+    assert threads == {threading.current_thread()}
+
+
+def test_a_report_that_fails_ends_the_plan():
+    def fail(share):
+        raise RuntimeError("enough")
+
+    case = Case(until_cancelled, until_cancelled)
+    with pytest.raises(RuntimeError, match="^enough$"), Reader(case.open, 2) as reader:
+        reader.read(case.plan, case.blocks, case.memory, [False] * 2, fail)
+    assert len(case.files[0].requests + case.files[1].requests) == 2
+
+
 @pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("gap", [0, 64])
 def test_bytes_that_a_store_holds_are_not_staged(gap, answers, monkeypatch):
@@ -210,7 +242,7 @@ def test_an_interrupt_ends_requests_and_is_raised_when_they_have_ended(monkeypat
     asked = threading.Event()
     case = Case(lambda file, what: asked.set() or until_cancelled(file, what))
 
-    def interrupted(futures):
+    def interrupted(futures, timeout):
         assert asked.wait(SECONDS)
         raise KeyboardInterrupt
 
