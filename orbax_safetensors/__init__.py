@@ -15,6 +15,7 @@ from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.cost.estimate import TimeEstimate, estimate_time
 from orbax_safetensors.cost.restore import RestorePlan
 from orbax_safetensors.errors import (
+    ChecksumError,
     HeaderError,
     IndexFileError,
     MappingError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
+    "ChecksumError",
     "Conversion",
     "ConversionPlan",
     "HeaderError",

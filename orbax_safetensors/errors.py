@@ -38,6 +38,10 @@ class TensorMismatchError(SafetensorsError):
     """A requested name, shape or dtype differs from the stored one."""
 
 
+class ChecksumError(SafetensorsError):
+    """Bytes are not those whose checksum was recorded, or there is no checksum to compare them with."""
+
+
 class MappingError(SafetensorsError):
     """A view of stored tensors cannot be expressed, or does not cover all that it has to."""
 

@@ -55,6 +55,9 @@ class SafetensorsOptions:
         dimensions, each process reads a part, and the devices exchange the parts. All processes have to make the
         restore, with the same options. It needs twice the memory of what is exchanged at a time, which is at most half
         of `in_flight_bytes` for each process, or one leaf if that is more.
+      checksums: a restore compares the tensors that this process reads whole with the checksums that their save has
+        recorded, and fails before it returns anything if one differs. Without such a record, it is an error. Not for
+        `alias`, which reads nothing.
       storage_options: how to reach an object store or HTTP server, beyond what the environment says (`AWS_*`,
         `GOOGLE_*`, `AZURE_*`, `STORAGE_EMULATOR_HOST`): a dict with the names of obstore's `S3Config`, `GCSConfig` or
         `AzureConfig` and of its `ClientConfig`, as `{"endpoint": ..., "skip_signature": True, "timeout": "1 min"}`.
@@ -82,6 +85,7 @@ class SafetensorsOptions:
     dequantize: Dequantize = True
     whole_tensors: bool = False
     cooperative: bool = False
+    checksums: bool = False
     # Not shown and not hashed: the values may be secret, and a dict has no hash.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     progress: Progress | None = field(default=None, repr=False, compare=False)
@@ -106,8 +110,11 @@ class SafetensorsOptions:
             )
         if not isinstance(self.direct, bool) and self.direct != "auto":
             raise SafetensorsError(f"SafetensorsOptions: direct is {self.direct!r}, must be True, False or 'auto'")
-        if not isinstance(self.cooperative, bool):
-            raise SafetensorsError(f"SafetensorsOptions: cooperative is {self.cooperative!r}, must be True or False")
+        for name in ("cooperative", "checksums"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise SafetensorsError(f"SafetensorsOptions: {name} is {value!r}, must be True or False")
+        if self.alias and self.checksums:
+            raise SafetensorsError("SafetensorsOptions: alias reads no bytes, of which checksums could be compared")
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")
 

@@ -1,13 +1,14 @@
-"""`verify`: every fault that a checkpoint's small files show."""
+"""`verify`: every fault that a checkpoint's small files show, and its data if there is something to compare it with."""
 
 from __future__ import annotations
 
 import posixpath
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.data import DataCheck, check_data
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import examine
-from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.errors import ChecksumError, SafetensorsError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.directories import is_on_gcs
@@ -16,26 +17,48 @@ from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.paths import PathLike, place
 
 
-def verify(path: PathLike, *, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
+def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Return every fault of a checkpoint: of headers, sizes, the index and its files. The list is empty if it is valid.
 
     If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, and each address of
     that index has to be in a tensor.
 
-    Data is not read: the format has no checksums, so any bytes are valid. `path` is as for `open_checkpoint`, and of
-    `options`, `storage_options` count. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is
-    checked. There, each array has to open, and chunks are not read.
+    The format has no checksums, so any bytes of tensors are valid. With `data`, they are read, in memory that does not
+    grow with the files, and compared with the checksums that a save has recorded, and with the SHA-256 that the Hugging
+    Face Hub has of a file, for `hf://` and for its downloads. Each tensor and each file that differs is a fault, and so
+    is a file with nothing to compare it with.
 
-    Raises `StorageError` if there is no checkpoint, or one that was never finished.
+    `path` is as for `open_checkpoint`. Of `options`, `storage_options` count, and with `data` also `threads`, `direct`
+    and `in_flight_bytes`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is checked.
+    There, each array has to open, and chunks are not read; with `data`, that is an error.
+
+    Raises `StorageError` if there is no checkpoint, or one that was never finished, and `ChecksumError` if the record
+    of checksums is damaged, or if `path` is a checkpoint of Orbax and `data` is set.
     """
-    storage_options = (options or SafetensorsOptions()).storage_options
-    if is_orbax(place(path), storage_options):
-        return find_step_faults(path)
-    checkpoint = examine(path, storage_options)
+    return verified(path, data=data, options=options or SafetensorsOptions())[0]
+
+
+def verified(
+    path: PathLike, *, data: bool, options: SafetensorsOptions
+) -> tuple[list[SafetensorsError], DataCheck | None]:
+    """Return the faults that `verify` returns, and what was compared with what, if data was read."""
+    if is_orbax(place(path), options.storage_options):
+        if data:
+            raise ChecksumError(f"{path}: is a checkpoint of Orbax, and data is verified only of safetensors files")
+        return find_step_faults(path), None
+    checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):
-        return checkpoint
+        return checkpoint, None
+    faults = _of_index(checkpoint, options)
+    if not data:
+        return faults, None
+    check = check_data(checkpoint, options)
+    return [*faults, *check.faults], check
+
+
+def _of_index(checkpoint: Checkpoint, options: SafetensorsOptions) -> list[SafetensorsError]:
     # TensorStore finds an object store without options only.
-    index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not storage_options)
+    index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
     return _index_faults(checkpoint, index_opens)
 
 

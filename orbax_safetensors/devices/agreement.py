@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ _TIMEOUT_SECONDS = 3600
 _T = TypeVar("_T")
 
 _counts: collections.Counter[str] = collections.Counter()
+_alone: dict[str, str] = {}  # what the only process has posted
 _lock = threading.Lock()
 
 
@@ -99,15 +100,38 @@ def all_gather(key: str, text: str) -> list[str]:
     """Return the `text` of every process, in order of the processes; `StorageError` if they cannot be reached."""
     if jax.process_count() == 1:
         return [text]
-    try:
+    post(key, text)
+    with _reaching():
         client = _client()
-        # A path may hold bytes that are not text, as surrogates.
-        client.key_value_set(f"{key}/{jax.process_index()}", text.encode("utf-8", "backslashreplace").decode())
         _interruptibly(lambda: client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000))
-        texts = {int(name.rsplit("/", 1)[1]): value for name, value in client.key_value_dir_get(key)}
+    return posted(key)
+
+
+def post(key: str, text: str) -> None:
+    """Leave a text for `posted`, in another process or this; `StorageError` if the processes cannot be reached."""
+    if jax.process_count() == 1:
+        _alone[key] = text
+        return
+    with _reaching():
+        # A path may hold bytes that are not text, as surrogates.
+        _client().key_value_set(f"{key}/{jax.process_index()}", text.encode("utf-8", "backslashreplace").decode())
+
+
+def posted(key: str) -> list[str]:
+    """Return what every process has posted, in their order, once all have; `StorageError` as for `post`."""
+    if jax.process_count() == 1:
+        return [_alone.pop(key)]
+    with _reaching():
+        texts = {int(name.rsplit("/", 1)[1]): value for name, value in _client().key_value_dir_get(key)}
+    return [value for _, value in sorted(texts.items())]
+
+
+@contextlib.contextmanager
+def _reaching() -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
         raise StorageError(f"the other processes cannot be reached: {error}") from error
-    return [value for _, value in sorted(texts.items())]
 
 
 def _interruptibly(wait: Callable[[], None]) -> None:

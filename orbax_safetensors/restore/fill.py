@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.devices.sharding import assemble, on_host, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.groups import by_tensors
@@ -175,11 +176,15 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-    with passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests) as reader:
+    comparison = Comparison(checkpoint) if options.checksums else None
+    sums = None if comparison is None else comparison.sums
+    with passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests, sums) as reader:
         meter = None if progress is None else Meter(progress, nbytes)
         under_way = Filling(checkpoint, options, pace, reader, meter)
         yield under_way
         under_way.check()
+        if comparison is not None:
+            comparison.check()
         if meter is not None:
             meter.end()
         counters = reader.counters

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
-from orbax_safetensors.devices.agreement import forget, new_key, together
+from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.options import Progress, SafetensorsOptions
 from orbax_safetensors.orbax_store.addressed_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
+from orbax_safetensors.save import checksums
 from orbax_safetensors.save.prepare import Save
 from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.storage.local import rename
@@ -27,6 +29,7 @@ from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.plan import transfer_plan
 from orbax_safetensors.transfer.progress import Meter, passing
+from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
 
 logger = logging.getLogger(__name__)
@@ -56,16 +59,21 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
         store, path = store_of(directory, save.options.storage_options)
         if not store.is_local and jax.process_index() == 0:
             save.model_files.write(store, path, sync=save.options.fsync)
-        return store, path, _write_data(save, shards, path, store, progress)
+        sums = Sums(with_gaps=True)
+        counters = _write_data(save, shards, path, store, sums, progress)
+        post(f"{save.key}/sums", checksums.part_of_process(save, sums, shared=store.is_local))
+        return store, path, counters
 
     def facts() -> None:
         if jax.process_index() == 0:
+            record = checksums.record(save, posted(f"{save.key}/sums"), shared=store.is_local)
+            _write_small(save, path, CHECKSUMS_NAME, record, store)
             _write_facts(save, path, store)
 
     with passing(save.options.progress) as progress:
         store, path, counters = together(f"{save.key}/data", data)
     together(f"{save.key}/facts", facts)
-    for part in ("plan", "pieces", "files", "copies", "data"):  # all processes are past these agreements
+    for part in ("plan", "pieces", "files", "copies", "data", "sums"):  # all processes are past these agreements
         forget(f"{save.key}/{part}")
     seconds = time.perf_counter() - started
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
@@ -80,7 +88,9 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     )
 
 
-def _write_data(save: Save, shards: Shards, directory: str, store: Store, progress: Progress | None) -> Counters:
+def _write_data(
+    save: Save, shards: Shards, directory: str, store: Store, sums: Sums, progress: Progress | None
+) -> Counters:
     meter = None if progress is None else Meter(progress, shards.nbytes)
     options = save.options
     requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
@@ -94,7 +104,7 @@ def _write_data(save: Save, shards: Shards, directory: str, store: Store, progre
         return file
 
     num_writes = 0
-    with (Writer if store.is_local else WholeFileWriter)(create, requests) as writer:
+    with (Writer if store.is_local else WholeFileWriter)(create, requests, sums) as writer:
         for batch in shards.batches(save.options.in_flight_bytes):
             blocks = [block for block, _ in batch]
             plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)

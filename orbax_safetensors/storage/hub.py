@@ -20,6 +20,7 @@ from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage import hub_path
 from orbax_safetensors.storage.event_loop import Requests
 from orbax_safetensors.storage.hub_api import Contents, HubApi, cached_copy
+from orbax_safetensors.storage.hub_digests import downloaded_sha256
 from orbax_safetensors.storage.links import FileLink, Links, link_to
 from orbax_safetensors.storage.local import LocalFile
 from orbax_safetensors.storage.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
@@ -114,6 +115,22 @@ class HubStore:
     def find(self, path: str) -> File | None:
         """Return `open`, or None if there is no such file."""
         return self.open(path) if self._key(path) in self._contents.files else None
+
+    def sha256(self, path: str) -> str | None:
+        """Return the digest of a large file, from the cache if a copy of the file is there, or from the Hub."""
+        key = self._key(path)
+        if (copy := cached_copy(self._contents, key)) is not None:
+            return downloaded_sha256(copy)
+        contents = self._contents
+        try:
+            place = self._requests.run(
+                self._retries.run(
+                    path, "asking the Hub", lambda: self._api.place(contents.repository, contents.commit, key)
+                )
+            )
+        except CancelledError:
+            raise StorageError(f"{path}: asking the Hub was cancelled") from None
+        return place.sha256
 
     def cancel(self) -> None:
         """End requests that open files."""

@@ -32,6 +32,7 @@ from huggingface_hub.errors import (
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage.event_loop import in_thread
+from orbax_safetensors.storage.hub_digests import sha256_of
 from orbax_safetensors.storage.hub_path import HubPath
 from orbax_safetensors.storage.links import origin, timeout_seconds
 from orbax_safetensors.storage.retries import RefusedError, WrongAnswerError
@@ -59,11 +60,13 @@ class FileAddress:
       url: where ranges of it can be had; a secret, as it may be signed.
       headers: what goes with requests to `url`, secrets among them.
       nbytes: of the file.
+      sha256: of the file, if it is a large one.
     """
 
     url: str = field(repr=False)
     headers: Mapping[str, Any] = field(repr=False)
     nbytes: int
+    sha256: str | None
 
 
 class HubApi:
@@ -115,7 +118,8 @@ class HubApi:
         # Older versions give the length of an answer that only leads elsewhere, which is none.
         if metadata.size is None or (metadata.size == 0 and not of_the_hub):
             raise WrongAnswerError("the Hub does not tell the size of the file")
-        return FileAddress(metadata.location, self._headers if of_the_hub else {}, metadata.size)
+        headers = self._headers if of_the_hub else {}
+        return FileAddress(metadata.location, headers, metadata.size, sha256_of(metadata.etag))
 
     async def _ask(self, repository: str, revision: str, function: Callable[[], _T]) -> _T:
         """Return what a function of `huggingface_hub` returns; one that blocks.

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.storage.hub_digests import downloaded_sha256
 from orbax_safetensors.storage.store import Cost, Stamp
 
 # Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
@@ -41,7 +42,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
 # Many shorter writes may share a page, which would go to the disk as often.
-_MIN_BEGIN_BYTES = 2**20
+_MIN_BEGIN_BYTES = 2**19
 
 
 class LocalFile:
@@ -272,6 +273,10 @@ class LocalStore:
     def find(self, path: str) -> LocalFile | None:
         """Return `open`, or None if nothing has that name."""
         return self.open(path) if os.path.lexists(path) else None
+
+    def sha256(self, path: str) -> str | None:
+        """Return the Hub's digest of a file that came from there, as far as the download left it."""
+        return downloaded_sha256(path)
 
     def cancel(self) -> None:
         """Do nothing, see `LocalFile.cancel`."""

@@ -252,6 +252,9 @@ class RemoteStore:
         """Return `open`, or None if there is no such object."""
         return self._open(path, None)
 
+    def sha256(self, path: str) -> None:
+        """Return None: a server's names for contents are not digests."""
+
     def _open(self, path: str, stamp: Stamp | None) -> RemoteFile | None:
         key = self._key(path)
         if stamp is not None:

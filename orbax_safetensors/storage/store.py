@@ -153,6 +153,9 @@ class Store(Protocol):
     def find(self, path: str) -> File | None:
         """Return `open`, or None if there is no such file."""
 
+    def sha256(self, path: str) -> str | None:
+        """Return the SHA-256, in lower-case hexadecimal, that the Hugging Face Hub has of a file; None if unknown."""
+
     def cancel(self) -> None:
         """Make pending calls of `open` in other threads fail soon, and all later calls."""
 

@@ -20,6 +20,7 @@ from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.progress import SECONDS
 from orbax_safetensors.transfer.strided_copy import elements, words
+from orbax_safetensors.transfer.sums import Sums
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=File | NewFile)
@@ -61,11 +62,15 @@ class _Copy(NamedTuple):
 
 
 class Transfer(ABC, Generic[_F]):
-    """Open files and threads for the plans of one restore or save; `counters` are final once `run` has returned."""
+    """Open files and threads for the plans of one restore or save; `counters` are final once `run` has returned.
 
-    def __init__(self, open_file: Callable[[int], _F], threads: int) -> None:
+    `sums`, if set, get what moves.
+    """
+
+    def __init__(self, open_file: Callable[[int], _F], threads: int, sums: Sums | None = None) -> None:
         """Open no file yet: `open_file` opens each, by number, when it is first needed, and `close` closes all."""
         self.counters = Counters()
+        self.sums = sums
         self._open_file = open_file
         self._threads = threads
         self._files: dict[int, _F] = {}
@@ -192,15 +197,14 @@ class Transfer(ABC, Generic[_F]):
     def _runs(self, window: Window, packed: np.ndarray) -> None:
         """Move the bytes of a window, which `packed` holds, with one request for each run."""
         begin = window.part.location.begin
-        self._pieces(
-            self._file(window.part.file),
-            ((begin + at, length) for at, length in window.part.access.runs.pieces(window.low, window.high)),
-            packed,
-        )
+        pieces = ((begin + at, length) for at, length in window.part.access.runs.pieces(window.low, window.high))
+        self._pieces(window.part.file, pieces, packed)
 
-    def _pieces(self, file: _F, pieces: Iterable[tuple[int, int]], packed: np.ndarray) -> None:
+    def _pieces(self, number: int, pieces: Iterable[tuple[int, int]], packed: np.ndarray) -> None:
         """Move the `pieces` `(offset, nbytes)` of a file, which lie in `packed` one after the other."""
         memory = packed.data
+        if self.sums is not None:
+            pieces = list(pieces)  # to sum what has moved
         done = requests = 0
 
         def ranges() -> Iterator[tuple[int, Sequence[memoryview]]]:
@@ -209,8 +213,10 @@ class Transfer(ABC, Generic[_F]):
                 yield offset, [memory[done : done + nbytes]]
                 done, requests = done + nbytes, requests + 1
 
-        self._move(file, ranges())
+        self._move(self._file(number), ranges())
         self._count(requests, done)
+        if self.sums is not None:
+            self.sums.add_pieces(number, list(pieces), memory)
 
     def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
         self._move(self._file(extent.file), [(extent.begin, buffers)])

@@ -9,13 +9,15 @@ import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.coalesce import Encoded, Staged
+from orbax_safetensors.geometry.crc import remainder
 from orbax_safetensors.geometry.elementwise import apply
 from orbax_safetensors.storage.store import File, Stamp
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.engine import Transfer, Window, of_window
-from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
+from orbax_safetensors.transfer.plan import Block, Constant, Extent, TransferPlan, same_bits
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
+from orbax_safetensors.transfer.sums import Sums
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -23,9 +25,9 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 class Reader(Transfer[File]):
     """Fills memory from files."""
 
-    def __init__(self, open_file: Callable[[int], File], threads: int) -> None:
+    def __init__(self, open_file: Callable[[int], File], threads: int, sums: Sums | None = None) -> None:
         """See `Transfer`."""
-        super().__init__(open_file, threads)
+        super().__init__(open_file, threads, sums)
         self._lossless: Sequence[bool] = ()
         self._mappings: dict[int, memoryview] = {}
 
@@ -57,6 +59,14 @@ class Reader(Transfer[File]):
         """Raise `StorageError` if a file that was opened has changed since its stamp was taken."""
         for number, file in self._files.items():
             file.check(stamps[number])
+
+    def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
+        super()._extent(extent, buffers)
+        if self.sums is not None:
+            begin = extent.begin
+            for buffer in buffers:
+                self.sums.add(extent.file, begin, buffer.nbytes, remainder(buffer))
+                begin += buffer.nbytes
 
     def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         file.read(ranges)
@@ -91,8 +101,10 @@ class Reader(Transfer[File]):
         """Read a window straight into place; return False, and read nothing, if that is not possible or not faster."""
         location = window.part.location
         ends = [window.part.ends[use.buffer] for use in access.uses]
-        if access.runs.modes or not all(
-            same_bits(end.ops, location.dtype, window.blocks[end.block].dtype) for end in ends
+        if (
+            self.sums is not None
+            or access.runs.modes
+            or not all(same_bits(end.ops, location.dtype, window.blocks[end.block].dtype) for end in ends)
         ):
             return False
         itemsize = location.dtype.itemsize
@@ -114,10 +126,13 @@ class Reader(Transfer[File]):
         begin, nbytes = next(iter(window.part.access.runs.pieces(window.low, window.high)))
         if nbytes < window.high - window.low:
             return None
-        answer = self._file(window.part.file).answer(window.part.location.begin + begin, nbytes)
+        offset = window.part.location.begin + begin
+        answer = self._file(window.part.file).answer(offset, nbytes)
         if answer is None:
             return None
         self._count(1, nbytes)
+        if self.sums is not None:
+            self.sums.add(window.part.file, offset, nbytes, remainder(answer))
         return np.frombuffer(answer, np.uint8)
 
     def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
@@ -134,7 +149,7 @@ class Reader(Transfer[File]):
         decoded, factors, codes = np.split(buffer, [buffer.size - scale_bytes - code_bytes, buffer.size - code_bytes])
         self._runs(window, codes)
         number, begin = window.part.location.scales
-        self._pieces(self._file(number), ((begin + offset, length) for offset, length in scales.ranges), factors)
+        self._pieces(number, ((begin + offset, length) for offset, length in scales.ranges), factors)
         decode(access.encoding, scales.segments, codes, factors, decoded.view(dtype))
         return decoded, dtype
 

@@ -1,5 +1,9 @@
 """`verify`: a line for each fault."""
 
+import numpy as np
+
+import orbax_safetensors as ost
+
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
@@ -40,3 +44,27 @@ def test_an_index_alone(cli, directory):
     result = cli("verify", directory)
     assert (result.status, result.err) == (1, "")
     assert result.out.splitlines() == [f"{directory / file}: is named by the index and missing" for file in FILES]
+
+
+def test_data_against_the_checksums_of_its_save(cli, tmp_path):
+    saved = tmp_path / "saved"
+    ost.save(saved, {"a": np.arange(100), "b": np.ones(7)}, index=False)
+    text = f"{saved}: compared 2 tensors with the checksums of the save, 856 bytes read\n"
+    assert cli("verify", "--data", saved) == (0, f"{text}{saved}: OK, 2 tensors in 1 file\n", "")
+    content = bytearray((saved / "model.safetensors").read_bytes())
+    content[-1] ^= 128
+    (saved / "model.safetensors").write_bytes(content)
+    assert cli("verify", saved).status == 0
+    result = cli("verify", "--data", saved)
+    fault, compared = result.out.splitlines()
+    assert (result.status, result.err, f"{compared}\n") == (1, "", text)
+    assert fault.startswith(f"{saved}/model.safetensors: tensor 'b': its bytes have changed since the save")
+
+
+def test_data_with_nothing_to_compare_it_with(cli, directory):
+    result = cli("verify", "--data", directory)
+    lines = result.out.splitlines()
+    assert result.status == 1
+    for file, line in zip(FILES, lines, strict=False):
+        assert line.startswith(f"{directory / file}: there is nothing to check its data against")
+    assert lines[-1] == f"{directory}: compared nothing, 0 bytes read"

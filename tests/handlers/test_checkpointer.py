@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.storage import retries
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call
@@ -206,7 +207,7 @@ def test_what_is_there_is_kept_unless_forced(place, checkpointer, tree):
     checkpointer.save(url, {"other": B}, force=True)
     is_values(checkpointer.restore(url), {"other": B})
     index = {"_METADATA", "_sharding", "_LINKED_FILES", "manifest.ocdbt", "array_metadatas/process_0", "d/"}
-    names = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors"} | index
+    names = {"_CHECKPOINT_METADATA", "commit_success.txt", "model.safetensors", CHECKSUMS_NAME} | index
     assert list(map(alike, objects(place))) == sorted(["saved.other/x", *(f"saved/{name}" for name in names)])
 
 

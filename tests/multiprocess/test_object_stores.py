@@ -28,7 +28,7 @@ def test_what_several_processes_save(together):
     assert [of_process["whole"] for of_process in found] == [[]] * PROCESSES
     options = ost.SafetensorsOptions(storage_options=s3.options)
     for name in ("one", "many", "whole"):
-        assert ost.verify(f"{s3.url}/{name}", options=options) == []
+        assert ost.verify(f"{s3.url}/{name}", data=True, options=options) == []
         restored = ost.SafetensorsHandler(options=options).restore(f"{s3.url}/{name}")
         assert restored.keys() == expected().keys()
         for leaf, host in expected().items():
@@ -42,7 +42,8 @@ def test_what_several_processes_save(together):
     assert sum(written) == sum(host.nbytes for host in expected().values())
     assert max(written) <= 1.3 * np.mean(written)
     names = [one["path"] for one in obstore.list(s3.store(), "one").collect()]
-    assert names == ["one/config.json"] + [f"one/model-{n + 1:05}-of-{PROCESSES:05}.safetensors" for n in range(4)]
+    files = [f"one/model-{number + 1:05}-of-{PROCESSES:05}.safetensors" for number in range(PROCESSES)]
+    assert names == ["one/config.json", *files, "one/safetensors.checksums.json"]
     # Whole tensors, in files with an index as one process writes them, which are as long.
     checkpoint = ost.open_checkpoint(f"{s3.url}/whole", options=options)
     assert all(len(tensor.pieces) == 1 and not any(tensor.pieces[0].start) for tensor in checkpoint.tensors.values())
@@ -81,7 +82,12 @@ def test_what_several_processes_save(together):
         assert again["said"].startswith("process 0 failed") == (process > 0)
         assert (again["before"], again["after"], again["custom"]) == (["a", "b"], ["a"], {})
     names = [one["path"].partition("/")[2] for one in obstore.list(s3.store(), "again").collect()]
-    assert sorted(names) == ["_CHECKPOINT_METADATA", "commit_success.txt", "model-00001-of-00001.safetensors"]
+    assert sorted(names) == [
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "model-00001-of-00001.safetensors",
+        "safetensors.checksums.json",
+    ]
     # One that cannot even use its way to the store ends the save of all, whatever it was about to do there.
     for process, of_process in enumerate(found):
         for failed, said in zip((1, 1, 0), of_process["one alone"], strict=True):

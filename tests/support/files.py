@@ -16,6 +16,7 @@ import safetensors
 from etils import epath
 
 import orbax_safetensors as ost
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.dtypes import from_numpy
 
 # TensorStore closes its files in the background, soon after it has said that it is done.
@@ -73,8 +74,8 @@ FOR_ORBAX = frozenset(("_LINKED_FILES", "_METADATA", "_sharding", "array_metadat
 
 
 def other_names(directory: Path) -> list[str]:
-    """The names in a directory, sorted, without those of the index that a save writes for Orbax."""
-    return sorted(path.name for path in directory.iterdir() if path.name not in FOR_ORBAX)
+    """The names in a directory, sorted, without the index that a save writes for Orbax and without its checksums."""
+    return sorted(path.name for path in directory.iterdir() if path.name not in FOR_ORBAX | {CHECKSUMS_NAME})
 
 
 def stored_arrays(directory: str | os.PathLike[str]) -> dict[str, np.ndarray]:

@@ -1,0 +1,102 @@
+"""The checksums that a save has recorded beside the files of a checkpoint, and tensors that differ from them."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections.abc import Mapping
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.errors import ChecksumError
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, parse
+from orbax_safetensors.format.names import some
+from orbax_safetensors.geometry.crc import crc_of
+from orbax_safetensors.storage.store import read_small
+from orbax_safetensors.transfer.sums import Sums
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 2**30
+
+Recorded = Mapping[str, FileChecksums]  # by the name of a file
+
+
+class Comparison:
+    """Of a restore: the tensors that this process reads whole, with the checksums of their save."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raise `ChecksumError` if there are no checksums of a file, or if a file is not the one that was saved."""
+        recorded = read_checksums(checkpoint) or {}
+        self.sums = Sums(with_gaps=False)
+        self._checkpoint = checkpoint
+        self._recorded: list[FileChecksums] = []
+        for number, stored in enumerate(checkpoint.files):
+            of_file = recorded.get(posixpath.basename(stored.path))
+            if of_file is None:
+                raise ChecksumError(
+                    f"{stored.path}: no save has recorded checksums of it, which "
+                    "SafetensorsOptions(checksums=True) compares"
+                )
+            if (other := other_file(checkpoint, number, of_file)) is not None:
+                raise other
+            self._recorded.append(of_file)
+
+    def check(self) -> None:
+        """Raise `ChecksumError` with the names of all tensors that differ from what was saved."""
+        changed, compared = [], 0
+        for number, of_file in enumerate(self._recorded):
+            faults, tensors = changed_tensors(self._checkpoint, number, of_file, self.sums)
+            changed += faults
+            compared += tensors
+        if len(changed) == 1:
+            raise changed[0]
+        if changed:
+            raise ChecksumError(f"{len(changed)} tensors have changed: {some(changed, separator='; ')}")
+        logger.info(
+            "%s: compared %d of %d tensors with the checksums of their save",
+            self._checkpoint.path,
+            compared,
+            sum(len(stored.header.tensors) for stored in self._checkpoint.files),
+        )
+
+
+def read_checksums(checkpoint: Checkpoint) -> Recorded | None:
+    """Return the record beside a checkpoint's files; None if there is none.
+
+    Raises `ChecksumError` if it is not one, and `StorageError` if it cannot be read.
+    """
+    directory = posixpath.dirname(checkpoint.path) if checkpoint.is_file else checkpoint.path
+    path = posixpath.join(directory, CHECKSUMS_NAME)
+    file = checkpoint.store.find(path)
+    return None if file is None else parse(read_small(file, _MAX_BYTES), path=path)
+
+
+def other_file(checkpoint: Checkpoint, number: int, recorded: FileChecksums) -> ChecksumError | None:
+    """Return an error if a file has another size or another header than the recorded one."""
+    stored = checkpoint.files[number]
+    if stored.fingerprint == recorded.fingerprint and stored.header.tensors.keys() == recorded.tensors.keys():
+        return None
+    return ChecksumError(
+        f"{stored.path}: is not the file that was saved: expected {dict(recorded.fingerprint)}, found "
+        f"{dict(stored.fingerprint)}"
+    )
+
+
+def changed_tensors(
+    checkpoint: Checkpoint, number: int, recorded: FileChecksums, sums: Sums
+) -> tuple[list[ChecksumError], int]:
+    """Return an error for each tensor of a file that `sums` have all of and that differs, and how many these have."""
+    stored = checkpoint.files[number]
+    remainders, whole = sums.of_tensors(number, stored.header)
+    faults = []
+    for (name, entry), part, is_whole in zip(
+        stored.header.tensors.items(), remainders.tolist(), whole.tolist(), strict=True
+    ):
+        if is_whole and (found := crc_of(part, entry.nbytes)) != (expected := recorded.tensors[name]):
+            faults.append(
+                ChecksumError(
+                    f"{stored.path}: tensor {name!r}: its bytes have changed since the save: expected CRC-32 "
+                    f"{expected:08x}, found {found:08x}"
+                )
+            )
+    return faults, int(whole.sum())

@@ -1,0 +1,204 @@
+"""Read all data of a checkpoint, and compare it with what was recorded of it: checksums of a save, digests of the Hub.
+
+Threads take pieces of several files in turn. Each has one buffer, so memory does not grow with the files. SHA-256 needs
+the bytes of a file in their order: a thread then waits until it is the turn of its piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.checksums import changed_tensors, other_file, read_checksums
+from orbax_safetensors.errors import ChecksumError, MissingError, SafetensorsError
+from orbax_safetensors.format.checksums import FileChecksums
+from orbax_safetensors.geometry.crc import remainder
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.store import File
+from orbax_safetensors.transfer.sums import Sums
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What a check of data found.
+
+    Attributes:
+      faults: tensors and files that differ, and files with nothing to compare them with.
+      tensors: how many were compared with the checksums of a save.
+      files: how many were compared with the Hub's SHA-256.
+      nbytes: bytes that were read.
+    """
+
+    faults: tuple[SafetensorsError, ...]
+    tensors: int
+    files: int
+    nbytes: int
+
+
+def check_data(checkpoint: Checkpoint, options: SafetensorsOptions) -> DataCheck:
+    """Read every file that has something to compare it with, once, from its beginning to its end.
+
+    `threads`, `direct` and `in_flight_bytes` of `options` count. A file that cannot be read is a fault.
+    """
+    recorded = read_checksums(checkpoint)
+    faults: list[SafetensorsError] = []
+    checks: list[_FileCheck] = []
+    for number, stored in enumerate(checkpoint.files):
+        of_file = (recorded or {}).get(posixpath.basename(stored.path))
+        sha256 = checkpoint.store.sha256(stored.path)
+        if of_file is None and sha256 is None:
+            faults.append(
+                ChecksumError(
+                    f"{stored.path}: there is nothing to check its data against: no save has recorded checksums of it, "
+                    "and no SHA-256 of the Hugging Face Hub is known"
+                )
+            )
+        if of_file is not None and (other := other_file(checkpoint, number, of_file)) is not None:
+            faults.append(other)
+            of_file = None
+        if of_file is not None or sha256 is not None:
+            checks.append(_FileCheck(checkpoint, number, of_file, sha256))
+    present = {posixpath.basename(stored.path) for stored in checkpoint.files}
+    for name in () if checkpoint.is_file else sorted((recorded or {}).keys() - present):
+        faults.append(MissingError(f"{posixpath.join(checkpoint.path, name)}: was saved, and is not in the checkpoint"))
+    nbytes = sum(check.nbytes for check in checks)
+    store = reading(checkpoint.store, options.direct, nbytes)
+    checkpoint = replace(checkpoint, store=store)
+    pace = store.cost.pace(options.threads, None, options.in_flight_bytes)
+    for first in range(0, len(checks), pace.requests):
+        _read(checkpoint, checks[first : first + pace.requests], pace.requests, pace.max_request_bytes)
+    tensors = files = 0
+    for check in checks:
+        found, compared = check.result()
+        faults += found
+        tensors += compared
+        files += check.sha256 is not None and check.failure is None
+    return DataCheck(tuple(faults), tensors, files, nbytes)
+
+
+class _FileCheck:
+    """A file, what to compare it with, and what was found of it so far."""
+
+    def __init__(self, checkpoint: Checkpoint, number: int, recorded: FileChecksums | None, sha256: str | None) -> None:
+        self.stored = checkpoint.files[number]
+        self.number = number
+        self.sha256 = sha256
+        self.failure: SafetensorsError | None = None
+        self.file: File | None = None
+        self._checkpoint = checkpoint
+        self._recorded = recorded
+        self._entries = sorted(self.stored.header.tensors.values(), key=lambda entry: (entry.begin, entry.end))
+        self._sums = Sums(with_gaps=False)
+        self._digest = hashlib.sha256()
+        self._begin = 0 if sha256 is not None else self.stored.header.data_start  # the header is compared already
+        self._hashed = self._begin
+        self._turn = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.stamp.nbytes - self._begin
+
+    def pieces(self, length: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges `[begin, end)` to read."""
+        size = self.stored.stamp.nbytes
+        for begin in range(self._begin, size, length):
+            yield begin, min(begin + length, size)
+
+    def read(self, begin: int, end: int, memory: memoryview) -> None:
+        """Read a piece into `memory`, and sum it. Every piece is read, in any order, unless one has failed."""
+        try:
+            if self.failure is None:
+                assert self.file is not None
+                self.file.read([(begin, [memory])])
+                if self._recorded is not None:
+                    self._sum(begin, end, memory)
+        except SafetensorsError as error:
+            self.failure = error
+        finally:
+            if self.sha256 is not None:
+                with self._turn:
+                    self._turn.wait_for(lambda: self._hashed == begin)
+                if self.failure is None:
+                    self._digest.update(memory)
+                with self._turn:
+                    self._hashed = end
+                    self._turn.notify_all()
+
+    def _sum(self, begin: int, end: int, memory: memoryview) -> None:
+        base = self.stored.header.data_start
+        first = bisect_right(self._entries, begin - base, key=lambda entry: entry.end)
+        for entry in self._entries[first:]:
+            low, high = max(base + entry.begin, begin), min(base + entry.end, end)
+            if low >= end:
+                return
+            self._sums.add(self.number, low, high - low, remainder(memory[low - begin : high - begin]))
+
+    def result(self) -> tuple[Sequence[SafetensorsError], int]:
+        """Return the faults of the file, and how many of its tensors were compared with recorded checksums."""
+        if self.failure is not None:
+            return [self.failure], 0
+        faults: list[SafetensorsError] = []
+        tensors = 0
+        if self._recorded is not None:
+            changed, tensors = changed_tensors(self._checkpoint, self.number, self._recorded, self._sums)
+            faults += changed
+        if self.sha256 is not None and (found := self._digest.hexdigest()) != self.sha256:
+            faults.append(
+                ChecksumError(
+                    f"{self.stored.path}: is not the file that the Hugging Face Hub has: expected SHA-256 "
+                    f"{self.sha256}, found {found}"
+                )
+            )
+        return faults, tensors
+
+
+def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, piece_bytes: int) -> None:
+    """Read a few files at once, and close them."""
+    turns = zip_longest(*([(check, *piece) for piece in check.pieces(piece_bytes)] for check in checks))
+    tasks = (task for task in chain.from_iterable(turns) if task is not None)
+    lock = threading.Lock()
+    stopped = False
+
+    def work() -> None:
+        (buffer,) = allocate([piece_bytes])
+        while not stopped:
+            with lock:
+                task = next(tasks, None)
+            if task is None:
+                return
+            check, begin, end = task
+            check.read(begin, end, buffer.data[: end - begin])
+
+    try:
+        for check in checks:
+            try:
+                check.file = checkpoint.open_file(check.number)
+            except SafetensorsError as error:
+                check.failure = error
+        with ThreadPoolExecutor(threads, "safetensors") as pool:
+            working = [pool.submit(work) for _ in range(threads)]
+            try:
+                wait(working)
+            finally:  # after an interrupt too
+                stopped = True
+        for future in working:
+            future.result()
+        for check in checks:
+            if check.file is not None and check.failure is None:
+                try:
+                    check.file.check(check.stored.stamp)
+                except SafetensorsError as error:
+                    check.failure = error
+    finally:
+        for check in checks:
+            if check.file is not None:
+                check.file.close()

@@ -1,0 +1,54 @@
+"""`safetensors.checksums.json`: the checksum of every tensor that a save has written, which no header can hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orbax_safetensors.errors import ChecksumError
+
+CHECKSUMS_NAME = "safetensors.checksums.json"
+
+_ALGORITHM = "crc32"
+_CRC = re.compile(r"[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class FileChecksums:
+    """What a file was: its size and a digest of its header, and the CRC-32 of the bytes of each tensor in it."""
+
+    fingerprint: Mapping[str, Any]
+    tensors: Mapping[str, int]
+
+
+def encode(files: Mapping[str, FileChecksums]) -> bytes:
+    """Return the content of `CHECKSUMS_NAME` for files by name."""
+    document = {
+        "algorithm": _ALGORITHM,
+        "files": {
+            name: {**of_file.fingerprint, "tensors": {tensor: f"{crc:08x}" for tensor, crc in of_file.tensors.items()}}
+            for name, of_file in files.items()
+        },
+    }
+    return f"{json.dumps(document, indent=1)}\n".encode()
+
+
+def parse(content: bytes, *, path: str) -> dict[str, FileChecksums]:
+    """Return checksums by the name of their file; `ChecksumError`, which names `path`, if that is not what it has."""
+    try:
+        document = json.loads(content)
+        if (algorithm := document["algorithm"]) != _ALGORITHM:
+            raise ValueError(f"expected the algorithm {_ALGORITHM}, found {algorithm!r:.80}")
+        return {name: _of_file(dict(facts)) for name, facts in document["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ChecksumError(f"{path}: does not have the checksums of a save: {error!r:.200}") from error
+
+
+def _of_file(facts: dict[str, Any]) -> FileChecksums:
+    tensors = facts.pop("tensors")
+    if not all(_CRC.fullmatch(text) for text in tensors.values()):
+        raise ValueError("expected 8 hexadecimal digits for each tensor")
+    return FileChecksums(facts, {name: int(text, 16) for name, text in tensors.items()})

@@ -1,0 +1,121 @@
+"""`SafetensorsOptions(checksums=True)`: a restore compares what it reads whole, and nothing else."""
+
+import logging
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.geometry import crc
+from orbax_safetensors.transfer import reader
+from tests.support.files import random_bits
+from tests.support.saves import BF16, RNG
+
+TREE = {"a": random_bits(RNG, (16, 64), BF16), "b": random_bits(RNG, (8, 40), BF16), "c": np.arange(5, dtype=np.int32)}
+CHECKED = ost.SafetensorsOptions(checksums=True)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    ost.save(tmp_path / "saved", TREE, index=False)
+    return tmp_path / "saved"
+
+
+def damage(directory, *names):
+    checkpoint = ost.open_checkpoint(directory)
+    for name in names:
+        number, begin = checkpoint.begin(name)
+        with open(checkpoint.files[number].path, "r+b") as file:
+            file.seek(begin + 3)
+            (byte,) = file.read(1)
+            file.seek(begin + 3)
+            file.write(bytes([byte ^ 16]))
+
+
+def target(mesh, spec):
+    return {
+        name: jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=NamedSharding(mesh, spec if array.ndim == 2 else P())
+        )
+        for name, array in TREE.items()
+    }
+
+
+SPECS = [P(), P("x"), P(None, "y"), P("y", "x"), P(None, ("x", "y"))]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_shards_that_are_all_of_this_process(saved, mesh, spec, caplog):
+    with caplog.at_level(logging.INFO):
+        restored = ost.load(saved, target(mesh, spec), options=CHECKED)
+    assert all(np.asarray(restored[name]).tobytes() == array.tobytes() for name, array in TREE.items())
+    assert "compared 3 of 3 tensors with the checksums of their save" in caplog.text
+    damage(saved, "b")
+    with pytest.raises(ost.ChecksumError, match=r"model.safetensors: tensor 'b': its bytes have changed"):
+        ost.load(saved, target(mesh, spec), options=CHECKED)
+    ost.load(saved, target(mesh, spec))
+
+
+def test_all_changed_tensors_are_named(saved):
+    damage(saved, "a", "c")
+    with pytest.raises(ost.ChecksumError, match="2 tensors have changed: .*'c'.*'a'"):
+        ost.load(saved, options=CHECKED)
+
+
+def test_casts_and_transposes(saved, mesh):
+    def transposed(config):
+        return {name: ost.mapping.tensor(name, array.shape).T for name, array in TREE.items()}
+
+    names = ost.mapping.Family("toy.transposed", (), transposed)
+    item = {
+        name: jax.ShapeDtypeStruct(
+            array.T.shape, np.float32, sharding=NamedSharding(mesh, P("x" if array.ndim == 2 else None))
+        )
+        for name, array in TREE.items()
+    }
+    args = {"family": names, "options": CHECKED}
+    ost.load(saved, item, **args)
+    damage(saved, "a")
+    with pytest.raises(ost.ChecksumError, match="'a'"):
+        ost.load(saved, item, **args)
+
+
+def test_what_is_not_read_whole_is_not_compared(saved, caplog):
+    damage(saved, "a", "b")
+    with caplog.at_level(logging.INFO):
+        restored = ost.SafetensorsHandler(options=CHECKED).restore(
+            saved, ost.SafetensorsRestore({"c": TREE["c"]}, partial_restore=True)
+        )
+    assert restored["c"].tolist() == TREE["c"].tolist()
+    assert "compared 1 of 3 tensors" in caplog.text
+
+
+def test_without_a_record_it_is_an_error(saved):
+    (saved / CHECKSUMS_NAME).unlink()
+    with pytest.raises(ost.ChecksumError, match="no save has recorded checksums of it"):
+        ost.load(saved, options=CHECKED)
+
+
+def test_another_file_is_an_error(saved):
+    path = saved / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"format":"pt"', b'"format":"tf"'))
+    with pytest.raises(ost.ChecksumError, match="is not the file that was saved"):
+        ost.load(saved, options=CHECKED)
+
+
+def test_it_costs_nothing_without(saved):
+    with mock.patch.object(crc, "crc32", side_effect=AssertionError), mock.patch.object(reader, "remainder", None):
+        ost.load(saved)
+
+
+def test_alias_is_refused():
+    with pytest.raises(ost.SafetensorsError, match="alias reads no bytes"):
+        ost.SafetensorsOptions(alias=True, checksums=True)
+    with pytest.raises(ost.SafetensorsError, match="checksums is 1, must be True or False"):
+        ost.SafetensorsOptions(checksums=1)
