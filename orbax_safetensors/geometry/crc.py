@@ -26,9 +26,9 @@ _POLYNOMIAL = 0xEDB88320
 _ONE, _X8 = 1 << 31, 1 << 23
 
 
-def remainder(part: Buffer, before: int = 0) -> int:
-    """Return the remainder of a part, or of it and a part `before` it; the interpreter lock is free meanwhile."""
-    return int(crc32(part, before ^ _ONES)) ^ _ONES
+def remainder(part: Buffer) -> int:
+    """Return the remainder of a part; the interpreter lock is free meanwhile."""
+    return int(crc32(part, _ONES)) ^ _ONES
 
 
 def crc_of(remainder_of_all: int, nbytes: int) -> int:

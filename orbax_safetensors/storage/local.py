@@ -42,7 +42,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
 # Many shorter writes may share a page, which would go to the disk as often.
-_MIN_BEGIN_BYTES = 2**19
+_MIN_BEGIN_BYTES = 2**20
 
 
 class LocalFile:

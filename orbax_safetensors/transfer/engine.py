@@ -221,6 +221,8 @@ class Transfer(ABC, Generic[_F]):
     def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
         self._move(self._file(extent.file), [(extent.begin, buffers)])
         self._count(1, extent.end - extent.begin)
+        if self.sums is not None:
+            self.sums.add_buffers(extent.file, extent.begin, buffers)
 
     def _count(self, requests: int, nbytes: int) -> None:
         with self._lock:

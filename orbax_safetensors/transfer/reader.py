@@ -14,7 +14,7 @@ from orbax_safetensors.geometry.elementwise import apply
 from orbax_safetensors.storage.store import File, Stamp
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.engine import Transfer, Window, of_window
-from orbax_safetensors.transfer.plan import Block, Constant, Extent, TransferPlan, same_bits
+from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
 from orbax_safetensors.transfer.sums import Sums
@@ -59,14 +59,6 @@ class Reader(Transfer[File]):
         """Raise `StorageError` if a file that was opened has changed since its stamp was taken."""
         for number, file in self._files.items():
             file.check(stamps[number])
-
-    def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
-        super()._extent(extent, buffers)
-        if self.sums is not None:
-            begin = extent.begin
-            for buffer in buffers:
-                self.sums.add(extent.file, begin, buffer.nbytes, remainder(buffer))
-                begin += buffer.nbytes
 
     def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         file.read(ranges)

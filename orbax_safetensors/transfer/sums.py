@@ -38,6 +38,12 @@ class Sums:
             with self._lock:
                 self._of_files.setdefault(file, []).append(_Moved(begin, begin + nbytes, nbytes, part))
 
+    def add_buffers(self, file: int, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Sum and add `buffers`, each of one tensor, which lie in a file one after the other from `begin` on."""
+        for buffer in buffers:
+            self.add(file, begin, buffer.nbytes, remainder(buffer))
+            begin += buffer.nbytes
+
     def add_pieces(self, file: int, pieces: Sequence[tuple[int, int]], memory: memoryview) -> None:
         """Sum and add `pieces` `(offset, nbytes)` of one tensor, which lie in `memory` one after the other."""
         if not pieces or (len(pieces) > 1 and not self._with_gaps):

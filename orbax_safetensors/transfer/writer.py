@@ -8,16 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from orbax_safetensors.geometry.coalesce import Staged
-from orbax_safetensors.geometry.crc import remainder
 from orbax_safetensors.storage.store import NewFile
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.engine import Task, Transfer, Window
-from orbax_safetensors.transfer.plan import Extent
 from orbax_safetensors.transfer.strided_copy import assign, copy_undoing
 from orbax_safetensors.transfer.sums import Sums
-
-# Bytes to write and then sum at a time: they are still in the cache of a core, where a sum takes half as long.
-_SUMMED_BYTES = 2**19
 
 
 class Writer(Transfer[NewFile]):
@@ -48,22 +43,6 @@ class Writer(Transfer[NewFile]):
                 del waiting[number]
             threads_at[number] += 1
             yield partial(work, task)
-
-    def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
-        """See `Transfer`. To sum the bytes while they are in the cache of a core, writes them in short pieces."""
-        if self.sums is None:
-            super()._extent(extent, buffers)
-            return
-        file, begin = self._file(extent.file), extent.begin
-        for buffer in buffers:
-            total = 0
-            for low in range(0, buffer.nbytes, _SUMMED_BYTES):
-                piece = buffer[low : low + _SUMMED_BYTES]
-                file.write(begin + low, [piece])
-                total = remainder(piece, total)
-            self.sums.add(extent.file, begin, buffer.nbytes, total)
-            begin += buffer.nbytes
-        self._count(1, begin - extent.begin)
 
     def _move(self, file: NewFile, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         for offset, buffers in ranges:

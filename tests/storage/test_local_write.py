@@ -140,11 +140,11 @@ def test_long_writes_begin_to_go_to_the_disk_if_the_file_will_be_synced(path, mo
     begun = []
     monkeypatch.setattr(local, "_SYNC_FILE_RANGE", lambda *args: begun.append(args))
     file = LocalStore().create(path, sync=sync)
-    long = bytes(2**19)
+    long = bytes(2**20)
     write(file, 2**32, long, b"x")
     write(file, 0, long[:-1])
     begun = [(descriptor, begin.value, nbytes.value, what) for descriptor, begin, nbytes, what in begun]
-    assert begun == ([(file._descriptor, 2**32, 2**19 + 1, 2)] if sync else [])
+    assert begun == ([(file._descriptor, 2**32, 2**20 + 1, 2)] if sync else [])
     file.close()
 
 
