@@ -25,7 +25,7 @@ MAX_REQUEST_BYTES = 16 * 2**20
 MAX_STAGED_BYTES = 4 * 2**20
 # Rows of a window that is transposed. The destination is then written in runs of as many elements: shorter runs take
 # long to write, and runs that begin and end within a cache line take longer.
-_TRANSPOSED_ROWS = 512
+_TRANSPOSED_ROWS = 128
 _TALLEST = 4  # times as long as other windows
 _LINE_BYTES = 64
 _DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer

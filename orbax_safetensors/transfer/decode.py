@@ -42,9 +42,8 @@ def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np
         tables, numbers = _power_tables(encoding.codes.name, out.dtype), scales[segments.scales]
     else:
         factors, numbers = _factors(encoding.scales, scales), segments.scales
-        if factors.size * len(values) > codes.size:  # tables would have more elements than the tensor
-            each = np.repeat(factors[numbers], lengths)
-            _multiply(values[codes], each[:, None], out.reshape(codes.size, -1))
+        if 2 * factors.size * len(values) > codes.size:  # tables would take longer to make than to use
+            _multiply_each(values, codes, factors[numbers], lengths, out)
             return
         tables = _tables(values, factors, out.dtype)
     begins = numbers.astype(np.min_scalar_type(tables.size - 1)) << 8  # of the table of each segment
@@ -70,6 +69,21 @@ def _tables(values: np.ndarray, factors: np.ndarray, dtype: np.dtype) -> np.ndar
 def _power_tables(codes: str, dtype: np.dtype) -> np.ndarray:
     """Return the tables of all U8 scales."""
     return _tables(_VALUES[codes], _POWERS, dtype)
+
+
+def _multiply_each(
+    values: np.ndarray, codes: np.ndarray, factors: np.ndarray, lengths: np.ndarray, out: np.ndarray
+) -> None:
+    """Write the elements of `codes`, of which each factor is for as many as `lengths` says."""
+    if (lengths != lengths[0]).any():
+        factors = np.repeat(factors, lengths)
+    rows, products = codes.reshape(factors.size, -1), out.reshape(factors.size, -1)
+    step = max(_CHUNK // rows.shape[1], 1)
+    buffer = np.empty((min(step, len(rows)), rows.shape[1], values.shape[1]), np.float32)
+    for chunk in (slice(begin, begin + step) for begin in range(0, len(rows), step)):
+        here = buffer[: len(rows[chunk])]
+        np.take(values, rows[chunk], axis=0, out=here, mode="clip")
+        _multiply(here.reshape(len(here), -1), factors[chunk, None], products[chunk])
 
 
 def _multiply(values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> None:
