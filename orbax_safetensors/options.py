@@ -114,7 +114,9 @@ class SafetensorsOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise SafetensorsError(f"SafetensorsOptions: {name} is {value!r}, must be True or False")
         if self.alias and self.checksums:
-            raise SafetensorsError("SafetensorsOptions: alias reads no bytes, of which checksums could be compared")
+            raise SafetensorsError(
+                "SafetensorsOptions: alias and checksums exclude each other, because alias reads nothing"
+            )
         if self.alignment % 8:
             raise SafetensorsError(f"SafetensorsOptions: alignment is {self.alignment}, must be a multiple of 8")
 

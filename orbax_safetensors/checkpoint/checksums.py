@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.errors import ChecksumError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, parse
+from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.crc import crc_of
 from orbax_safetensors.storage.store import read_small
@@ -16,7 +17,8 @@ from orbax_safetensors.transfer.sums import Sums
 
 logger = logging.getLogger(__name__)
 
-_MAX_BYTES = 2**30
+# A record names the tensors that headers name, with fewer facts of each.
+_MAX_BYTES = MAX_HEADER_BYTES
 
 Recorded = Mapping[str, FileChecksums]  # by the name of a file
 

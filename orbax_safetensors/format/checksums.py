@@ -13,6 +13,7 @@ from orbax_safetensors.errors import ChecksumError
 CHECKSUMS_NAME = "safetensors.checksums.json"
 
 _ALGORITHM = "crc32"
+_MAX_SHOWN = 200  # characters of both facts of a file, which messages show
 _CRC = re.compile(r"[0-9a-f]{8}")
 
 
@@ -49,6 +50,8 @@ def parse(content: bytes, *, path: str) -> dict[str, FileChecksums]:
 
 def _of_file(facts: dict[str, Any]) -> FileChecksums:
     tensors = facts.pop("tensors")
+    if not (facts.keys() == {"nbytes", "header_sha256"} and len(str(facts)) < _MAX_SHOWN):
+        raise ValueError("expected the size and the digest of the header of each file")
     if not all(_CRC.fullmatch(text) for text in tensors.values()):
         raise ValueError("expected 8 hexadecimal digits for each tensor")
     return FileChecksums(facts, {name: int(text, 16) for name, text in tensors.items()})

@@ -229,7 +229,7 @@ def _check_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
         problems.append(f"not in the checkpoint: {some(missing, with_nearest)}{advice}")
     if unexpected:
         problems.append(
-            "in the checkpoint but not in the tree (a restore with partial_restore=True leaves them out): "
+            "in the checkpoint but not in the tree (SafetensorsRestore with partial_restore=True leaves them out): "
             + some([name for name in stored if name in unexpected], shown)
         )
     if problems:

@@ -84,7 +84,12 @@ def saved_tree(
     try:
         known = registry.find(saved_family, config)
     except MappingError as error:
-        logger.warning("%s: was saved with a family that is not known here: %s", path, error)
+        logger.warning(
+            "%s: was saved with the family %r, which is not known here; pass family= to get its tree: %.200s",
+            path,
+            saved_family,
+            error,
+        )
         return None
     if (family is not None and registry.find(family, config) != known) or variant not in (None, saved_variant):
         return None

@@ -9,6 +9,7 @@ import os
 import re
 
 _SHA256 = re.compile("[0-9a-f]{64}")
+_MAX_LINE = 1024  # characters; commits and digests are shorter
 _METADATA = os.path.join(".cache", "huggingface", "download")
 
 
@@ -42,7 +43,7 @@ def _etag(path: str) -> str | None:
     """Return the second line of a file, which follows the commit; None if there is no such file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            file.readline()
-            return file.readline().strip()
+            file.readline(_MAX_LINE)
+            return file.readline(_MAX_LINE).strip()
     except OSError:
         return None
