@@ -40,17 +40,19 @@ def assert_same_numbers(found, expected):
     assert (same | np.isnan(expected)).all()
 
 
+@pytest.mark.parametrize("length", [256, 1024])  # without and with tables
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
-def test_every_fp8_code_with_scales_of_every_size(dtype):
+def test_every_fp8_code_with_scales_of_every_size(dtype, length):
     scales = np.array(
         [0.0, -0.0, 1.0, -1.5, 1 / 3, 1e-45, 2.0**-126, 3.0e-38, 7.6e35, 3.4e38, np.inf, -np.inf, np.nan], np.float32
     )
-    encoding = Encoding((scales.size, 256), (1, 256), F8, F32)
-    codes = np.tile(np.arange(256, dtype=np.uint8), scales.size)
+    encoding = Encoding((scales.size, length), (1, length), F8, F32)
+    codes = np.tile(np.arange(256, dtype=np.uint8), scales.size * length // 256)
     out = np.empty(codes.size, dtype)
-    decode(encoding, Segments(np.full(scales.size, 256), np.arange(scales.size)), codes, scales.view(np.uint8), out)
+    decode(encoding, Segments(np.full(scales.size, length), np.arange(scales.size)), codes, scales.view(np.uint8), out)
     with np.errstate(all="ignore"):
-        expected = np.array([e4m3(code) for code in range(256)]) * scales.astype(np.float64)[:, None]
+        row = np.array([e4m3(code) for code in range(256)] * (length // 256))
+        expected = row * scales.astype(np.float64)[:, None]
     assert_same_numbers(out, rounded(expected, dtype).reshape(-1))
 
 
