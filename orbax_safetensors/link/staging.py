@@ -57,7 +57,7 @@ class Staging:
         """Raise `StorageError` if something is in the way of the link."""
         check_makeable(self.path)
         if not self._in_source and os.path.lexists(self.destination):
-            raise StorageError(f"{self.destination}: already exists")
+            raise StorageError(f"{self.destination}: already exists; choose another destination")
         in_the_way = {*NAMES} & {*os.listdir(self.destination)} - {*self._placed()} if self._in_source else None
         if in_the_way:
             raise StorageError(

@@ -167,7 +167,7 @@ class UnfinishedCheckpoint:
 
     def _check_free(self) -> None:
         if (fresh(self.path) / FINISHED_FILE).exists() if self._in_place else os.path.lexists(self.path):
-            raise StorageError(f"{self.path}: already exists")
+            raise StorageError(f"{self.path}: already exists; choose another destination")
 
     def _check_place(self) -> None:
         """Raise `StorageError` if something other than a directory is in the place; a symbolic link is not followed."""

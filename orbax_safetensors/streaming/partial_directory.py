@@ -88,7 +88,7 @@ class PartialDirectory:
 
     def _check_free(self) -> None:
         if os.path.lexists(self.destination):
-            raise StorageError(f"{self.destination}: already exists")
+            raise StorageError(f"{self.destination}: already exists; choose another destination")
 
     def _check_place(self) -> None:
         """Raise `StorageError` if the place holds a file that no unfinished directory has; follow no links."""
