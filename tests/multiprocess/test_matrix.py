@@ -54,6 +54,7 @@ def test_bytes_and_requests_are_those_of_the_plan(results):
         planned, found = result["planned"][process], result["measured"]
         expected = {
             "bytes_read": [planned["read_bytes"]],
+            "bytes_needed": [planned["needed_bytes"]],
             "num_reads": [planned["num_requests"]],
             "storage_reads": [planned["num_requests"]],
             "rchar": result["header_bytes"] + planned["read_bytes"],

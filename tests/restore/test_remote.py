@@ -153,7 +153,7 @@ def test_an_interrupt_ends_a_restore(server, monkeypatch):
     server.fail(Cut(None, "stall"), skip=1, times=None)
     real = engine.wait
 
-    def interrupted(futures):
+    def interrupted(futures, timeout=None):
         real(futures, timeout=0.2)
         raise KeyboardInterrupt
 
