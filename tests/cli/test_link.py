@@ -85,4 +85,4 @@ def test_what_is_in_the_way(cli, tmp_path):
     (tmp_path / "to").mkdir()
     done = cli("link", QWEN, tmp_path / "to")
     assert done.status == 1
-    assert done.err == f"error: {tmp_path / 'to'}: already exists\n"
+    assert done.err == f"error: {tmp_path / 'to'}: already exists; choose another destination\n"
