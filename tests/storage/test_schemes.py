@@ -154,6 +154,7 @@ elif sys.argv[2] == "thread":  # which has nothing to do with stores either
 elif sys.argv[2] == "leave":
     thread = threading.Thread(target=lambda: [read(), read()], daemon=True)
     thread.start()
+    time.sleep(1)  # until the first read waits for the server
 """
 # What is registered first comes last.
 READING = """
