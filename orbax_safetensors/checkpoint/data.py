@@ -19,7 +19,6 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import changed_tensors, other_file, read_checksums
 from orbax_safetensors.errors import ChecksumError, MissingError, SafetensorsError
 from orbax_safetensors.format.checksums import FileChecksums
-from orbax_safetensors.geometry.crc import remainder
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
@@ -140,7 +139,7 @@ class _FileCheck:
             low, high = max(base + entry.begin, begin), min(base + entry.end, end)
             if low >= end:
                 return
-            self._sums.add(self.number, low, high - low, remainder(memory[low - begin : high - begin]))
+            self._sums.add_buffers(self.number, low, [memory[low - begin : high - begin]])
 
     def result(self) -> tuple[Sequence[SafetensorsError], int]:
         """Return the faults of the file, and how many of its tensors were compared with recorded checksums."""

@@ -32,8 +32,8 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     and `in_flight_bytes`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is checked.
     There, each array has to open, and chunks are not read; with `data`, that is an error.
 
-    Raises `StorageError` if there is no checkpoint, or one that was never finished, and `ChecksumError` if the record
-    of checksums is damaged, or if `path` is a checkpoint of Orbax and `data` is set.
+    Raises `StorageError` if there is no checkpoint or it was never finished. Raises `ChecksumError` if the record of
+    checksums is damaged, or if `data` is set and `path` is a checkpoint of Orbax.
     """
     return verified(path, data=data, options=options or SafetensorsOptions())[0]
 
@@ -49,17 +49,13 @@ def verified(
     checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):
         return checkpoint, None
-    faults = _of_index(checkpoint, options)
+    # TensorStore finds an object store without options only.
+    index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
+    faults = _index_faults(checkpoint, index_opens)
     if not data:
         return faults, None
     check = check_data(checkpoint, options)
     return [*faults, *check.faults], check
-
-
-def _of_index(checkpoint: Checkpoint, options: SafetensorsOptions) -> list[SafetensorsError]:
-    # TensorStore finds an object store without options only.
-    index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
-    return _index_faults(checkpoint, index_opens)
 
 
 def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:

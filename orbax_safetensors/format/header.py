@@ -32,8 +32,8 @@ _FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_DEPTH = 3  # level of nesting of the values in a tensor's entry
 _INTEGER = "(?:0|[1-9][0-9]{0,18})"
 # A further tensor as writers usually spell it, with or without a space after commas and colons. Others take longer.
-# A match is empty if there is none, so that a search for all of them stops. `_type_of` checks the first half of the
-# value, of which a model has few.
+# A match is empty if there is none, so that a search for all of them stops. `_type_of` checks the first half of
+# each value once per spelling; a model has few of them.
 _USUAL = re.compile(
     rf'{NEXT_KEY}(\{{"dtype": ?"[A-Z0-9_]++", ?"shape": ?\[[0-9, ]{{0,1400}}+\]), ?'
     rf'"data_offsets": ?\[({_INTEGER}), ?({_INTEGER})\]\}}|'

@@ -1,8 +1,8 @@
 """CRC-32 of bytes that come in parts, in any order: pure arithmetic.
 
-A CRC is linear. The *remainder* of a part is what the part adds to the CRC of the whole, seen from the end of the part;
-moved to the end of the whole, the remainders of all parts XOR to that of the whole, whoever computed them. Bytes that
-are zero, or belong to another part, add nothing.
+A CRC is linear. The *remainder* of a part is what the part adds to the CRC of the whole, seen from the end of the part.
+To get the remainder of the whole, move those of all parts to its end and XOR them; it does not matter which process
+computed which. Bytes that are zero, or belong to another part, add nothing.
 """
 
 from __future__ import annotations

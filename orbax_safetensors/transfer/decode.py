@@ -74,7 +74,7 @@ def _power_tables(codes: str, dtype: np.dtype) -> np.ndarray:
 def _multiply_each(
     values: np.ndarray, codes: np.ndarray, factors: np.ndarray, lengths: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the elements of `codes`, of which each factor is for as many as `lengths` says."""
+    """Write the elements of `codes`, scaled: each factor is for the next bytes, whose number is in `lengths`."""
     if (lengths != lengths[0]).any():
         factors = np.repeat(factors, lengths)
     rows, products = codes.reshape(factors.size, -1), out.reshape(factors.size, -1)

@@ -9,7 +9,6 @@ import numpy as np
 
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.coalesce import Encoded, Staged
-from orbax_safetensors.geometry.crc import remainder
 from orbax_safetensors.geometry.elementwise import apply
 from orbax_safetensors.storage.store import File, Stamp
 from orbax_safetensors.transfer.decode import decode
@@ -124,7 +123,7 @@ class Reader(Transfer[File]):
             return None
         self._count(1, nbytes)
         if self.sums is not None:
-            self.sums.add(window.part.file, offset, nbytes, remainder(answer))
+            self.sums.add_buffers(window.part.file, offset, [answer])
         return np.frombuffer(answer, np.uint8)
 
     def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:

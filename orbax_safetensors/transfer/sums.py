@@ -15,7 +15,7 @@ from orbax_safetensors.geometry.crc import combined, moved, remainder
 
 
 class _Moved(NamedTuple):
-    """The remainder of bytes of one tensor in `[begin, end)` of a file, seen from `end`; `nbytes` are that many."""
+    """The remainder of bytes of one tensor in `[begin, end)` of a file, seen from `end`. There are `nbytes` of them."""
 
     begin: int
     end: int
@@ -32,17 +32,13 @@ class Sums:
         self._of_files: dict[int, list[_Moved]] = {}
         self._lock = threading.Lock()
 
-    def add(self, file: int, begin: int, nbytes: int, part: int) -> None:
-        """Add the remainder of the bytes `[begin, begin + nbytes)` of a file, all of one tensor."""
-        if nbytes:
-            with self._lock:
-                self._of_files.setdefault(file, []).append(_Moved(begin, begin + nbytes, nbytes, part))
-
     def add_buffers(self, file: int, begin: int, buffers: Sequence[memoryview]) -> None:
         """Sum and add `buffers`, each of one tensor, which lie in a file one after the other from `begin` on."""
         for buffer in buffers:
-            self.add(file, begin, buffer.nbytes, remainder(buffer))
-            begin += buffer.nbytes
+            end = begin + buffer.nbytes
+            if buffer.nbytes:
+                self._add(file, _Moved(begin, end, buffer.nbytes, remainder(buffer)))
+            begin = end
 
     def add_pieces(self, file: int, pieces: Sequence[tuple[int, int]], memory: memoryview) -> None:
         """Sum and add `pieces` `(offset, nbytes)` of one tensor, which lie in `memory` one after the other."""
@@ -53,8 +49,11 @@ class Sums:
             parts.append(remainder(memory[done : done + nbytes]))
             ends.append(offset + nbytes)
             done += nbytes
+        self._add(file, _Moved(pieces[0][0], ends[-1], done, combined(parts, ends)))
+
+    def _add(self, file: int, part: _Moved) -> None:
         with self._lock:
-            self._of_files.setdefault(file, []).append(_Moved(pieces[0][0], ends[-1], done, combined(parts, ends)))
+            self._of_files.setdefault(file, []).append(part)
 
     def of_tensors(self, file: int, header: Header) -> tuple[np.ndarray, np.ndarray]:
         """Return the remainder of each tensor of a file, in the order of `header`, and whether it is of all its bytes.

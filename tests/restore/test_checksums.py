@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.geometry import crc
-from orbax_safetensors.transfer import reader
+from orbax_safetensors.transfer import sums
 from tests.support.files import random_bits
 from tests.support.saves import BF16, RNG
 
@@ -110,7 +110,7 @@ def test_another_file_is_an_error(saved):
 
 
 def test_it_costs_nothing_without(saved):
-    with mock.patch.object(crc, "crc32", side_effect=AssertionError), mock.patch.object(reader, "remainder", None):
+    with mock.patch.object(crc, "crc32", side_effect=AssertionError), mock.patch.object(sums, "remainder", None):
         ost.load(saved)
 
 
