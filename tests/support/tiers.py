@@ -55,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if only_fast and named:
         only_fast, config.option.markexpr = False, ""
     # Shared machines stall for longer than any deadline.
-    hypothesis.settings.register_profile("all", deadline=None, print_blob=True)
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("all", deadline=None, suppress_health_check=slow, print_blob=True)
     hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("all"), max_examples=20)
     hypothesis.settings.load_profile("fast" if only_fast else "all")
 

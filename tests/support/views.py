@@ -44,10 +44,14 @@ def _factors(draw: Any, elements: int) -> tuple[int, ...]:
 
 
 @st.composite
-def compositions(draw: Any) -> Composition:
-    """Views of up to six operations. A reshape that is refused is left out on both sides, and counted."""
+def compositions(draw: Any, *, matrices: bool = False) -> Composition:
+    """Views of up to six operations. A reshape that is refused is left out on both sides, and counted.
+
+    With `matrices`, no view is empty, and each stored tensor has two dimensions or more.
+    """
     made: dict[str, np.ndarray] = {}
-    view, array = _stored(draw, made, tuple(draw(st.lists(st.integers(0, 6), max_size=4))))
+    fewest, least = (2, 1) if matrices else (0, 0)
+    view, array = _stored(draw, made, tuple(draw(st.lists(st.integers(least, 6), min_size=fewest, max_size=4))))
     refused = 0
     for word in draw(st.lists(st.sampled_from(["transpose", "reshape", "slice", "stack", "concatenate"]), max_size=6)):
         if word == "transpose":
@@ -66,16 +70,17 @@ def compositions(draw: Any) -> Composition:
                     draw(st.tuples(st.integers(-size - 1, size + 1), st.integers(-size - 1, size + 1)))
                 )
                 taken.append(slice(start, stop, draw(st.sampled_from([None, 1, 2, 3]))))
-            view, array = view.slice(*taken), array[tuple(taken)]
-        elif word == "stack" and array.size <= 2000:
+            if array[tuple(taken)].size or not matrices:
+                view, array = view.slice(*taken), array[tuple(taken)]
+        elif word == "stack" and array.size <= 2000 and array.ndim >= fewest:
             axis = draw(st.integers(-array.ndim - 1, array.ndim))
             other, other_array = _stored(draw, made, array.shape)
             view = View.stack([view, other, view], axis)
             array = np.stack([array, other_array, array], axis)
-        elif word == "concatenate" and array.ndim:
+        elif word == "concatenate" and array.ndim >= max(fewest, 1):
             axis = draw(st.integers(-array.ndim, array.ndim - 1))
             shape = list(array.shape)
-            shape[axis] = draw(st.integers(0, 4))
+            shape[axis] = draw(st.integers(least, 4))
             other, other_array = _stored(draw, made, tuple(shape))
             view, array = View.concatenate([view, other], axis), np.concatenate([array, other_array], axis)
     return Composition(view, array, made, refused)
