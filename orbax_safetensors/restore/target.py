@@ -26,9 +26,9 @@ from orbax_safetensors.geometry.view import View
 # NumPy's scalar types that tensors can have; not `np.number` and the like, which do not have one dtype.
 _SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
 
-# The most dimensions of a NumPy array, and the most elements of a dimension.
+# The most dimensions of a NumPy array, and its most bytes.
 _MAX_RANK = 64
-_MAX_SIZE = 2**63 - 1
+_MAX_BYTES = 2**63 - 1
 
 
 @dataclass(slots=True)  # frozen, it would take five times as long to make, and a model has 45,000
@@ -78,12 +78,13 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 
     Raises `TensorMismatchError` if NumPy cannot hold it.
     """
-    _check_holdable(view.shape, lambda: f"{checkpoint.path}: {name!r}")
+    _check_holdable(view.shape, view.dtype, lambda: f"{checkpoint.path}: {name!r}")
     return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
 
 
-def _check_holdable(shape: tuple[int, ...], where: Callable[[], str]) -> None:
-    if len(shape) > _MAX_RANK or max(shape, default=0) > _MAX_SIZE:
+def _check_holdable(shape: tuple[int, ...], dtype: np.dtype, where: Callable[[], str]) -> None:
+    # NumPy counts the bytes of an empty array as if its dimensions of size 0 were not there.
+    if len(shape) > _MAX_RANK or prod(size for size in shape if size) * dtype.itemsize > _MAX_BYTES:
         raise TensorMismatchError(f"{where()}: an array of shape {shape} cannot be held")
 
 
@@ -150,14 +151,16 @@ class Resolver:
 
 def _form(view: View, packed: DType | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> _Form:
     """Check a request for a leaf that is filled from `view`."""
-    _check_holdable(view.shape, lambda: where)
+    _check_holdable(view.shape, view.dtype, lambda: where)
     kind = _kind(leaf, args, where)
     sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
     if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
         kind = np.ndarray
     dtype, lossless = _dtype(packed, view.dtype, kind, leaf, args, where)
+    shape = _shape(view, kind, leaf, args, where)
+    _check_holdable(shape, dtype, lambda: where)
     return _Form(
-        shape=_shape(view, kind, leaf, args, where),
+        shape=shape,
         dtype=dtype,
         kind=kind,
         sharding=sharding,

@@ -108,6 +108,21 @@ def test_a_shape_that_is_none(directory, checkpointer, shape):
         checkpointer.restore(directory, restore_args=args, partial_restore=True)
 
 
+@pytest.mark.parametrize("kind", [jax.Array, np.ndarray])
+@pytest.mark.parametrize("shape", [(2**58, 8), (2**63, 8), (2**61, 0)], ids=str)
+def test_a_shape_of_more_bytes_than_can_be_addressed(directory, checkpointer, shape, kind):
+    args = {"layer": {"w": ocp.ArrayRestoreArgs(restore_type=kind, global_shape=shape, strict=False)}}
+    with pytest.raises(ost.TensorMismatchError, match=r"'layer.w': an array of shape .* cannot be held"):
+        checkpointer.restore(directory, restore_args=args, partial_restore=True)
+
+
+def test_an_empty_tensor_that_numpy_cannot_hold(tmp_path, checkpointer):
+    header = b'{"a":{"dtype":"F32","shape":[9223372036854775807,0],"data_offsets":[0,0]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ost.TensorMismatchError, match=r"'a': an array of shape \(\d+, 0\) cannot be held"):
+        checkpointer.restore(tmp_path)
+
+
 def test_a_shape_that_is_none_after_one_that_is_equal(tmp_path, checkpointer):
     write(tmp_path / "x.safetensors", {"a": np.zeros(4, np.float32), "b": np.zeros(4, np.float32)})
     args = {"a": ocp.ArrayRestoreArgs(global_shape=(4,)), "b": ocp.ArrayRestoreArgs(global_shape=(4.0,))}
