@@ -253,9 +253,11 @@ class _Axis:
 
 def _unique_pairs(a: np.ndarray, b: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
     """Return the distinct pairs of two arrays of non-negative numbers, and which pair is at each position."""
-    radix = int(b.max()) + 1
-    distinct, which = np.unique(a * radix + b, return_inverse=True)
-    return np.divmod(distinct, radix), which
+    # By its rank, because `a` times the largest `b` may take more than 64 bits.
+    values, rank = np.unique(b, return_inverse=True)
+    distinct, which = np.unique(a * len(values) + rank, return_inverse=True)
+    begin, rank = np.divmod(distinct, len(values))
+    return (begin, values[rank]), which
 
 
 def _by_position(rows: list[list[int]]) -> list[np.ndarray]:

@@ -303,6 +303,14 @@ def test_pieces_of_one_shape_that_boxes_cut_differently_are_counted_apart():
     assert [cost.files[0].file for cost in counted.processes] == ["f0", "f2", "f1", "f3"]
 
 
+def test_dimensions_of_more_elements_than_32_bits_count():
+    size = 5 * 10**9
+    view = View.concatenate([View.tensor(name, (size,), F4) for name in "ab"])
+    held = split(view.shape, 0, 4)
+    counted = check([ShardedLeaf("w", view, view.shape, F4, held)], Places([("a", size, F4), ("b", size, F4)], 1), 0, 4)
+    assert [[file.file for file in cost.files] for cost in counted.processes] == [["f0"], ["f0"], ["f1"], ["f1"]]
+
+
 def test_the_work_does_not_grow_with_the_number_of_tensors(monkeypatch):
     calls = []
     monkeypatch.setattr(counter, "gather_at", lambda *arguments: calls.append(arguments) or gather_at(*arguments))
