@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 import re
 import sys
+import time
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -191,12 +193,20 @@ def test_a_worker_that_fails_is_shown_and_none_is_left(tmp_path, capfd):
 def test_workers_that_take_too_long_are_killed(tmp_path, monkeypatch, capfd):
     """The interpreter is replaced by one that says who it is and sleeps."""
     sleeper = tmp_path / "python"
-    sleeper.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\necho still here\nexec sleep 60\n")
+    pids = tmp_path / "pids"
+    pids.touch()
+    sleeper.write_text(f"#!/bin/sh\necho still here\necho $$ >> {pids}\nexec sleep 60\n")
     sleeper.chmod(0o755)
+
+    def now():
+        """No time passes before both have begun."""
+        return 2.0 if len(pids.read_text().split()) == 2 else 0.0
+
+    monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     monkeypatch.setattr(demo.sys, "executable", str(sleeper))
     with pytest.raises(SafetensorsError, match="process 0 of the demo did not end within 1 seconds"):
         demo.work("nothing", timeout_s=1)
     assert "process 0: still here\n" in capfd.readouterr().err
-    for pid in (tmp_path / "pids").read_text().split():
+    for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)

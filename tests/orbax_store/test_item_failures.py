@@ -197,21 +197,22 @@ def test_in_flight_bytes_are_bounded(tmp_path, monkeypatch):
 
 
 STREAM = """
-import resource, sys
+import sys
 import numpy as np
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import OrbaxLeaf, open_orbax
+from orbax_safetensors.storage.memory import peak_bytes
 from tests.support.sinks import step_sink
 
 def grown():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return peak_bytes() - before
 
 path, compression, memory_bytes = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
 shape, chunk = (4096, 65536), (16, 65536)
 tile = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
 out = np.zeros((16, 1000), np.uint8)
 tree = {"a": OrbaxLeaf(shape, tile.dtype, chunk)}
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak_bytes()
 with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes, fsync=False) as sink:
     for box in sink.missing("a"):
         sink.write("a", box, tile)

@@ -408,7 +408,7 @@ def test_cancelled_opening_ends_soon(hub, commit):
     thread.start()
     time.sleep(0.1)
     store.cancel()
-    thread.join(5)
+    thread.join(20)
     assert failed == [f"{path}: opening was cancelled"]
 
 

@@ -289,7 +289,7 @@ def test_cancelled_reads_end_soon(server):
     thread.start()
     time.sleep(0.1)
     file.cancel()
-    thread.join(5)
+    thread.join(20)
     assert failed == [f"{server.url}/sub/a b.bin: reading was cancelled"]
     with pytest.raises(StorageError, match="cancelled"):
         read(file, (600000, 10))

@@ -126,7 +126,7 @@ class Slow(Memory):
         return super().read(tiles)
 
     def write(self, tiles, arrays):
-        assert self.may_end.acquire(timeout=10)
+        assert self.may_end.acquire(timeout=60)
         super().write(tiles, arrays)
 
     def traffic(self, *_):
@@ -141,7 +141,7 @@ def test_two_batches_are_written_while_one_is_read(sizes, overlap):
     overlaps = [batch.overlap for batch in planned(memory, memory, cuts, 40, 2)]
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(stream, memory, memory, cuts, 40, 2, None)
-        assert all(memory.reads.acquire(timeout=10) for _ in range(overlap + 1))
+        assert all(memory.reads.acquire(timeout=60) for _ in range(overlap + 1))
         assert not memory.reads.acquire(timeout=0.05)
         memory.may_end.release(len(sizes))
         moving.result()
