@@ -63,7 +63,10 @@ class LocalFile:
             raise
 
     def _stamp(self) -> Stamp:
-        facts = os.fstat(self._descriptor)
+        try:
+            facts = os.fstat(self._descriptor)
+        except OSError as error:  # of a network file system whose file is gone
+            raise StorageError(f"{self.path}: its state cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(facts.st_mode):
             raise StorageError(f"{self.path}: is not a regular file")
         return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
@@ -102,7 +105,7 @@ class LocalFile:
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay valid: each has its separate descriptor."""
-        os.close(self._descriptor)
+        _close(self)
 
 
 def _move_all(
@@ -214,9 +217,15 @@ class NewLocalFile:
     def close(self) -> None:
         """Close the descriptor. Some file systems report a failed write only now."""
         try:
-            os.close(self._descriptor)
+            _close(self)
         except OSError as error:
             raise StorageError(f"{self.path}: closing failed: {error.strerror}") from error
+
+
+def _close(file: LocalFile | NewLocalFile) -> None:
+    # The number may soon be that of another file, which a thread that an interrupt has left behind must not write into.
+    descriptor, file._descriptor = file._descriptor, -1
+    os.close(descriptor)
 
 
 def rename(path: str, new: str) -> None:

@@ -1,6 +1,7 @@
 """The demo: two real processes, and that it fails where it should."""
 
 import importlib.metadata
+import itertools
 import os
 import re
 import sys
@@ -198,9 +199,11 @@ def test_workers_that_take_too_long_are_killed(tmp_path, monkeypatch, capfd):
     sleeper.write_text(f"#!/bin/sh\necho still here\necho $$ >> {pids}\nexec sleep 60\n")
     sleeper.chmod(0o755)
 
+    seconds = itertools.count(1)
+
     def now():
         """No time passes before both have begun."""
-        return 2.0 if len(pids.read_text().split()) == 2 else 0.0
+        return next(seconds) if len(pids.read_text().split()) == 2 else 0
 
     monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     monkeypatch.setattr(demo.sys, "executable", str(sleeper))

@@ -48,7 +48,7 @@ def test_a_failure_is_shown_and_ends_the_others(process, started):
 
 def test_a_hang_is_killed_and_shows_where_it_is(started):
     with pytest.raises(LaunchError, match=r"(?s)process 0, .*line \d+ in never_end.*process 1, .*in never_end"):
-        launch(f"{WORKERS}:never_end", None, processes=2, devices=1, timeout=30)
+        launch(f"{WORKERS}:never_end", None, processes=2, devices=1, timeout=20)
     assert len(started) == 2
     assert not _alive(started)
 

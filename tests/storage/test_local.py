@@ -55,6 +55,28 @@ def test_short_reads_are_continued(file, monkeypatch):
     assert calls == [10, 15, 17, 22]
 
 
+def test_a_closed_file_reads_no_other(path, tmp_path):
+    file = LocalFile(path)
+    file.close()
+    with open(tmp_path / "other", "w+b") as other:
+        other.write(bytes(100))
+        other.flush()
+        with pytest.raises(StorageError, match=rf"{path}: reading 3 bytes at offset 0 failed: Bad file descriptor"):
+            read(file, 0, 3)
+
+
+def test_a_file_whose_state_cannot_be_read(file, path, monkeypatch):
+    """As that of a file which another client of a network file system has deleted."""
+
+    def gone(descriptor):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched, pytest.raises(StorageError) as caught:
+        patched.setattr(local.os, "fstat", gone)
+        file.check(file.stamp)
+    assert str(caught.value) == f"{path}: its state cannot be read: Stale file handle"
+
+
 def test_the_end_of_the_file_is_an_error(file, path):
     with pytest.raises(StorageError, match=rf"{path}: expected 6 more bytes at offset 16384, found its end"):
         read(file, 64 * 256 - 4, 10)

@@ -107,6 +107,15 @@ def test_descriptors_are_not_inherited(file):
     assert not os.get_inheritable(file._descriptor)
 
 
+def test_a_closed_file_writes_into_no_other(path, tmp_path):
+    """As a thread might that a second interrupt has left behind: descriptors are numbers that are used again."""
+    file = NewLocalFile(path)
+    file.close()
+    with open(tmp_path / "other", "wb"), pytest.raises(StorageError, match=rf"{path}: writing 3 bytes .* failed"):
+        write(file, 0, b"abc")
+    assert content(tmp_path / "other") == b""
+
+
 def test_several_threads_write_one_file(file, path):
     threads = [
         threading.Thread(target=write, args=(file, at * 1000, BYTES[at * 1000 : (at + 1) * 1000])) for at in range(16)
