@@ -1,4 +1,4 @@
-"""The pages on families, tables and quantised checkpoints: their examples run as they stand, on a small checkpoint where they look for one."""
+"""The pages on families, tables and quantised checkpoints: their examples run on small checkpoints."""
 
 import json
 import math
