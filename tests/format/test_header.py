@@ -304,7 +304,7 @@ def test_a_header_comes_back_as_it_was_written(
     back = parse(content)
     assert back == header
     assert list(back.tensors) == list(header.tensors)
-    assert back.encode() == encoded
+    assert back.encoded == encoded
     assert_same_facts(header, content)
 
 
