@@ -10,10 +10,11 @@ import hashlib
 import posixpath
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from functools import partial
+from itertools import zip_longest
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import changed_tensors, other_file, read_checksums
@@ -24,6 +25,7 @@ from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.storage.store import File
 from orbax_safetensors.transfer.sums import Sums
+from orbax_safetensors.transfer.threads import run_tasks
 
 
 @dataclass(frozen=True)
@@ -163,19 +165,17 @@ class _FileCheck:
 def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, piece_bytes: int) -> None:
     """Read a few files at once, and close them."""
     turns = zip_longest(*([(check, *piece) for piece in check.pieces(piece_bytes)] for check in checks))
-    tasks = (task for task in chain.from_iterable(turns) if task is not None)
-    lock = threading.Lock()
-    stopped = False
+    buffers = deque(allocate([piece_bytes])[0] for _ in range(threads))
 
-    def work() -> None:
-        (buffer,) = allocate([piece_bytes])
-        while not stopped:
-            with lock:
-                task = next(tasks, None)
-            if task is None:
-                return
-            check, begin, end = task
-            check.read(begin, end, buffer.data[: end - begin])
+    def read(check: _FileCheck, begin: int, end: int) -> None:
+        buffer = buffers.pop()
+        check.read(begin, end, buffer.data[: end - begin])
+        buffers.append(buffer)
+
+    def cancel() -> None:
+        for check in checks:
+            if check.file is not None:
+                check.file.cancel()
 
     try:
         for check in checks:
@@ -183,14 +183,7 @@ def _read(checkpoint: Checkpoint, checks: Sequence[_FileCheck], threads: int, pi
                 check.file = checkpoint.open_file(check.number)
             except SafetensorsError as error:
                 check.failure = error
-        with ThreadPoolExecutor(threads, "safetensors") as pool:
-            working = [pool.submit(work) for _ in range(threads)]
-            try:
-                wait(working)
-            finally:  # after an interrupt too
-                stopped = True
-        for future in working:
-            future.result()
+        run_tasks((partial(read, *task) for turn in turns for task in turn if task is not None), threads, cancel)
         for check in checks:
             if check.file is not None and check.failure is None:
                 try:

@@ -11,7 +11,7 @@ import jax
 
 from orbax_safetensors import Conversion, Link, TensorMismatchError, convert, plan_convert
 from orbax_safetensors.cli import cluster, convert_plan, family
-from orbax_safetensors.cli.partition import UsageError, mesh_text, parse_mesh, parse_rule
+from orbax_safetensors.cli.partition import UsageError, add_spec, mesh_text, parse_mesh
 from orbax_safetensors.cli.progress import Reporter
 from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
 from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
@@ -101,14 +101,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="mesh of the devices that will restore it, as fsdp=16"
     )
-    parser.add_argument(
-        "--spec",
-        type=parse_rule,
-        action="append",
-        default=[],
-        metavar="REGEX=AXES",
-        help="how arrays of these names are sharded; repeatable",
-    )
+    add_spec(parser)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -62,6 +62,18 @@ def parse_rule(text: str) -> Rule:
     return Rule(text, pattern, axes)
 
 
+def add_spec(parser: argparse.ArgumentParser) -> None:
+    """Add the option for rules, which are tried in order."""
+    parser.add_argument(
+        "--spec",
+        type=parse_rule,
+        action="append",
+        default=[],
+        metavar="REGEX=AXES",
+        help="how arrays of these names are sharded; repeatable",
+    )
+
+
 def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
     """Return the axes of every array: those of the first rule whose regex matches its name, none if there is none.
 

@@ -31,11 +31,11 @@ from orbax_safetensors.cli.family import add_family, full_name, switches_text, v
 from orbax_safetensors.cli.partition import (
     Axes,
     UsageError,
+    add_spec,
     assign,
     axes_text,
     mesh_text,
     parse_mesh,
-    parse_rule,
     spread,
 )
 from orbax_safetensors.cli.plan_picture import draw_plan
@@ -87,14 +87,7 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
         metavar="N",
         help="processes that share the devices (default: 1); once or for each --mesh",
     )
-    parser.add_argument(
-        "--spec",
-        type=parse_rule,
-        action="append",
-        default=[],
-        metavar="REGEX=AXES",
-        help="how arrays of these names are sharded; repeatable",
-    )
+    add_spec(parser)
     add_family(parser)
     parser.add_argument("--files", action="store_true", help="also print what each process reads of each file")
     parser.add_argument("--picture", metavar="FILE", help="also draw which process reads which bytes, as an HTML page")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.convert.decide import decide
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest, location
 from orbax_safetensors.cost.conversion import ConversionPlan
 from orbax_safetensors.devices.partition import MeshLike, Spec
-from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.devices.sharding import num_processes
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.paths import PathLike
@@ -97,12 +95,9 @@ def plan_reshard(
 
 
 def _plan(request: ConvertRequest | ReshardRequest, process_count: int | None) -> ConversionPlan:
-    if process_count is None:
-        process_count = jax.process_count()
-    elif type(process_count) is not int or process_count < 1:
-        raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
+    count = num_processes((), process_count)
     work = decide(request)
     try:
-        return work.plan(process_count)
+        return work.plan(count)
     finally:
         work.source.close()

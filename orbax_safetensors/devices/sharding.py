@@ -162,11 +162,11 @@ def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) 
 def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_count: int | None) -> int:
     """Return how many processes share arrays of these shardings: `process_count`, or by default all processes.
 
-    Raises `SafetensorsError` if `process_count` is not positive.
+    Raises `SafetensorsError` if `process_count` is not a positive integer.
     """
     if process_count is not None:
-        if process_count < 1:
-            raise SafetensorsError(f"process_count is {process_count}, must be at least 1")
+        if type(process_count) is not int or process_count < 1:
+            raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
         return process_count
     # Asking JAX for its processes starts JAX, which a plan on abstract meshes must not do.
     with_devices = any(sharding is not None and not is_abstract(sharding) for sharding in shardings)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -135,8 +135,9 @@ class Header:
         unpadded = PREFIX_BYTES + len(_json(unmeasured))
         return replace(unmeasured, data_start=-(-unpadded // alignment) * alignment)
 
-    def encode(self) -> bytes:
-        """Return the file's first `data_start` bytes: `N`, JSON, spaces.
+    @cached_property
+    def encoded(self) -> bytes:
+        """The file's first `data_start` bytes: `N`, JSON, spaces.
 
         Metadata is sorted by key, so that equal headers make equal bytes. Raises HeaderError if the JSON is longer than
         `data_start` allows, which never happens to a header from `layout`.

@@ -19,6 +19,7 @@ from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
+from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore, check_makeable
 from orbax_safetensors.storage.lock import Lock
 from orbax_safetensors.storage.store import write_small
@@ -71,7 +72,7 @@ class Staging:
         `TensorMismatchError` if another link was begun.
         """
         self.check_free()
-        try:
+        with storage_errors(f"{self.path}: cannot be made"):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
             self.check_free()  # the run that had the lock may have finished
@@ -90,10 +91,6 @@ class Staging:
             for entry in list(os.scandir(self.path)):
                 if entry.name != RECORD and MADE not in entry.name:
                     shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def _begun(self) -> dict[str, Any] | None:
         """Return the record of a link that was begun; None if there is no link, or an empty one."""
@@ -143,7 +140,7 @@ class Staging:
 
     def finish(self) -> None:
         """Give the link its place."""
-        try:
+        with storage_errors(f"{self.destination}: cannot be finished"):
             if self._in_source:
                 self._place()
                 shutil.rmtree(self.path)
@@ -152,10 +149,6 @@ class Staging:
                 os.rename(self.path, self.destination)
                 os.unlink(os.path.join(self.destination, RECORD))
             self._store.sync(os.path.dirname(self.destination))
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"{self.destination}: cannot be finished: {error}") from error
 
     def _place(self) -> None:
         """Move all files of the link beside the safetensors files; the one that makes it a checkpoint of Orbax last."""

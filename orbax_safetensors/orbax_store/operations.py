@@ -13,9 +13,10 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 
 @contextlib.contextmanager
 def storage_errors(where: str) -> Iterator[None]:
-    """Raise errors of TensorStore and Orbax as a `StorageError` that begins with `where`.
+    """Raise other errors than this package's as a `StorageError` that begins with `where`.
 
-    They raise whatever pybind11 and asyncio make of a status, so no narrower list of exceptions would be complete.
+    TensorStore and Orbax raise whatever pybind11 and asyncio make of a status, so no narrower list of exceptions would
+    be complete.
     """
     try:
         yield

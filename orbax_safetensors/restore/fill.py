@@ -22,8 +22,8 @@ from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.strided import keeps_order
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.storage.direct import DirectStore, reading
-from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
+from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block, same_bits, transfer_plan
@@ -150,8 +150,7 @@ class Filling:
             plan = transfer_plan(
                 blocks, self.checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
             )
-            offsets = plan.offsets if isinstance(self.checkpoint.store, DirectStore) else None
-            fresh = allocate([block.nbytes for block in blocks], offsets)
+            fresh = plan.memory(blocks, self.checkpoint.store)
         lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
         report = None if self._meter is None else self._meter.moved
         self._reader.read(plan, blocks, fresh, [lossless[at] for at in left], report)

@@ -38,7 +38,7 @@ def record(save: Save, parts: Sequence[str], *, shared: bool) -> bytes:
 def _files(save: Save, remainders: Sequence[np.ndarray]) -> dict[str, FileChecksums]:
     return {
         name: FileChecksums(
-            fingerprint(header.file_bytes, header.encode()[PREFIX_BYTES:]),
+            fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]),
             {
                 tensor: crc_of(part, entry.nbytes)
                 for (tensor, entry), part in zip(header.tensors.items(), of_file.tolist(), strict=True)

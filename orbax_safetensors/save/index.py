@@ -78,14 +78,10 @@ class SavedIndex:
 
         If Orbax itself records the tree, add the shardings of `arrays` to Orbax's file of shardings in `directory`.
         """
-        headers = {name: header.encode()[PREFIX_BYTES:] for name, header in self.layout.files}
-        sizes = {name: header.file_bytes for name, header in self.layout.files}
-        write(
-            NOTE_FILE,
-            note_content(
-                {name: fingerprint(sizes[name], headers[name]) for name in headers}, self.names_tensors, self.saved
-            ),
-        )
+        fingerprints = {
+            name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in self.layout.files
+        }
+        write(NOTE_FILE, note_content(fingerprints, self.names_tensors, self.saved))
         write_references(self._entries(), write)
         if self.tree is None:
             add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})

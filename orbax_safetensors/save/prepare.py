@@ -200,7 +200,7 @@ def _digest(plan: _SharedSave) -> str:
     model_files = plan.save.model_files
     digest = hashlib.sha256(f"{json.dumps(model_files.config)}\0{sorted(model_files.names)}\0".encode())
     for _, header in plan.save.layout.files:
-        digest.update(header.encode())
+        digest.update(header.encoded)
     for leaf in plan.contents.leaves:
         if isinstance(leaf.value, jax.Array):
             digest.update(placement(leaf.value.sharding, leaf.shape).encode())

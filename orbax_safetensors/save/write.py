@@ -100,7 +100,7 @@ def _write_data(
         name, header = save.layout.files[number]
         file = store.create(posixpath.join(directory, name), header.file_bytes, of_each, sync=options.fsync)
         if not store.is_local:
-            file.write(0, [memoryview(header.encode())])
+            file.write(0, [memoryview(header.encoded)])
         return file
 
     num_writes = 0
@@ -149,7 +149,7 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
             store.sync(path)
     _write_index(save, directory, store)
     for name, header in save.layout.files:
-        _write_small(save, directory, name, header.encode(), store)
+        _write_small(save, directory, name, header.encoded, store)
     if save.index is not None and save.index.tree is not None:
         rename(posixpath.join(directory, _UNFINISHED), posixpath.join(directory, TREE_FILE))
     if save.options.fsync:

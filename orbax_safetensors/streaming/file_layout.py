@@ -40,7 +40,7 @@ class Files:
         hashed = hashlib.sha256(f"{identity}\0{model_files}\0{views}\0".encode("utf-8", "backslashreplace"))
         for name, header in self.layout.files:
             hashed.update(f"{name}\0".encode())
-            hashed.update(header.encode())
+            hashed.update(header.encoded)
         for unit in units:
             hashed.update(repr(unit).encode("utf-8", "backslashreplace"))
         return hashed.hexdigest()

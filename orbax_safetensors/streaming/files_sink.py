@@ -35,7 +35,7 @@ class FilesSink(JointSink):
         self._store = LocalStore()
         self._threads = pace(self._store.cost, memory_bytes).requests
         self._writer = Writer(self._create, self._threads)
-        self._created = False  # whether a file was created whose name may not be on the disk
+        self._created = threading.Event()  # a file was created whose name may not be on the disk
         self._recording = threading.Lock()
 
     def start(self, units: Sequence[Unit], identity: str, *, resume: bool) -> None:
@@ -83,7 +83,7 @@ class FilesSink(JointSink):
 
     def _create(self, number: int) -> NewFile:
         file = self._store.create(self._path(number), sync=True)
-        self._created = True  # last, because another thread may be recording
+        self._created.set()  # last, because another thread may be recording
         return file
 
     def _path(self, number: int) -> str:
@@ -120,8 +120,8 @@ class FilesSink(JointSink):
 
     def _record(self, tiles: Sequence[Tile], files: Sequence[int]) -> None:
         self._writer.sync(files)
-        created, self._created = self._created, False  # before the sync, because a thread may create a file meanwhile
-        if created:
+        if self._created.is_set():
+            self._created.clear()  # before the sync, because a thread may create a file meanwhile
             self._store.sync(self._directory.directory)
         self._directory.add([self._numbers[tile] for tile in tiles])
 
@@ -160,7 +160,7 @@ class FilesSink(JointSink):
         if (index := self._files.layout.index) is not None:
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
-            write_small(self._store, self._path(number), header.encode())
+            write_small(self._store, self._path(number), header.encoded)
             size = os.stat(self._path(number)).st_size
             if size != header.file_bytes:
                 raise StorageError(f"{self._path(number)}: expected {header.file_bytes} bytes, found {size}")

@@ -119,7 +119,7 @@ class ObjectsSink(JointSink):
     def _create(self, number: int) -> NewFile:
         header = self._files.layout.files[number][1]
         file = self._store.create(self._paths[number], header.file_bytes, self._requests_of_file)
-        file.write(0, [memoryview(header.encode())])
+        file.write(0, [memoryview(header.encoded)])
         return file
 
     @property

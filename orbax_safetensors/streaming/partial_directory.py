@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore, check_makeable
 from orbax_safetensors.storage.lock import Lock
 
@@ -51,35 +52,30 @@ class PartialDirectory:
         directory's place, and `TensorMismatchError` if another conversion was begun there.
         """
         try:
-            check_makeable(self.path)
-            made = [os.path.dirname(self.path)]
-            while not os.path.lexists(made[-1]):
-                made.append(os.path.dirname(made[-1]))
-            if len(made) > 1:
-                os.makedirs(made[0], exist_ok=True)
-            self._lock = Lock(f"{self.path}.lock", self.destination)
-            self._check_free()
-            self._check_place()
-            if not self._take_over(resume=resume):
-                self._make()
-            for path in (self.path, *made):
-                self._store.sync(path)
-        except BaseException as error:
+            with storage_errors(f"{self.path}: cannot be made"):
+                check_makeable(self.path)
+                made = [os.path.dirname(self.path)]
+                while not os.path.lexists(made[-1]):
+                    made.append(os.path.dirname(made[-1]))
+                if len(made) > 1:
+                    os.makedirs(made[0], exist_ok=True)
+                self._lock = Lock(f"{self.path}.lock", self.destination)
+                self._check_free()
+                self._check_place()
+                if not self._take_over(resume=resume):
+                    self._make()
+                for path in (self.path, *made):
+                    self._store.sync(path)
+        except BaseException:
             self.release()
-            if isinstance(error, StorageError) or not isinstance(error, OSError):
-                raise
-            raise StorageError(f"{self.path}: cannot be made: {error}") from error
+            raise
 
     def check_place(self) -> None:
         """Raise the `StorageError` of `begin` if something is in the way; touch nothing."""
-        try:
+        with storage_errors(f"{self.path}: cannot be made"):
             check_makeable(self.path)
             self._check_free()
             self._check_place()
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"{self.path}: cannot be made: {error}") from error
 
     def release(self) -> None:
         """Let other runs begin."""

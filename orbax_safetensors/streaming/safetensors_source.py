@@ -13,8 +13,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.storage.direct import DirectStore, reading
-from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
@@ -75,8 +74,7 @@ class SafetensorsSource:
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
-        offsets = plan.offsets if isinstance(self._checkpoint.store, DirectStore) else None
-        memory = allocate([block.nbytes for block in blocks], offsets)
+        memory = plan.memory(blocks, self._checkpoint.store)
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 

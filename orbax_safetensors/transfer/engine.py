@@ -6,7 +6,6 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Generic, NamedTuple, Self, TypeVar
@@ -18,9 +17,9 @@ from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate, no_collection
 from orbax_safetensors.storage.store import File, NewFile
 from orbax_safetensors.transfer.plan import Block, End, Extent, Part, TransferPlan, same_bits
-from orbax_safetensors.transfer.progress import SECONDS
 from orbax_safetensors.transfer.strided_copy import elements, words
 from orbax_safetensors.transfer.sums import Sums
+from orbax_safetensors.transfer.threads import run_tasks
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=File | NewFile)
@@ -35,11 +34,16 @@ class Counters:
 
 
 class Window(NamedTuple):
-    """Packed bytes `[low, high)` of a part, with the blocks and memory of its plan."""
+    """Packed bytes `[low, high)` of a part, with the blocks and memory of its plan.
+
+    The first of its requests is for `first_nbytes` at `offset` of the file.
+    """
 
     part: Part
     low: int
     high: int
+    offset: int
+    first_nbytes: int
     blocks: Sequence[Block]
     memory: Sequence[np.ndarray]
 
@@ -103,36 +107,9 @@ class Transfer(ABC, Generic[_F]):
         """
         tasks = self._ordered(self._tasks(plan, blocks, memory))
         files = {extent.file for extent in plan.extents} | {part.file for part in plan.parts}
-        failures: list[BaseException] = []
         before = self.counters.nbytes
-
-        def work() -> None:
-            try:
-                while not failures:
-                    with self._lock:
-                        task = next(tasks, None)
-                    if task is None:
-                        return
-                    task()
-            except BaseException as error:
-                failures.append(error)
-                self._cancel()
-
-        with ThreadPoolExecutor(self._threads, "safetensors") as pool:
-            try:
-                workers = [pool.submit(work) for _ in range(self.useful_threads(len(files)))]
-                while wait(workers, None if report is None else SECONDS).not_done:
-                    if report is not None:
-                        report((self.counters.nbytes - before) / max(plan.moved_bytes, 1))
-            except BaseException as error:  # an interrupt, or of `report`; the workers stop at their next task
-                failures.append(error)
-                self._cancel()
-                raise
-        try:
-            if failures:
-                raise failures[0]
-        finally:
-            failures.clear()  # the traceback holds the memory of the transfer, and this frame, which holds the failure
+        share = None if report is None else lambda: report((self.counters.nbytes - before) / max(plan.moved_bytes, 1))
+        run_tasks(tasks, self.useful_threads(len(files)), self._cancel, share)
 
     def _tasks(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         """Yield the requests of a plan, in the order of the files."""
@@ -141,10 +118,12 @@ class Transfer(ABC, Generic[_F]):
                 buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
             yield Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
         for part in plan.parts:
-            for low, high in part.windows():
-                begin, _ = next(iter(part.access.runs.pieces(low, high)))
-                window = Window(part, low, high, blocks, memory)
-                yield Task(part.file, part.location.begin + begin, partial(self._window, window))
+            runs, pitch = part.access.runs, part.access.pitch
+            for low in range(0, runs.nbytes, pitch):
+                high = min(low + pitch, runs.nbytes)
+                begin, nbytes = next(iter(runs.pieces(low, high)))
+                window = Window(part, low, high, part.location.begin + begin, nbytes, blocks, memory)
+                yield Task(part.file, window.offset, partial(self._window, window))
 
     def _ordered(self, tasks: Iterator[Task]) -> Iterator[Callable[[], None]]:
         """Return what to run, in the order in which threads take it."""

@@ -30,6 +30,9 @@ from orbax_safetensors.geometry.elementwise import Ops
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.storage.direct import DirectStore
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.store import Store
 
 
 class Location(NamedTuple):
@@ -108,12 +111,6 @@ class Part:
         """The number of the tensor's file."""
         return self.location.file
 
-    def windows(self) -> Iterator[tuple[int, int]]:
-        """Yield the windows `[low, high)` of the packed bytes of `access.runs`."""
-        nbytes, pitch = self.access.runs.nbytes, self.access.pitch
-        for low in range(0, nbytes, pitch):
-            yield low, min(low + pitch, nbytes)
-
 
 class Constant(NamedTuple):
     """Elements of a block that no tensor stores: at the destination of `copy`, the result of `end.ops` on zero."""
@@ -149,16 +146,15 @@ class TransferPlan:
     files: tuple[FileTraffic, ...]
     window_bytes: int
 
-    @property
-    def offsets(self) -> dict[int, int]:
-        """Return, by its number, where in a file each block begins that holds bytes in the order of the file."""
-        out: dict[int, int] = {}
-        for extent in self.extents:
+    def memory(self, blocks: Sequence[Block], store: Store) -> list[np.ndarray]:
+        """Return memory for `blocks`, which lies in its pages as the bytes in the files if `store` reads directly."""
+        offsets: dict[int, int] = {}
+        for extent in self.extents if isinstance(store, DirectStore) else ():
             at = extent.begin
             for block, offset, nbytes in extent.parts:
-                out.setdefault(block, at - offset)
+                offsets.setdefault(block, at - offset)
                 at += nbytes
-        return out
+        return allocate([block.nbytes for block in blocks], offsets)
 
     @property
     def needed_bytes(self) -> int:

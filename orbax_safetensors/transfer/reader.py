@@ -73,8 +73,7 @@ class Reader(Transfer[File]):
             if packed is None:
                 if self._scattered(window, access):
                     return
-                begin, _ = next(iter(access.runs.pieces(window.low, window.high)))
-                packed = self._staging(window.high - window.low, window.part.location.begin + begin)
+                packed = self._staging(window.high - window.low, window.offset)
                 self._runs(window, packed)
             low, high = window.low // stored.itemsize, window.high // stored.itemsize
             copies = self._copies(window, access, packed, stored, low, high)
@@ -106,24 +105,22 @@ class Reader(Transfer[File]):
             for copy in of_window(use.copy, low, high)
         ]
         runs = places(copies, itemsize, window.high - window.low)
-        begin = location.begin + access.runs.begin + window.low
-        if runs is None or not self._file(window.part.file).scatter(begin, runs):
+        if runs is None or not self._file(window.part.file).scatter(window.offset, runs):
             return False
         self._count(1, window.high - window.low)
         return True
 
     def _answer(self, window: Window) -> np.ndarray | None:
         """Return the bytes of a window in the memory of a store, if one request brings them there anyway."""
-        begin, nbytes = next(iter(window.part.access.runs.pieces(window.low, window.high)))
-        if nbytes < window.high - window.low:
+        nbytes = window.high - window.low
+        if window.first_nbytes < nbytes:
             return None
-        offset = window.part.location.begin + begin
-        answer = self._file(window.part.file).answer(offset, nbytes)
+        answer = self._file(window.part.file).answer(window.offset, nbytes)
         if answer is None:
             return None
         self._count(1, nbytes)
         if self.sums is not None:
-            self.sums.add_buffers(window.part.file, offset, [answer])
+            self.sums.add_buffers(window.part.file, window.offset, [answer])
         return np.frombuffer(answer, np.uint8)
 
     def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from orbax_safetensors.geometry.coalesce import Staged
@@ -13,6 +12,7 @@ from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.engine import Task, Transfer, Window
 from orbax_safetensors.transfer.strided_copy import assign, copy_undoing
 from orbax_safetensors.transfer.sums import Sums
+from orbax_safetensors.transfer.threads import run_tasks
 
 
 class Writer(Transfer[NewFile]):
@@ -21,8 +21,8 @@ class Writer(Transfer[NewFile]):
     def sync(self, files: Iterable[int] | None = None) -> None:
         """Wait until all bytes that were written into `files`, or into all files, are on the disk."""
         numbers = sorted(self._files if files is None else files)
-        with ThreadPoolExecutor(self.useful_threads(len(numbers)), "safetensors") as pool:
-            list(pool.map(lambda number: self._files[number].sync(), numbers))
+        syncs = (self._files[number].sync for number in numbers)
+        run_tasks(syncs, self.useful_threads(len(numbers)), self._cancel)
 
     def _ordered(self, tasks: Iterator[Task]) -> Iterator[Callable[[], None]]:
         """See `Transfer`. A thread goes to the file at which fewest are: a file system lets them write in turn."""
@@ -37,11 +37,12 @@ class Writer(Transfer[NewFile]):
                     threads_at[task.file] -= 1
 
         while waiting:
-            number = min(waiting, key=lambda file: (threads_at[file], -len(waiting[file])))
+            with self._lock:
+                number = min(waiting, key=lambda file: (threads_at[file], -len(waiting[file])))
+                threads_at[number] += 1
             task = waiting[number].popleft()
             if not waiting[number]:
                 del waiting[number]
-            threads_at[number] += 1
             yield partial(work, task)
 
     def _move(self, file: NewFile, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:

@@ -143,6 +143,19 @@ def test_a_read_that_fails_is_a_fault(directory, monkeypatch):
     assert "Input/output error" in found
 
 
+def test_an_interrupt_ends_requests(saved, monkeypatch):
+    cancelled = []
+
+    def interrupted(futures, timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orbax_safetensors.transfer.threads.wait", interrupted)
+    monkeypatch.setattr(local.LocalFile, "cancel", lambda file: cancelled.append(file.path))
+    with pytest.raises(KeyboardInterrupt):
+        messages(saved)
+    assert cancelled
+
+
 def test_threads_end(saved):
     before = set(threading.enumerate())
     assert messages(saved) == []

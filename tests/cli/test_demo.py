@@ -58,7 +58,7 @@ def test_one_file_of_every_dtype(cli, tmp_path):
         [(name, dtype, (4, 8)) for name, dtype in DTYPES.items()] + [("none", DTYPES["F8_E4M3"], (0,))]
     )
     bits = np.random.default_rng(0).integers(0, 2, header.data_bytes, np.uint8)  # 0 and 1 are all that a bool may be
-    path.write_bytes(header.encode() + bits.tobytes())
+    path.write_bytes(header.encoded + bits.tobytes())
     result = cli("demo", path, "--output", tmp_path / "picture.html")
     assert (result.status, result.err) == (0, "")
     assert f"All bits are equal: {8 * (len(DTYPES) + 1)} shards" in result.out
@@ -148,7 +148,7 @@ def test_compare_finds_other_shapes_and_dtypes(tmp_path, mesh):
 
 def test_compare_of_dtypes_that_numpy_lacks(tmp_path, mesh):
     header = Header.layout([("a", DTYPES["F8_E4M3"], (8, 4))])
-    content = bytearray(header.encode() + bytes(range(32)))
+    content = bytearray(header.encoded + bytes(range(32)))
     path = tmp_path / "a.safetensors"
     array = np.arange(32, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(8, 4)
     arrays = {"a": sharded(mesh, array, "y")}

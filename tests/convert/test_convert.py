@@ -303,7 +303,7 @@ def test_names_of_maxtext_are_those_of_its_tree(tmp_path):
 def test_elements_that_share_bytes_are_not_cut(tmp_path):
     header = Header.layout([("f4", DTYPES["F4"], (4, 8)), ("w", DTYPES["F32"], (4, 2))], {}, alignment=8)
     data = bytes(range(48))
-    (tmp_path / "model.safetensors").write_bytes(header.encode() + data)
+    (tmp_path / "model.safetensors").write_bytes(header.encoded + data)
     with pytest.raises(ost.TensorMismatchError, match="'f4': elements of F4 share bytes"):
         ost.reshard(tmp_path / "model.safetensors", tmp_path / "to", mesh={"x": 2}, spec={"": ("x",)})
     ost.reshard(tmp_path / "model.safetensors", tmp_path / "to", mesh={"x": 2}, spec={"w": ("x",)})

@@ -288,7 +288,7 @@ def reference_can_write(tensors: Tensors) -> bool:
 )
 def test_encode_writes_the_bytes_of_the_reference(tensors: Tensors, metadata: dict[str, str] | None) -> None:
     header = Header.layout(tensors, metadata or {}, alignment=8)
-    assert header.encode() + bytes(header.data_bytes) == reference_file(tensors, metadata)
+    assert header.encoded + bytes(header.data_bytes) == reference_file(tensors, metadata)
 
 
 @given(tensor_lists, st.none() | st.dictionaries(texts, texts, max_size=3), st.sampled_from([8, 24, 64, 4096]))
@@ -296,7 +296,7 @@ def test_a_header_comes_back_as_it_was_written(
     tensors: Tensors, metadata: dict[str, str] | None, alignment: int
 ) -> None:
     header = Header.layout(tensors, metadata, alignment=alignment)
-    encoded = header.encode()
+    encoded = header.encoded
     assert len(encoded) == header.data_start
     assert header.data_start % alignment == 0
     assert len(encoded.rstrip(b" ")) > header.data_start - alignment
@@ -304,7 +304,7 @@ def test_a_header_comes_back_as_it_was_written(
     back = parse(content)
     assert back == header
     assert list(back.tensors) == list(header.tensors)
-    assert back.encode() == encoded
+    assert back.encoded == encoded
     assert_same_facts(header, content)
 
 
@@ -321,9 +321,9 @@ def test_wider_types_come_first_then_names_ascend() -> None:
 def test_metadata_is_written_first_sorted_and_pt_by_default() -> None:
     tensors: Tensors = [("a", U8, ())]
     assert dict(Header.layout(tensors).metadata) == {"format": "pt"}
-    encoded = Header.layout(tensors, {"z": "1", "a": "2"}).encode()
+    encoded = Header.layout(tensors, {"z": "1", "a": "2"}).encoded
     assert encoded[8:].startswith(b'{"__metadata__":{"a":"2","z":"1"},"a":{')
-    assert b"__metadata__" not in Header.layout(tensors, {}).encode()
+    assert b"__metadata__" not in Header.layout(tensors, {}).encoded
 
 
 @pytest.mark.parametrize("alignment", [0, -8, 4, 12])
@@ -350,4 +350,4 @@ def test_layout_refuses_tensors_that_files_cannot_hold(tensors: Tensors) -> None
 
 def test_encode_refuses_json_that_does_not_fit() -> None:
     with pytest.raises(HeaderError, match="expected JSON of at most 2 bytes"):
-        Header({"a": entry()}, {}, 10).encode()
+        _ = Header({"a": entry()}, {}, 10).encoded

@@ -80,7 +80,7 @@ def test_every_tensor_has_one_place(tensors, metadata, max_file_bytes, alignment
         own = sorted((places[name][1], sizes[name]) for name in header.tensors)
         assert own[0][0] == header.data_start
         assert all(begin + size == after for (begin, size), (after, _) in pairwise(own))
-        text = header.encode()[8:]
+        text = header.encoded[8:]
         assert Header.parse(text, header.file_bytes, file="x") == header
         assert all(places[name][0] == number for name in header.tensors)
     for (_, before), (_, after) in pairwise(layout.files):

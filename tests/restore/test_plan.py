@@ -108,6 +108,12 @@ def test_a_plan_with_padding(tmp_path):
     assert [(cost.needed_bytes, cost.destination_bytes) for cost in plan.processes] == [(4, 4), (4, 4), (0, 4), (0, 4)]
 
 
+@pytest.mark.parametrize("count", [0, 2.5, True])
+def test_a_plan_for_so_many_processes_as_there_cannot_be(directory, count):
+    with pytest.raises(ost.SafetensorsError, match="process_count is .*, must be an integer of at least 1"):
+        ost.plan_restore(directory, dict.fromkeys(ARRAYS, ocp.RestoreArgs()), process_count=count)
+
+
 def test_a_plan_that_does_not_fit(directory):
     sharding = NamedSharding(AbstractMesh((4,), ("x",)), P(None, "x"))
     with pytest.raises(ost.TensorMismatchError, match=r"'small': shape .* cannot be sharded"):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import remote, retries
-from orbax_safetensors.transfer import engine
+from orbax_safetensors.transfer import threads
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
@@ -151,12 +151,12 @@ def test_an_interrupt_ends_a_restore(server, monkeypatch):
     url = f"{server.url}/one/model.safetensors"
     ost.open_checkpoint(url)
     server.fail(Cut(None, "stall"), skip=1, times=None)
-    real = engine.wait
+    real = threads.wait
 
     def interrupted(futures, timeout=None):
         real(futures, timeout=0.2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "wait", interrupted)
+    monkeypatch.setattr(threads, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(url)

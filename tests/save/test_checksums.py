@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.format import header
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.mapping import Family, stack, tensor
 from tests.support.files import random_bits
@@ -86,6 +87,14 @@ def test_in_the_background_and_with_the_index_of_orbax(tmp_path, mesh):
         checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree(mesh), index=True))
     assert recorded(tmp_path / "saved") == in_files(tmp_path / "saved")
     assert ost.verify(tmp_path / "saved", data=True) == []
+
+
+def test_each_header_is_encoded_once_however_many_need_its_bytes(tmp_path, monkeypatch):
+    real, made = header._json, []
+    monkeypatch.setattr(header, "_json", lambda facts: made.append(facts.data_start) or real(facts))
+    ost.save(tmp_path / "x", TREE, index=True)
+    assert len(made) == 2  # the first to measure it
+    assert made[0] == header.PREFIX_BYTES
 
 
 def test_readers_do_not_mind(tmp_path):

@@ -26,7 +26,7 @@ def make(model, directory):
     layout = lay_out(tensors, {"format": "pt"}, max_file_bytes=5 * 10**9, alignment=64)
     for name, header in layout.files:
         with (directory / name).open("wb") as file:
-            file.write(header.encode())
+            file.write(header.encoded)
             file.truncate(header.file_bytes)
     if layout.index is not None:
         (directory / INDEX_NAME).write_bytes(layout.index.encode())

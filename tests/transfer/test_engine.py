@@ -9,7 +9,6 @@ import pytest
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.store import Stamp
-from orbax_safetensors.transfer import engine
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
@@ -246,7 +245,7 @@ def test_an_interrupt_ends_requests_and_is_raised_when_they_have_ended(monkeypat
         assert asked.wait(SECONDS)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "wait", interrupted)
+    monkeypatch.setattr("orbax_safetensors.transfer.threads.wait", interrupted)
     with pytest.raises(KeyboardInterrupt), Reader(case.open, 1) as reader:
         case.read(reader)
     assert (case.files[0].requests, case.files[1].requests) == ([0], [])
@@ -330,6 +329,7 @@ def test_a_flush_that_fails_is_made_again():
         case.write(writer)
         with pytest.raises(StorageError, match="file0: failed at sync"):
             writer.sync()
+        assert [file.cancelled.is_set() for file in case.files] == [True, True]
         case.files[0].does = lambda file, what: None
         writer.sync()
         assert case.files[0].requests.count("sync") == 2

@@ -1,0 +1,77 @@
+"""`run_tasks`: threads that take tasks in turn, and stop together."""
+
+import threading
+from concurrent.futures import wait
+from functools import partial
+
+import pytest
+
+from orbax_safetensors.transfer.threads import run_tasks
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def no_cancel():
+    raise AssertionError("nothing has failed")
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_every_task_runs_once(threads):
+    done = []
+    run_tasks((partial(done.append, number) for number in range(100)), threads, no_cancel)
+    assert sorted(done) == list(range(100))
+    assert threads > 1 or done == sorted(done)
+
+
+def test_a_failure_cancels_what_goes_on_and_no_task_begins():
+    waiting, cancelled, begun = threading.Event(), threading.Event(), []
+
+    def wait_long():
+        waiting.set()
+        assert cancelled.wait(20)
+        raise OSError("cancelled")
+
+    def fail():
+        assert waiting.wait(20)
+        raise ValueError("the first failure")
+
+    with pytest.raises(ValueError, match="the first failure"):
+        run_tasks(iter([wait_long, fail, *[partial(begun.append, number) for number in range(9)]]), 2, cancelled.set)
+    assert begun == []
+
+
+def test_tasks_that_cannot_be_made_are_a_failure():
+    done, cancelled = [], threading.Event()
+
+    def tasks():
+        yield partial(done.append, 1)
+        raise ValueError("no second task")
+
+    with pytest.raises(ValueError, match="no second task"):
+        run_tasks(tasks(), 2, cancelled.set)
+    assert done == [1]
+    assert cancelled.is_set()
+
+
+def test_an_interrupt_waits_for_what_goes_on(monkeypatch):
+    begun, cancelled, ended = threading.Event(), threading.Event(), []
+
+    def task():
+        begun.set()
+        assert cancelled.wait(20)
+        ended.append(True)
+
+    def interrupted(futures, timeout=None):
+        assert begun.wait(20)
+        wait(futures, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orbax_safetensors.transfer.threads.wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks(iter([task, task]), 1, cancelled.set)
+    assert ended == [True]
