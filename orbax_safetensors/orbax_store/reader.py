@@ -14,6 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
@@ -165,7 +166,7 @@ class OrbaxCheckpoint:
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:
-            raise TensorMismatchError(f"{self.path}: has no leaf {name!r}")
+            raise TensorMismatchError(f"{self.path}: has no leaf {name!r}{hint(name, self.leaves)}")
         return self.leaves[name]
 
 

@@ -227,8 +227,14 @@ def test_no_descriptor_stays_open(tmp_path):
 
 def test_an_unknown_tensor(tmp_path):
     write(tmp_path / "x.safetensors", {"a": A})
-    with pytest.raises(ost.TensorMismatchError, match="there is no tensor 'b'"):
+    with pytest.raises(ost.TensorMismatchError, match="there is no tensor 'b'$"):
         ost.open_checkpoint(tmp_path)["b"]
+
+
+def test_an_unknown_tensor_is_told_with_the_nearest(tmp_path):
+    write(tmp_path / "x.safetensors", {"layer.weight": A})
+    with pytest.raises(ost.TensorMismatchError, match=r"there is no tensor 'layer.weihgt' \(nearest: 'layer.weight'\)"):
+        ost.open_checkpoint(tmp_path)["layer.weihgt"]
 
 
 def test_a_missing_file_of_a_set_is_told(tmp_path, caplog):
