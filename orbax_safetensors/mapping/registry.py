@@ -118,7 +118,7 @@ def _by_name(name: str, known: Mapping[str, Family]) -> list[Family]:
     if name in known:
         return [known[name]]
     if not (families := [family for full_name, family in known.items() if full_name.startswith(f"{name}.")]):
-        raise MappingError(f"there is no family {name!r:.80}; {_similar(name, known)}")
+        raise MappingError(f"there is no family {name!r:.80}{_similar(name, known)}")
     return families
 
 
@@ -131,9 +131,9 @@ def _similar(name: str, known: Mapping[str, Family]) -> str:
         meant.setdefault(part, []).append(family)
     spellings = difflib.get_close_matches(name.lower(), meant, n=3, cutoff=0.8)
     if not spellings:
-        return f"there are {', '.join(sorted(known))}"
-    families = [repr(family) for spelling in spellings for family in meant[spelling]]
-    return f"did you mean {' or '.join(families)}? docs/families.md lists all"
+        return f"; there are {', '.join(sorted(known))}"
+    families = [family for spelling in spellings for family in meant[spelling]]
+    return f" (nearest: {', '.join(map(repr, families))}); docs/families.md lists all"
 
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:

@@ -191,7 +191,10 @@ def test_without_a_family_a_registered_one_counts_for_nothing(cli):
     [
         (["--family", "nobody"], "there is no family 'nobody'; there are flax.paths, maxtext."),
         (["--family", ""], "there is no family ''"),
-        (["--family", "lama"], "there is no family 'lama'; did you mean 'maxtext.llama3' or 'tunix.llama3'? docs/"),
+        (
+            ["--family", "lama"],
+            "there is no family 'lama' (nearest: 'maxtext.llama4', ",
+        ),
         (["--family", "maxtext.llama3"], "model.layers.0.self_attn"),
         (["--family", "maxtext", "--variant", "scan=true"], "maxtext.qwen3 has no switch 'scan'"),
         (["--family", "maxtext", "--variant", "vocab_size=7"], "vocab_size 7 would cut off the vocabulary"),
