@@ -190,6 +190,11 @@ class OrbaxStep:
     others: Mapping[str, str]
     metadata: Mapping[str, Any]
 
+    @property
+    def item_path(self) -> str:
+        """The directory that Orbax restores arrays from: the only item's. If there are several, that of the step."""
+        return self.path if len(self.items) > 1 else next(iter(self.items.values())).path
+
     def stored_bytes(self) -> int | None:
         """Return the bytes of all that belongs to it, as `OrbaxCheckpoint.stored_bytes` does."""
         with storage_errors(self.path):

@@ -38,7 +38,7 @@ def test_there_and_back(cli, tmp_path, scanned):
     )
     assert made.status == 0
     document = json.loads(made.out)
-    assert document["path"] == str(tmp_path / "orbax" / "0")
+    assert document["path"] == str(tmp_path / "orbax" / "0" / "items")
     assert document["nbytes"] == NBYTES
     assert document["processes"] == 1
     assert min(document["seconds"], document["peak_bytes"], document["requests"]) > 0
@@ -89,7 +89,7 @@ def test_names_are_kept_without_a_family(cli, tmp_path, directory, parts):
 def test_reshard_of_orbax(cli, tmp_path):
     result = cli("reshard", ORBAX, tmp_path, "--mesh", "fsdp=2", "--spec", "kernel|embedding=fsdp", *SMALL, "--json")
     assert result.status == 0
-    assert json.loads(result.out)["path"] == str(tmp_path / "0")
+    assert json.loads(result.out)["path"] == str(tmp_path / "0" / "items")
     arrays = restored(tmp_path / "0" / "items")
     assert arrays.pop("step") == 0
     same(arrays, of_maxtext(scanned=False))
