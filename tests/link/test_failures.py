@@ -74,7 +74,6 @@ def test_files_that_are_linked_already(source):
         path = source / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     ost.link(source)
-    assert content(source) == before
 
 
 @PLACES

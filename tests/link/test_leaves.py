@@ -122,7 +122,7 @@ def test_two_links_at_once_leave_one_that_is_whole(tmp_path, monkeypatch):
     ost.link(source)
     other_done.set()
     thread.join(60)
-    assert "already exists" in str(raised[0])
+    assert "is already linked" in str(raised[0])
     np.testing.assert_array_equal(stock(source)["a"], A)
     assert ost.verify(source) == []
 
