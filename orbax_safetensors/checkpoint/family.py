@@ -123,7 +123,7 @@ def _described(
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
-        raise MappingError(f"{family.name}: several stored tensors are {twice!r} to the family")
+        raise MappingError(f"{family.name}: its `renames` give several stored tensors the name {twice!r}")
     shapes = {name: checkpoint.shapes[tensor] for name, tensor in stored.items()}
     bound: set[str] = set()
     unbound: dict[str, tuple[int, ...]] = {}
@@ -182,7 +182,7 @@ def taken_apart(
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
         if shapes.setdefault(name, shape) != shape:
-            raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
+            raise MappingError(f"{family.name}: expected one shape of {name!r}, found {shapes[name]} and {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
     tree = family.describe(config, variant, bind, leaves=len(leaves))

@@ -115,7 +115,7 @@ class ObjectStaging:
     def finish(self) -> None:
         """Make the directory a checkpoint of Orbax."""
         if (self._begun() or {}).get("run") != self._run:
-            raise StorageError(f"{self.path}: another link is written here")
+            raise StorageError(f"{self.path}: another process is writing a link here")
         with storage_errors(self.path):
             for name in _LAST:
                 if name not in self._kept:

@@ -101,7 +101,7 @@ class OrbaxCheckpoint:
         where = f"{self.path}: {name!r}"
         leaf = self._leaf(name)
         if leaf.kind == STRING:
-            raise TensorMismatchError(f"{where}: is a string, which has no boxes")
+            raise TensorMismatchError(f"{where}: is a string and not an array")
         check_box(box, leaf.shape, where)
         check_memory(out, box, leaf.dtype, where)
         if not out.flags.writeable:

@@ -84,7 +84,7 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 
 def _check_holdable(shape: tuple[int, ...], where: Callable[[], str]) -> None:
     if len(shape) > _MAX_RANK or max(shape, default=0) > _MAX_SIZE:
-        raise TensorMismatchError(f"{where()}: an array of shape {shape} cannot be held")
+        raise TensorMismatchError(f"{where()}: NumPy cannot have an array of shape {shape}")
 
 
 class _Form(NamedTuple):
@@ -259,7 +259,9 @@ def _dtype(
         requested = getattr(leaf, "dtype", None)
     dtype = held if requested is None else _checked_dtype(requested, where)
     if dtype != held and packed is not None:
-        raise TensorMismatchError(f"{where}: {packed.name} is held packed as {held} and cannot be cast to {dtype}")
+        raise TensorMismatchError(
+            f"{where}: {packed.name} is restored as packed bytes of {held}, which cannot be cast to {dtype}"
+        )
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
         requested = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
         raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {requested}")

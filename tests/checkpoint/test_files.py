@@ -128,12 +128,12 @@ FAULTS = {
     "index names a missing file": (
         lambda d: (write_indexed(d, [{"a": A}, {"b": B}]), (d / "model-00002-of-00002.safetensors").unlink()),
         ost.MissingError,
-        "model-00002-of-00002.safetensors: is named by the index and missing",
+        "model-00002-of-00002.safetensors: is missing, and the index names it",
     ),
     "file lacks what the index says": (
         lambda d: (write_indexed(d, [{"a": A}]), write(d / "model-00001-of-00001.safetensors", {"b": B})),
         ost.IndexFileError,
-        "00001.safetensors: the index says it has 'a', it does not",
+        "00001.safetensors: expected tensor 'a', which the index says is there, found none",
     ),
     "index puts a tensor into the wrong file": (
         lambda d: (
@@ -141,7 +141,7 @@ FAULTS = {
             change_index(d, lambda names: names.update(a=names["b"])),
         ),
         ost.IndexFileError,
-        "model-00002-of-00002.safetensors: the index says it has 'a'",
+        "model-00002-of-00002.safetensors: expected tensor 'a', which the index says is there",
     ),
     "index that names nothing": (
         lambda d: (write_indexed(d, [{"a": A}]), change_index(d, lambda names: names.clear())),

@@ -215,8 +215,8 @@ def test_a_family_that_does_not_fit_is_status_1(cli, command, options, message):
         (["--family"], "argument --family: expected one argument"),
         (["--family", "maxtext", "--variant", "scan_layers"], "argument --variant: expected KEY=VALUE"),
         (["--family", "maxtext", "--variant", "scan_layers=False"], "argument --variant: expected true, false or null"),
-        (["--family", "maxtext", "--variant", "a=1", "--variant", "a=2"], "--variant a is there twice"),
-        (["--variant", "scan_layers=false"], "--variant is for a --family, and there is none"),
+        (["--family", "maxtext", "--variant", "a=1", "--variant", "a=2"], "--variant a is passed twice"),
+        (["--variant", "scan_layers=false"], "--variant needs a --family"),
     ],
 )
 def test_mistakes_are_status_2(cli, command, options, message):

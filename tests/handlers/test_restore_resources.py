@@ -183,7 +183,7 @@ def test_a_thread_that_cannot_be_started_stops_the_others(directory, monkeypatch
 
 
 def test_memory_that_cannot_be_had(monkeypatch):
-    with pytest.raises(ost.StorageError, match="bytes of memory cannot be had"):
+    with pytest.raises(ost.StorageError, match="bytes of memory cannot be allocated"):
         arena.allocate([2**60])
 
 

@@ -66,7 +66,7 @@ def test_all_leaves_are_made(tmp_path):
 
 
 def test_no_leaves(tmp_path):
-    with pytest.raises(ost.TensorMismatchError, match="holds no tensor"):
+    with pytest.raises(ost.TensorMismatchError, match="holds no tensors"):
         ost.link(model(tmp_path / "hf"), tmp_path / "to")
 
 

@@ -193,7 +193,7 @@ def test_a_whole_bucket(orbax_gcs, tmp_path):
 
 def test_one_object_and_a_pattern(url):
     one = f"{url}/model-00001-of-00002.safetensors"
-    refused(ost.StorageError, "is one object; below gs:// a link is of a directory", one)
+    refused(ost.StorageError, "is one object; on gs://, pass the directory with it", one)
     refused(ost.StorageError, "takes? this path for a pattern", f"{url}*")
 
 
@@ -274,7 +274,7 @@ def test_another_link_at_the_same_time(url, objects):
         finish(self)
 
     with mock.patch.object(ObjectStaging, "finish", late):
-        refused(ost.StorageError, "another link is written here", url)
+        refused(ost.StorageError, "another process is writing a link here", url)
     assert_same(read(url), arrays())
 
 
