@@ -274,7 +274,7 @@ def _parted(named: Mapping[str, Any], where: str) -> tuple[dict[str, OrbaxLeaf],
 def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
     """Return a leaf that Orbax can store; raises `TensorMismatchError` if it cannot."""
     if leaf.kind not in ARRAYS:
-        raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
+        raise TensorMismatchError(f"{where}: expected the value of a leaf of kind {leaf.kind!r}, found an OrbaxLeaf")
     if not all(leaf.shape):
         raise TensorMismatchError(f"{where}: Orbax stores no array without elements, and its shape is {leaf.shape}")
     if len(leaf.chunk_shape) != len(leaf.shape) or not all(

@@ -333,7 +333,7 @@ def _sharding_of_leaf(leaf: Any) -> Any:
 def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | None:
     mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
     if (mesh is None) != (axes is None):
-        raise TensorMismatchError(f"{where}: mesh and mesh_axes are given together or not at all")
+        raise TensorMismatchError(f"{where}: expected both mesh and mesh_axes, found one of them")
     return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
 
 

@@ -99,7 +99,7 @@ def test_an_item_without_leaves_is_copied(tmp_path):
     with ocp.CheckpointManager(tmp_path / "to") as manager:
         found = manager.restore(0, args=ocp.args.Composite(none=ocp.args.PyTreeRestore()))
     assert found["none"] == {"a": {}}
-    with pytest.raises(ost.SafetensorsError, match=f"^{tmp_path}/from/0/none: has no leaf"):
+    with pytest.raises(ost.SafetensorsError, match=f"^{tmp_path}/from/0/none: holds no arrays"):
         ost.reshard(tmp_path / "from" / "0" / "none", tmp_path / "again")
 
 

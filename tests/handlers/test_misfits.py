@@ -44,7 +44,7 @@ def test_an_item_that_does_not_fit(directory, item, message):
 
 MISFIT_ARGS = {
     "mesh without axes": (
-        lambda mesh: ocp.ArrayRestoreArgs(mesh=mesh), "mesh and mesh_axes are given together"),
+        lambda mesh: ocp.ArrayRestoreArgs(mesh=mesh), "expected both mesh and mesh_axes, found one"),
     "no such type": (lambda mesh: ocp.RestoreArgs(restore_type=str), "restore_type is <class 'str'>"),
     "a sharding of another kind": (
         lambda mesh: ocp.ArrayRestoreArgs(sharding=P("x")), "expected a sharding, found P"),
