@@ -95,7 +95,7 @@ def test_one_of_several_indexes(tmp_path):
     (tmp_path / "model.fp16.safetensors.index.json").write_text("not json")
     assert list(ost.open_checkpoint(tmp_path).tensors) == ["a"]
     index.rename(tmp_path / "other.safetensors.index.json")
-    with pytest.raises(ost.IndexFileError, match=r"expected one index, found model\.fp16"):
+    with pytest.raises(ost.IndexFileError, match=r"expected .* or one other index, found model\.fp16"):
         ost.open_checkpoint(tmp_path)
 
 
