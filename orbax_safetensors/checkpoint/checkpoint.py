@@ -16,6 +16,7 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import TensorEntry
 from orbax_safetensors.format.layout import ADAPTER_NAME
+from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.quantization import Quantized
 from orbax_safetensors.storage.store import File, Store
@@ -130,7 +131,7 @@ class Checkpoint:
         try:
             return self.tensors[name]
         except KeyError:
-            raise TensorMismatchError(f"{self.path}: there is no tensor {name!r}") from None
+            raise TensorMismatchError(f"{self.path}: there is no tensor {name!r}{hint(name, self.tensors)}") from None
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

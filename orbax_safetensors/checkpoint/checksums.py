@@ -36,7 +36,7 @@ class Comparison:
             of_file = recorded.get(posixpath.basename(stored.path))
             if of_file is None:
                 raise ChecksumError(
-                    f"{stored.path}: no save has recorded checksums of it, which "
+                    f"{stored.path}: no save has recorded its checksums, which "
                     "SafetensorsOptions(checksums=True) compares"
                 )
             if (other := other_file(checkpoint, number, of_file)) is not None:

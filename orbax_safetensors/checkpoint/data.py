@@ -59,7 +59,7 @@ def check_data(checkpoint: Checkpoint, options: SafetensorsOptions) -> DataCheck
         if of_file is None and sha256 is None:
             faults.append(
                 ChecksumError(
-                    f"{stored.path}: there is nothing to check its data against: no save has recorded checksums of it, "
+                    f"{stored.path}: there is nothing to check its data against: no save has recorded its checksums, "
                     "and no SHA-256 of the Hugging Face Hub is known"
                 )
             )
@@ -70,7 +70,7 @@ def check_data(checkpoint: Checkpoint, options: SafetensorsOptions) -> DataCheck
             checks.append(_FileCheck(checkpoint, number, of_file, sha256))
     present = {posixpath.basename(stored.path) for stored in checkpoint.files}
     for name in () if checkpoint.is_file else sorted((recorded or {}).keys() - present):
-        faults.append(MissingError(f"{posixpath.join(checkpoint.path, name)}: was saved, and is not in the checkpoint"))
+        faults.append(MissingError(f"{posixpath.join(checkpoint.path, name)}: is missing, and the save wrote it"))
     nbytes = sum(check.nbytes for check in checks)
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)

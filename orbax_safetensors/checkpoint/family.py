@@ -18,7 +18,7 @@ from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, switches_of
 from orbax_safetensors.mapping.inference import fit
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
@@ -40,6 +40,7 @@ def mapped(
     leaves whose tensors are not all stored are left out, and there may be other tensors. Raises `MappingError` if there
     is no such family, or if config, variant and tensors disagree.
     """
+    variant = switches_of(variant)
     if asked is None and not registry.any_registered():
         without_family(variant)
         return checkpoint
@@ -49,7 +50,7 @@ def mapped(
         if family is None:
             without_family(variant)
             return checkpoint
-        return mapped_by(checkpoint, family, config, variant or {}, complete=complete, dequantize=dequantize)
+        return mapped_by(checkpoint, family, config, variant, complete=complete, dequantize=dequantize)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
 
@@ -75,10 +76,10 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     return fitting, dict(choice.paths)
 
 
-def without_family(variant: Mapping[str, Any] | None) -> None:
+def without_family(variant: Mapping[str, Any]) -> None:
     """Raise `MappingError` if a caller passes switches without a family."""
     if variant:
-        raise MappingError(f"variant {dict(variant)} is for a family, and there is none")
+        raise MappingError(f"variant {dict(variant)} is for a family, and there is none; also pass family=")
 
 
 def mapped_by(
@@ -122,7 +123,7 @@ def _described(
     stored = {name: tensor for tensor, name in described_as.items()}
     if len(stored) < len(described_as):
         twice = next(name for tensor, name in described_as.items() if stored[name] != tensor)
-        raise MappingError(f"{family.name}: several stored tensors are {twice!r} to the family")
+        raise MappingError(f"{family.name}: its `renames` give several stored tensors the name {twice!r}")
     shapes = {name: checkpoint.shapes[tensor] for name, tensor in stored.items()}
     bound: set[str] = set()
     unbound: dict[str, tuple[int, ...]] = {}
@@ -165,7 +166,7 @@ TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by
 
 
 def taken_apart(
-    leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any] | None, config: Mapping[str, Any]
+    leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
@@ -181,10 +182,10 @@ def taken_apart(
 
     def bind(name: str, shape: tuple[int, ...]) -> View:
         if shapes.setdefault(name, shape) != shape:
-            raise MappingError(f"{name!r} is described with shape {shapes[name]} and with shape {shape}")
+            raise MappingError(f"{family.name}: expected one shape of {name!r}, found {shapes[name]} and {shape}")
         return View.tensor(name, shape, UNKNOWN)
 
-    tree = family.describe(config, variant or {}, bind, leaves=len(leaves))
+    tree = family.describe(config, variant, bind, leaves=len(leaves))
     paths = by_path({leaf.name: leaf for leaf in leaves}, tree)
     tree = check_leaves(family.name, tree, {path: leaf.shape for path, leaf in paths.items()})
     viewed, tensors = [], TensorTypes()

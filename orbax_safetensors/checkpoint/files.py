@@ -77,7 +77,7 @@ def checkpoint_files(
     if index is None and (incomplete := _incomplete_set(names)):
         # Objects appear one by one, each whole, and last the index. Files may have been copied, or linked, one by one.
         if not store.is_local:
-            raise IndexFileError(f"{path}: {incomplete}: a checkpoint that was not written to its end")
+            raise IndexFileError(f"{path}: is not complete: {incomplete}")
         logger.warning("%s: %s", path, incomplete)
     return [posixpath.join(path, name) for name in _file_names(path, names, index, report)], index
 
@@ -93,7 +93,7 @@ def _file_names(
         return present
     there = set(names)
     for name in sorted(set(index.files) - there):
-        report(MissingError(f"{posixpath.join(path, name)}: is named by the index and missing"))
+        report(MissingError(f"{posixpath.join(path, name)}: is missing, and the index names it"))
     if unnamed := sorted(set(present) - set(index.files)):
         logger.info("%s: the index does not name these files, they are ignored: %s", path, some(unnamed))
     return [name for name in index.files if name in there]
@@ -119,7 +119,7 @@ def _index_name(path: str, names: Sequence[str]) -> str | None:
     # Some repositories keep a second index for a variant (`model.fp16.safetensors.index.json`).
     name = INDEX_NAME if INDEX_NAME in indexes else indexes[0]
     if len(indexes) > 1 and name != INDEX_NAME:
-        raise IndexFileError(f"{path}: expected one index, found {some(indexes)} and none is {INDEX_NAME}")
+        raise IndexFileError(f"{path}: expected {INDEX_NAME} or one other index, found {some(indexes)}")
     return name
 
 

@@ -111,7 +111,8 @@ def _tensors(
         read = {posixpath.basename(stored.path) for stored in files}
         for name, file in index.weight_map.items():
             if name not in tensors and file in read:
-                report(IndexFileError(f"{posixpath.join(path, file)}: the index says it has {name!r}, it does not"))
+                where = posixpath.join(path, file)
+                report(IndexFileError(f"{where}: expected tensor {name!r}, which the index says is there, found none"))
     return tensors
 
 
@@ -126,7 +127,7 @@ def _whole(name: str, pieces: tuple[StoredPiece, ...], files: list[StoredFile]) 
                 f"{piece.entry.shape} of {piece.entry.dtype.name}"
             )
         if first.dtype.numpy is None:
-            raise IndexFileError(f"{where}: pieces of {first.dtype.name}, which is packed, cannot be put together")
+            raise IndexFileError(f"{where}: {first.dtype.name} has several elements in a byte; pieces cannot be joined")
     shape = tuple(max(_end(piece, axis) for piece in pieces) for axis in range(len(first.shape)))
     filled = tuple(piece for piece in pieces if prod(piece.entry.shape))
     # How many pieces hold each cell of the grid that their edges make.

@@ -11,7 +11,7 @@ from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
 from orbax_safetensors.mapping import inference, registry
-from orbax_safetensors.mapping.family import LeafShapes, Variant
+from orbax_safetensors.mapping.family import LeafShapes, Variant, switches_of
 
 _Result = TypeVar("_Result")
 
@@ -24,7 +24,7 @@ def with_variant(
     Others have the family's defaults, or if these do not fit, the values that are `nearest` to the passed ones. Raises
     what `attempt` raises. If a passed switch is wrong, the error names the variant that would fit.
     """
-    passed = {} if variant is None else variant
+    passed = switches_of(variant)
     try:
         return attempt(passed)
     except (MappingError, TensorMismatchError) as error:

@@ -219,12 +219,12 @@ def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
     spec: dict[str, Any] = {}
     for rule in args.spec:
         if args.mesh is None:
-            raise UsageError("--spec names the axes of a --mesh, and there is none")
+            raise UsageError("--spec names the axes of a --mesh; also pass --mesh")
         for axis in (axis for entry in rule.axes for axis in entry):
             if axis not in args.mesh:
                 raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it is {mesh_text(args.mesh)}")
         if rule.pattern.pattern in spec:
-            raise UsageError(f"--spec {rule.text!r}: is there twice")
+            raise UsageError(f"--spec {rule.text!r}: is passed twice")
         spec[rule.pattern.pattern] = tuple(entry[0] if len(entry) == 1 else entry or None for entry in rule.axes)
     return spec or None
 

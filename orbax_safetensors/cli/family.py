@@ -47,10 +47,10 @@ def variant(args: argparse.Namespace) -> dict[str, Any]:
     switches: dict[str, Any] = {}
     for name, value in args.variant:
         if name in switches:
-            raise UsageError(f"--variant {name} is there twice")
+            raise UsageError(f"--variant {name} is passed twice")
         switches[name] = value
     if switches and args.family is None:
-        raise UsageError("--variant is for a --family, and there is none")
+        raise UsageError("--variant needs a --family")
     return switches
 
 

@@ -68,7 +68,7 @@ def _document(step: OrbaxStep) -> dict[str, Any]:
         of = sums.setdefault(array["dtype"], Counter(arrays=0, parameters=0, bytes=0))
         of.update(arrays=1, parameters=array["parameters"], bytes=array["bytes"])
     return {
-        "path": step.path,
+        "path": step.item_path,
         "items": [name for name in step.items if name],
         "arrays": arrays,
         "metadata": step.metadata,

@@ -38,7 +38,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if not name.isidentifier() or not size.isdecimal() or int(size) < 1:
             raise UsageError(f"expected NAME=SIZE,... as in data=2,model=4, found {text!r}")
         if name in mesh:
-            raise UsageError(f"the axis {name!r} is there twice in {text!r}")
+            raise UsageError(f"the axis {name!r} is passed twice in {text!r}")
         mesh[name] = int(size)
     return mesh
 
@@ -58,7 +58,7 @@ def parse_rule(text: str) -> Rule:
     if not all(axis.isidentifier() for axis in used):
         raise UsageError(f"expected for every dimension -, AXIS or AXIS+AXIS in {spec!r} of {text!r}")
     if len(set(used)) < len(used):
-        raise UsageError(f"a mesh axis is there twice in {spec!r} of {text!r}")
+        raise UsageError(f"a mesh axis is passed twice in {spec!r} of {text!r}")
     return Rule(text, pattern, axes)
 
 

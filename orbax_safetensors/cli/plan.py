@@ -70,7 +70,13 @@ examples:
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Return the parser of the command, which `add` has made."""
-    parser = add("plan", help="what a restore on a mesh will cost", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = add(
+        "plan",
+        help="what a restore on a mesh will cost",
+        usage="%(prog)s PATH --mesh AXIS=SIZE,... [OPTION]...",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
     parser.add_argument("path", metavar="PATH")
     parser.add_argument(
         "--mesh",

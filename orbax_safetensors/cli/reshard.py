@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         if args.max_file_bytes is not None:
             raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
     elif args.no_compression:
-        raise UsageError("--no-compression is for Orbax, and SOURCE is no checkpoint of it")
+        raise UsageError("--no-compression is for Orbax, and SOURCE is not a checkpoint of Orbax")
     arguments["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
     if args.plan:
         arguments.pop("resume")

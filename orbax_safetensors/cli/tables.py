@@ -101,13 +101,20 @@ class Printer:
         self._stream.flush()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-        """Print a table with a line of headings. Columns that begin with a number are aligned to the right."""
+        """Print a table with a line of headings. Columns that begin with a number are aligned to the right.
+
+        If a terminal is too narrow for a table of names, long names have lines of their own.
+        """
         self._space()
         if self._console is None:
             self._stream.write("\t".join(columns) + "\n")
             self._stream.writelines("\t".join(map(_for_programs, row)) + "\n" for row in rows)
         else:
-            self._draw(columns, list(rows))
+            rows = list(rows)
+            if rows and isinstance(rows[0][0], str) and self._width(columns, rows) > self._console.width:
+                self._list(columns, rows)
+            else:
+                self._draw(columns, rows)
 
     def listing(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]]) -> None:
         """Print a table of rows with a long name, and with lines of text that belong to each, the `notes`.
@@ -119,12 +126,33 @@ class Printer:
             self.table(columns, ((*row, ", ".join(extra)) for row, extra in zip(rows, notes, strict=True)))
             return
         self._space()
-        texts = [columns[:-1], *([_for_people(cell) for cell in row] for row in rows)]
+        self._list(columns[:-1], rows, [columns[-1:], *notes])
+
+    def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
+        """Print names with a value each, one to a line."""
+        self._space()
+        width = max(len(name) for name, _ in pairs)
+        for name, value in pairs:
+            if self._console is None:
+                self._stream.write(f"{name}\t{_for_programs(value)}\n")
+            else:
+                from rich.text import Text
+
+                self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
+
+    def _width(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> int:
+        texts = [columns, *([_for_people(cell) for cell in row] for row in rows)]
+        return sum(max(map(len, column)) + _GAP for column in zip(*texts, strict=True))
+
+    def _list(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        texts = [columns, *([_for_people(cell) for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         right = [not isinstance(cell, str) for cell in rows[0]] if rows else [False] * len(widths)
         # What the other columns and a margin on both sides leave for names.
-        room = min(widths[0], self._console.width - 2 - sum(_GAP + width for width in widths[1:]))
-        for number, (row, extra) in enumerate(zip(texts, [columns[-1:], *notes], strict=True)):
+        room = max(min(widths[0], self._console.width - 2 - sum(_GAP + width for width in widths[1:])), 0)
+        for number, (row, extra) in enumerate(zip(texts, notes or [()] * len(texts), strict=True)):
             style, note_style = ("", "dim") if number else ("bold", "bold")
             name = row[0]
             if len(name) > room:
@@ -139,18 +167,6 @@ class Printer:
                 self._line(f"   {clean(line)}", note_style)
             if not number:
                 self._line(" " + "─" * (self._console.width - 2), "")
-
-    def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
-        """Print names with a value each, one to a line."""
-        self._space()
-        width = max(len(name) for name, _ in pairs)
-        for name, value in pairs:
-            if self._console is None:
-                self._stream.write(f"{name}\t{_for_programs(value)}\n")
-            else:
-                from rich.text import Text
-
-                self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
 
     def _line(self, text: str, style: str) -> None:
         from rich.text import Text

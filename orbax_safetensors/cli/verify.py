@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         return 1
     if is_orbax(place(args.path)):
         step = open_step(args.path)
-        path, what, places = step.path, "Orbax arrays", _count(len(step.items), "item")
+        path, what, places = step.item_path, "Orbax arrays", _count(len(step.items), "item")
         number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
     else:
         checkpoint = read_checkpoint(args.path)

@@ -8,6 +8,7 @@ from orbax_safetensors.convert.into_files import files_from_files, files_from_or
 from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
 from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.streaming.work import Work
 
 
@@ -19,6 +20,7 @@ def decide(request: ConvertRequest | ReshardRequest) -> Work:
         return orbax_from_orbax(request) if from_orbax else files_from_files(request)
     if request.to == "orbax":
         if from_orbax:
+            open_step(path)  # raises the error of a directory that is neither
             raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
         return orbax_from_files(request)
     if not from_orbax:

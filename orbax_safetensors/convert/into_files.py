@@ -47,7 +47,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     request.check_outside(checkpoint.whole)
     model_files = model_files_of(request.config, request.storage_options)
     if isinstance(request.family, str) and model_files.config is None:
-        raise MappingError(f"{path}: a family needs the config of the model: pass config")
+        raise MappingError(f"{path}: a family needs the config of the model: pass config (--config)")
     envelope = envelope_of(registry.find(request.family, model_files.config or {}), request.variant)
     variant = {**envelope.variant(checkpoint.custom_metadata), **(request.variant or {})}
     stored = _arrays(checkpoint, envelope)

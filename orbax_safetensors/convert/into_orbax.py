@@ -73,7 +73,7 @@ def orbax_from_orbax(request: ReshardRequest) -> Work:
     request.check_outside(step.whole)
     items = {name: item for name, item in step.items.items() if item.leaves}
     if not items:
-        raise SafetensorsError(f"{request.source}: has no leaf")
+        raise SafetensorsError(f"{request.source}: holds no arrays")
     names = {
         array_name(items, item, name): (item, name)
         for item, checkpoint in items.items()

@@ -29,7 +29,7 @@ class Conversion:
     """What a conversion did in this process.
 
     Attributes:
-      path: the new directory: of safetensors files, or of a step or an item of Orbax.
+      path: the new directory: of safetensors files, or what Orbax restores, an item, or a step if it has several.
       nbytes: bytes of arrays that this process wrote, in the dtypes of the destination, before compression; less than
         all if other processes shared the work, or if the conversion was resumed.
       seconds: how long it took.

@@ -197,7 +197,7 @@ class ConversionPlan:
     """What a conversion or reshard will cost.
 
     Attributes:
-      path: of the destination.
+      path: what will be made, as in `Conversion`.
       processes: the cost for each process.
       files: the safetensors files to write.
       arrays: the arrays of the Orbax checkpoint to write.

@@ -142,7 +142,7 @@ class JointSink:
 
     def _check_open(self) -> None:
         if self._ended:
-            raise StorageError(f"{self.path}: this sink has been committed or given up")
+            raise StorageError(f"{self.path}: this output was completed or given up before")
 
     def __enter__(self) -> Self:
         return self

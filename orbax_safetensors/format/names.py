@@ -5,6 +5,8 @@ import difflib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from orbax_safetensors.format.header import shown
+
 _T = TypeVar("_T")
 
 _VALUE = ".value"
@@ -73,3 +75,9 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     close += [other for other in ordered if other.endswith(f".{name}")][:_NEAR]
     similar = difflib.get_close_matches(name, close, n=1) if len(name) < 1000 else []
     return similar[0] if similar else None
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+    """Return what a message adds to `name`, which is none of `names`: the most similar of them, if one is similar."""
+    similar = nearest(name, names)
+    return f" (nearest: {shown(similar)})" if similar else ""

@@ -61,7 +61,7 @@ def in_pieces(
         boxes = _joined([region.box for region in covering])
         covered = sum(prod(size for digits in region.dims for _, size, _ in digits) for region in covering)
         if sum(box.volume for box in boxes) != covered:
-            raise MappingError(f"{tensor!r}: what one process holds of it is not a set of boxes")
+            raise MappingError(f"{tensor!r}: the part that one process holds is not made of rectangular blocks")
         names[tensor] = {box: f"{number}/{tensor}" for number, box in enumerate(boxes)}
         pieces |= {name: TensorPiece(tensor, box) for box, name in names[tensor].items()}
     return [
@@ -75,7 +75,7 @@ def _region(piece: Piece, shape: tuple[int, ...]) -> _Region:
     start = tuple(piece.offset // stride % size for stride, size in zip(strides, shape, strict=True))
     region = _Region(start, tuple(_digits(piece, modes, shape, strides) for modes in piece.dims))
     if any(stop > size for (_, stop), size in zip(region.box, shape, strict=True)):
-        raise MappingError(f"{piece.tensor!r}: what one process holds of it runs across its rows")
+        raise MappingError(f"{piece.tensor!r}: the part that one process holds ends in the middle of rows")
     return region
 
 
@@ -91,7 +91,8 @@ def _digits(piece: Piece, modes: Modes, shape: tuple[int, ...], strides: tuple[i
             fits = size if (size - 1) * step < shape[axis] else shape[axis] // step
             if rest or size % fits or (fits < size and fits * step != shape[axis]):
                 raise MappingError(
-                    f"{piece.tensor!r}: runs of {size} elements, {stride} apart, do not lie along an axis"
+                    f"{piece.tensor!r}: the part that one process holds is not made of rectangular blocks"
+                    f": {size} elements, {stride} apart, do not lie along an axis"
                 )
             inner.append((axis, fits, step))
             size, stride = size // fits, stride * fits

@@ -332,7 +332,7 @@ def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
 
 def _check_alike(views: Sequence[View], operation: str, shapes: Sequence[tuple[int, ...]]) -> None:
     if not views:
-        raise MappingError(f"{operation} of no views")
+        raise MappingError(f"{operation}: expected one view or more, found none")
     dtype = _common_dtype(views)
     for view, shape in zip(views, shapes, strict=True):
         if shape != shapes[0] or view.dtype not in (dtype, UNKNOWN):

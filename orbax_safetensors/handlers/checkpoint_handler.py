@@ -206,7 +206,8 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         and their like; `config` goes before the config. Each leaf has a place there, and each tensor a leaf, except
         those that the family does not use, which are not stored. Values of floating point are
         rounded to the stored dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the
-        config is then without `quantization_config`.
+        config is then without `quantization_config`. It must not lie in the destination: with
+        `force=True`, `ocp.Checkpointer` deletes that before the save reads it. `SafetensorsCheckpointer` refuses this.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
     """

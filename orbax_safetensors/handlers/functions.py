@@ -81,7 +81,7 @@ def save(
     if not is_url(directory):
         check_makeable(directory)
         if not force and os.path.lexists(directory):
-            raise StorageError(f"{directory}: exists already; pass force=True to replace it")
+            raise StorageError(f"{directory}: already exists; pass force=True to replace it")
     args = SafetensorsSave(
         tree,
         metadata=metadata,

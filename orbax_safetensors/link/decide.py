@@ -136,9 +136,9 @@ def decide(request: LinkRequest) -> Decision:
     """
     checkpoint = read_checkpoint(request.source)
     if is_on_gcs(request.source) and checkpoint.files[0].path == request.source:
-        raise StorageError(f"{request.source}: is one object; below gs:// a link is of a directory")
+        raise StorageError(f"{request.source}: is one object; on gs://, pass the directory with it")
     if not checkpoint.tensors:
-        raise TensorMismatchError(f"{request.source}: holds no tensor")
+        raise TensorMismatchError(f"{request.source}: holds no tensors")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
     envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
     partition = request.partition

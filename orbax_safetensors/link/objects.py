@@ -16,7 +16,7 @@ from etils import epath
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
-from orbax_safetensors.link.staging import NAMES, RECORD, Staging
+from orbax_safetensors.link.staging import NAMES, RECORD, Staging, check_names
 from orbax_safetensors.orbax_store.addressed_item import STEP_FILES
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
@@ -54,8 +54,8 @@ class ObjectStaging:
         """Raise `StorageError` if something is in the way of the link."""
         with storage_errors(self.path):
             inside = names(self._directory)
-        if RECORD not in inside and (present := [name for name in NAMES if name in inside]):
-            raise StorageError(f"{self._directory / present[0]}: already exists; a link writes {NAMES}")
+        if RECORD not in inside:
+            check_names(self.path, inside)
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
         """Delete the files of an unfinished link, except its arrays if `resume` goes on with the same `record`.
@@ -115,7 +115,7 @@ class ObjectStaging:
     def finish(self) -> None:
         """Make the directory a checkpoint of Orbax."""
         if (self._begun() or {}).get("run") != self._run:
-            raise StorageError(f"{self.path}: another link is written here")
+            raise StorageError(f"{self.path}: another process is writing a link here")
         with storage_errors(self.path):
             for name in _LAST:
                 if name not in self._kept:

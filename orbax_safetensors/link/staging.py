@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from typing import Any
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
@@ -18,6 +19,7 @@ from orbax_safetensors.link.decide import MADE
 from orbax_safetensors.link.request import LinkRequest
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore, check_makeable
@@ -31,6 +33,18 @@ _PLACED = ".placed.json"
 
 # The names in a link's directory besides safetensors files, without `STEP_FILES`: a step of Orbax may have those.
 NAMES = sorted([*INDEX_NAMES, DATA_DIRECTORY, MADE])
+
+
+def check_names(directory: str, inside: Collection[str]) -> None:
+    """Raise `StorageError` if names that a link writes are already `inside` the directory."""
+    if not (in_the_way := [name for name in NAMES if name in inside]):
+        return
+    if NOTE_FILE in in_the_way:
+        raise StorageError(
+            f"{directory}: is already linked to Orbax, by a link or a save; to link anew, first delete "
+            f"{', '.join(in_the_way)} there"
+        )
+    raise StorageError(f"{os.path.join(directory, in_the_way[0])}: already exists, and a link writes it; move it away")
 
 
 class Staging:
@@ -59,11 +73,8 @@ class Staging:
         check_makeable(self.path)
         if not self._in_source and os.path.lexists(self.destination):
             raise StorageError(f"{self.destination}: already exists; choose another destination")
-        in_the_way = {*NAMES} & {*os.listdir(self.destination)} - {*self._placed()} if self._in_source else None
-        if in_the_way:
-            raise StorageError(
-                f"{os.path.join(self.destination, min(in_the_way))}: already exists; a link writes {NAMES}"
-            )
+        if self._in_source:
+            check_names(self.destination, {*os.listdir(self.destination)} - {*self._placed()})
 
     def begin(self, record: dict[str, Any], *, resume: bool) -> None:
         """Make the directory anew, unless `resume` finds one that was begun with the same `record`.

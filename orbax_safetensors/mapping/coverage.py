@@ -10,7 +10,7 @@ import numpy as np
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import nearest, some
+from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.coalesce import disjoint
 from orbax_safetensors.geometry.strided import extent, runs_of
 from orbax_safetensors.geometry.view import Piece, View
@@ -48,7 +48,7 @@ def check_shapes(where: str, tree: Mapping[str, View], described: Shapes, stored
 
     def problem(use: tuple[str, str]) -> str:
         path, name = use
-        what = f"found {stored[name]}" if name in stored else f"which is not stored{_hint(name, stored)}"
+        what = f"found {stored[name]}" if name in stored else f"which is not stored{hint(name, stored)}"
         return f"{path} is made of {shown(name)} of shape {described[name]}, {what}"
 
     wrong = {name for name, shape in described.items() if stored.get(name) != shape}
@@ -141,8 +141,3 @@ def _are_disjoint(pieces: list[Piece], size: int) -> bool:
             return False
         seen[elements] = True
     return True
-
-
-def _hint(name: str, stored: Shapes) -> str:
-    similar = nearest(name, stored)
-    return f" (nearest: {shown(similar)})" if similar else ""

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.names import some
+from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping.envelope import Envelope
 
@@ -212,16 +212,26 @@ class Family:
         switches = list(inspect.signature(self.tree).parameters.values())[1:]
         known = {switch.name: switch for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD}
         if len(known) == len(switches) and (unknown := [name for name in variant if name not in known]):
-            raise MappingError(f"{self.name}: there is no variant {unknown}; there are {list(known)}")
+            there_are = f"it has {', '.join(known)}" if known else "it has none"
+            raise MappingError(f"{self.name} has no switch {unknown[0]!r}{hint(unknown[0], known)}; {there_are}")
         for name, value in variant.items():
             default = known[name].default if name in known else None
             if isinstance(default, bool | int) and type(value) is not type(default):
                 raise MappingError(f"{self.name}: expected a {type(default).__name__} for {name}, found {value!r}")
 
 
+def switches_of(variant: Variant | None) -> Variant:
+    """Return a caller's `variant`, {} for None; raise `MappingError` if it is not a dict of switches by name."""
+    if variant is None:
+        return {}
+    if not isinstance(variant, Mapping) or not all(isinstance(name, str) for name in variant):
+        raise MappingError(f"variant: expected a dict, as {{'scan_layers': True}}, found {variant!r:.80}")
+    return variant
+
+
 def envelope_of(family: Family | None, variant: Variant | None) -> Envelope:
     """Return the envelope of a family's variant, or an empty envelope without a family."""
-    return Envelope() if family is None else family.envelope.of({**family.variant, **(variant or {})})
+    return Envelope() if family is None else family.envelope.of({**family.variant, **switches_of(variant)})
 
 
 def _counts(config: Mapping[str, Any], variant: Mapping[str, Any]) -> str:

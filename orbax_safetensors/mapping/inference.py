@@ -63,7 +63,7 @@ def fit(families: Sequence[Family], config: Mapping[str, Any], leaves: LeafShape
     if fits:
         return fits[0]
     if not others:
-        raise errors[0] if errors else MappingError("no registered family has a variant")
+        raise errors[0] if errors else MappingError("no registered family has a tree of these leaves")
     nearest = min(others, key=lambda candidate: len(candidate.problems))
     raise MappingError(
         f"{nearest.family.name}: no variant has a tree of these leaves; nearest is {dict(nearest.variant)}: "

@@ -36,7 +36,7 @@ def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Fam
     """
     for path, module in modules.items():
         if "{}" in path and "{}" not in module:
-            raise MappingError(f"{path!r} has the number of a layer, and {module!r} has none")
+            raise MappingError(f"path {path!r} has {{}} for the number of a layer, and its module {module!r} does not")
     layers = {path: _layers(module, base) for path, module in modules.items()}
 
     def tree(config: Mapping[str, Any]) -> dict[str, View]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping.families import FAMILIES
-from orbax_safetensors.mapping.family import Family, Variant
+from orbax_safetensors.mapping.family import Family, Variant, switches_of
 
 # Names in the tree are the names in the files, whatever families are registered.
 IDENTITY = Family("identity", (), dict)
@@ -34,19 +35,20 @@ def register(families: Iterable[Family | str], variant: Variant | None = None) -
     variant.
     """
     global _registered
+    variant = switches_of(variant)
     added: dict[str, _Registered] = {}
     for requested in families:
         matches = [requested] if isinstance(requested, Family) else _by_name(requested, _known())
         errors: list[MappingError] = []
         for family in matches:
             try:
-                family.check_variant(variant or {})
+                family.check_variant(variant)
             except MappingError as error:
                 errors.append(error)
         if len(errors) == len(matches):
             raise errors[0]
         for family in matches:
-            added[family.name] = _Registered(family, replace(family, variant={**family.variant, **(variant or {})}))
+            added[family.name] = _Registered(family, replace(family, variant={**family.variant, **variant}))
     with _lock:
         _registered = {**_registered, **added}
 
@@ -90,9 +92,11 @@ def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | Non
         return known[family]
     single = _single_for(config, matches, family)
     if single is None:
-        served = ", ".join(sorted({name for match in matches for name in match.architectures}))
-        advice = "" if config else "; a save takes the config from config= or like="
-        raise MappingError(f"{family}: no family is for {_described(config)}; there are families for {served}{advice}")
+        advice = "put the model's config.json beside the files; a save takes it from config= or like="
+        if config:
+            served = sorted({name for match in matches for name in match.architectures})
+            advice = f"there are families for {', '.join(served)}"
+        raise MappingError(f"{family}: no family is for {_described(config)}; {advice}")
     return single
 
 
@@ -114,8 +118,22 @@ def _by_name(name: str, known: Mapping[str, Family]) -> list[Family]:
     if name in known:
         return [known[name]]
     if not (families := [family for full_name, family in known.items() if full_name.startswith(f"{name}.")]):
-        raise MappingError(f"there is no family {name!r}; there are {', '.join(sorted(known))}")
+        raise MappingError(f"there is no family {name!r:.80}{_similar(name, known)}")
     return families
+
+
+def _similar(name: str, known: Mapping[str, Family]) -> str:
+    """Return what a message says of the families whose names, or the parts before or after the dot, are similar."""
+    meant: dict[str, list[str]] = {}
+    for family in sorted(known):
+        convention, _, part = family.partition(".")
+        meant[family], meant[convention] = [family], [convention]
+        meant.setdefault(part, []).append(family)
+    spellings = difflib.get_close_matches(name.lower(), meant, n=3, cutoff=0.8)
+    if not spellings:
+        return f"; there are {', '.join(sorted(known))}"
+    families = [family for spelling in spellings for family in meant[spelling]]
+    return f" (nearest: {', '.join(map(repr, families))}); docs/families.md lists all"
 
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:

@@ -58,7 +58,7 @@ class IndexNote:
         """
         return [
             StorageError(
-                f"{posixpath.join(directory, name)}: is not the file that the index beside it is of: expected "
+                f"{posixpath.join(directory, name)}: does not fit the index beside it: expected "
                 f"{expected}, found {present.get(name, 'no such file in the checkpoint')}"
             )
             for name, expected in self.files.items()

@@ -42,7 +42,7 @@ class OrbaxLayout:
         self.path = absolute(path)
         if UNFINISHED in self.path:
             raise StorageError(
-                f"{self.path}: nothing opens a path with {UNFINISHED}, by which Orbax knows unfinished checkpoints"
+                f"{self.path}: choose a path without {UNFINISHED}, by which Orbax knows unfinished checkpoints"
             )
         self.compression = compression
         self._check_options(items, metadata or {}, others or {})

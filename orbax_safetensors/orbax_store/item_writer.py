@@ -200,7 +200,9 @@ class ItemWriter:
             grid = present[name]
             index = tuple(int(part) for part in re.findall(r"\d+", match[2]))[: grid.ndim]
             if len(index) != grid.ndim or any(at >= size for at, size in zip(index, grid.shape, strict=True)):
-                raise TensorMismatchError(f"{self.directory}: {name!r}: has a chunk {index} that it cannot have")
+                raise TensorMismatchError(
+                    f"{self.directory}: {name!r}: expected chunks below {grid.shape}, found chunk {index}"
+                )
             grid[index] = True
         return present
 
@@ -238,7 +240,7 @@ class ItemWriter:
         for name in (*self.leaves, *scalars):
             key = f"{name}/{_ARRAY_KEYS[self._item.zarr3]}".removeprefix("" if name else "/")
             if key not in keys:
-                raise StorageError(f"{self._where}: {name!r}: cannot be found: {key!r} is missing where it was merged")
+                raise StorageError(f"{self._where}: {name!r}: was not stored: {key!r} is missing")
         if TREE_FILE not in names(self.directory):
             raise StorageError(f"{self._where}: Orbax has not written {TREE_FILE}")
         lacking = {name: present for name, present in self._present(keys).items() if not present.all()}
@@ -272,7 +274,7 @@ def _parted(named: Mapping[str, Any], where: str) -> tuple[dict[str, OrbaxLeaf],
 def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
     """Return a leaf that Orbax can store; raises `TensorMismatchError` if it cannot."""
     if leaf.kind not in ARRAYS:
-        raise TensorMismatchError(f"{where}: a leaf of kind {leaf.kind!r} is given by its value")
+        raise TensorMismatchError(f"{where}: expected the value of a leaf of kind {leaf.kind!r}, found an OrbaxLeaf")
     if not all(leaf.shape):
         raise TensorMismatchError(f"{where}: Orbax stores no array without elements, and its shape is {leaf.shape}")
     if len(leaf.chunk_shape) != len(leaf.shape) or not all(

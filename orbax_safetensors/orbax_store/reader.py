@@ -14,6 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
@@ -100,7 +101,7 @@ class OrbaxCheckpoint:
         where = f"{self.path}: {name!r}"
         leaf = self._leaf(name)
         if leaf.kind == STRING:
-            raise TensorMismatchError(f"{where}: is a string, which has no boxes")
+            raise TensorMismatchError(f"{where}: is a string and not an array")
         check_box(box, leaf.shape, where)
         check_memory(out, box, leaf.dtype, where)
         if not out.flags.writeable:
@@ -165,7 +166,7 @@ class OrbaxCheckpoint:
 
     def _leaf(self, name: str) -> OrbaxLeaf:
         if name not in self.leaves:
-            raise TensorMismatchError(f"{self.path}: has no leaf {name!r}")
+            raise TensorMismatchError(f"{self.path}: has no leaf {name!r}{hint(name, self.leaves)}")
         return self.leaves[name]
 
 
@@ -188,6 +189,11 @@ class OrbaxStep:
     items: Mapping[str, OrbaxCheckpoint]
     others: Mapping[str, str]
     metadata: Mapping[str, Any]
+
+    @property
+    def item_path(self) -> str:
+        """The directory that Orbax restores arrays from: the only item's. If there are several, that of the step."""
+        return self.path if len(self.items) > 1 else next(iter(self.items.values())).path
 
     def stored_bytes(self) -> int | None:
         """Return the bytes of all that belongs to it, as `OrbaxCheckpoint.stored_bytes` does."""

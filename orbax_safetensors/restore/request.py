@@ -20,7 +20,7 @@ from orbax_safetensors.devices.sharding import default_sharding, is_abstract
 from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.names import by_path, by_same, nearest, some
+from orbax_safetensors.format.names import by_path, by_same, hint, some
 from orbax_safetensors.restore.target import LeafRequest, Resolver, Target, as_stored, leaf_request
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
@@ -217,16 +217,12 @@ def _check_names(checkpoint: Checkpoint, requested: Mapping[str, Any], unexpecte
     stored = checkpoint.leaves
     problems = []
     if missing := [name for name in requested if name not in stored]:
-
-        def with_nearest(name: str) -> str:
-            similar = nearest(name, stored)
-            return shown(name) + (f" (nearest stored: {shown(similar)})" if similar else "")
-
         keys = any(is_random(getattr(requested[name], "dtype", None)) for name in missing)
         advice = " (random keys are not stored; leave them out, as nnx.state(model, nnx.Param) does)" if keys else ""
         if checkpoint.mapped is not None and any(name in checkpoint.tensors for name in missing):
             advice += " (some are names of stored tensors, and a family is in use: family='identity' restores these)"
-        problems.append(f"not in the checkpoint: {some(missing, with_nearest)}{advice}")
+        names = some(missing, lambda name: shown(name) + hint(name, stored))
+        problems.append(f"not in the checkpoint: {names}{advice}")
     if unexpected:
         problems.append(
             "in the checkpoint but not in the tree (SafetensorsRestore with partial_restore=True leaves them out): "

@@ -85,7 +85,7 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 def _check_holdable(shape: tuple[int, ...], dtype: np.dtype, where: Callable[[], str]) -> None:
     # NumPy counts the bytes of an empty array as if its dimensions of size 0 were not there.
     if len(shape) > _MAX_RANK or prod(size for size in shape if size) * dtype.itemsize > _MAX_BYTES:
-        raise TensorMismatchError(f"{where()}: an array of shape {shape} cannot be held")
+        raise TensorMismatchError(f"{where()}: NumPy cannot have an array of shape {shape}")
 
 
 class _Form(NamedTuple):
@@ -262,7 +262,9 @@ def _dtype(
         requested = getattr(leaf, "dtype", None)
     dtype = held if requested is None else _checked_dtype(requested, where)
     if dtype != held and packed is not None:
-        raise TensorMismatchError(f"{where}: {packed.name} is held packed as {held} and cannot be cast to {dtype}")
+        raise TensorMismatchError(
+            f"{where}: {packed.name} is restored as packed bytes of {held}, which cannot be cast to {dtype}"
+        )
     if held.kind == "c" and (dtype.kind != "c" or kind in (int, float, bool)):
         requested = dtype if kind in (jax.Array, np.ndarray) else kind.__name__
         raise TensorMismatchError(f"{where}: complex {held} cannot be cast to {requested}")
@@ -334,7 +336,7 @@ def _sharding_of_leaf(leaf: Any) -> Any:
 def _sharding_of_mesh(args: ocp.RestoreArgs, where: str) -> jax.sharding.Sharding | None:
     mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
     if (mesh is None) != (axes is None):
-        raise TensorMismatchError(f"{where}: mesh and mesh_axes are given together or not at all")
+        raise TensorMismatchError(f"{where}: expected both mesh and mesh_axes, found one of them")
     return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)
 
 

@@ -117,7 +117,7 @@ class HubApi:
         of_the_hub = origin(metadata.location) == origin(self._endpoint)
         # Older versions give the length of an answer that only leads elsewhere, which is none.
         if metadata.size is None or (metadata.size == 0 and not of_the_hub):
-            raise WrongAnswerError("the Hub does not tell the size of the file")
+            raise WrongAnswerError("the Hub does not say how large the file is")
         headers = self._headers if of_the_hub else {}
         return FileAddress(metadata.location, headers, metadata.size, sha256_of(metadata.etag))
 
@@ -230,7 +230,7 @@ def _stored_token() -> str | None:
 
 
 def _not_understood() -> WrongAnswerError:
-    return WrongAnswerError("what the Hub tells of the repository cannot be understood")
+    return WrongAnswerError("the Hub's answer about the repository cannot be read")
 
 
 def _wait(headers: Mapping[str, str]) -> float:

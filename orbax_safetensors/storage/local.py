@@ -133,7 +133,7 @@ def _move_all(
                     f"{path}: {verb} {missing} bytes at offset {offset} failed: {error.strerror}"
                 ) from error
             if count == 0:
-                raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found its end")
+                raise StorageError(f"{path}: expected {missing} more bytes at offset {offset}, found the file's end")
             offset, missing = offset + count, missing - count
             if missing:
                 here = after(here, count)

@@ -67,7 +67,7 @@ def _map(nbytes: int) -> np.ndarray:
         # A mapping cannot be empty. Private, because shared memory, which is Python's default, has no huge pages.
         memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise StorageError(f"{nbytes} bytes of memory cannot be had: {error.strerror}") from error
+        raise StorageError(f"{nbytes} bytes of memory cannot be allocated: {error.strerror}") from error
     with contextlib.suppress(OSError):  # a kernel without huge pages refuses the hint
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

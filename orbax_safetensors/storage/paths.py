@@ -23,8 +23,10 @@ _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
 
 
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    """Return a path or URL; `StorageError` if `pathlib` has made a path with one slash less of a URL."""
+    """Return a path or URL; `StorageError` if it is empty, or a URL in which `pathlib` has left out a slash."""
     text = os.fsdecode(path)
+    if not text:
+        raise StorageError("expected a path or a URL, found an empty text")
     if collapsed := _COLLAPSED.fullmatch(text):
         scheme, rest = collapsed.groups()
         raise StorageError(

@@ -116,7 +116,7 @@ class RemoteFile:
         """Return bytes that came when the object was opened; `StorageError` if the object has fewer."""
         if offset + nbytes > self.stamp.nbytes:
             raise StorageError(
-                f"{self.path}: expected {nbytes} bytes at offset {offset}, found its end at {self.stamp.nbytes}"
+                f"{self.path}: expected {nbytes} bytes at offset {offset}, found the file's end at {self.stamp.nbytes}"
             )
         if self._head is None or offset + nbytes > len(self._head):
             return None

@@ -41,7 +41,7 @@ def bundles(
             out += [(tile,) for of_leaf in cuts for tile in of_leaf]
         if len(out) > _MAX_BUNDLES:
             raise SafetensorsError(
-                f"memory_bytes is {memory_bytes}, too little: in tiles that fit, there are more than {_MAX_BUNDLES}"
+                f"memory_bytes is {memory_bytes}, too little: arrays would move in more than {_MAX_BUNDLES} parts"
             )
     return out
 

@@ -53,5 +53,5 @@ def _dtype(value: Any) -> np.dtype:
         if not is_float(dtype):
             raise TypeError
     except (TypeError, TensorMismatchError) as error:
-        raise TensorMismatchError(f"dtype: expected a floating-point dtype of files, found {value!r}") from error
+        raise TensorMismatchError(f"dtype: expected a floating-point dtype, as bfloat16, found {value!r}") from error
     return dtype

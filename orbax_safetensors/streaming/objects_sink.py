@@ -100,7 +100,7 @@ class ObjectsSink(JointSink):
         if self._source.decoded and (read := self._source.traffic(tiles).moved_bytes) > total:
             logger.warning(
                 "%s: %d bytes of chunks are read for %d bytes of arrays, because chunks that belong to several files "
-                "are read for each of them, and for several tiles of one; with more memory there are fewer of both",
+                "are read for each of them, and again for each part of a large file; more memory makes both fewer",
                 self._source.path,
                 read,
                 total,

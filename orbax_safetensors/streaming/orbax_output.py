@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +58,10 @@ class OrbaxOutput:
         Raises the errors of `OrbaxSink` for a tree that it cannot store, and `SafetensorsError` if memory does not
         suffice.
         """
-        self.path, self._content, self._identity = content.path, content, source.identity
+        self._content, self._identity = content, source.identity
+        # What Orbax restores: the item if it is the only one.
+        item = next(iter(content.items)) if len(content.items) == 1 else ""
+        self.path = posixpath.join(content.path, item) if item else content.path
         groups = list(groups)
         self.batch_bytes = batch_bytes(memory_bytes)
         of_group = {name: tile_bytes(source, names, memory_bytes) for names in groups for name in names}

@@ -224,7 +224,7 @@ class PartialDirectory:
         self.check()
         if lacking := set(range(count)) - self.done():
             raise StorageError(
-                f"{self.path}: {len(lacking)} of {count} tiles are not recorded as written; resume writes them"
+                f"{self.path}: {len(lacking)} of {count} parts are not recorded as written; resume writes them"
             )
 
     def finish(self) -> None:

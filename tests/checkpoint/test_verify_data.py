@@ -117,7 +117,7 @@ def test_a_file_that_the_record_lacks_and_one_that_the_checkpoint_lacks(director
     (directory / CHECKSUMS_NAME).write_text(json.dumps(record))
     lacking, missing = sorted(messages(directory))
     assert lacking.startswith(f"{directory}/model-00002-of-00004.safetensors: there is nothing to check")
-    assert missing == f"{directory}/other.safetensors: was saved, and is not in the checkpoint"
+    assert missing == f"{directory}/other.safetensors: is missing, and the save wrote it"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_there_and_back(cli, tmp_path, scanned):
     )
     assert made.status == 0
     document = json.loads(made.out)
-    assert document["path"] == str(tmp_path / "orbax" / "0")
+    assert document["path"] == str(tmp_path / "orbax" / "0" / "items")
     assert document["nbytes"] == NBYTES
     assert document["processes"] == 1
     assert min(document["seconds"], document["peak_bytes"], document["requests"]) > 0
@@ -89,7 +89,7 @@ def test_names_are_kept_without_a_family(cli, tmp_path, directory, parts):
 def test_reshard_of_orbax(cli, tmp_path):
     result = cli("reshard", ORBAX, tmp_path, "--mesh", "fsdp=2", "--spec", "kernel|embedding=fsdp", *SMALL, "--json")
     assert result.status == 0
-    assert json.loads(result.out)["path"] == str(tmp_path / "0")
+    assert json.loads(result.out)["path"] == str(tmp_path / "0" / "items")
     arrays = restored(tmp_path / "0" / "items")
     assert arrays.pop("step") == 0
     same(arrays, of_maxtext(scanned=False))
@@ -115,7 +115,10 @@ def test_reshard_of_safetensors(cli, tmp_path):
     [
         (["convert", "none", "to", "--to", "orbax"], "none: cannot be listed: No such file or directory"),
         (["reshard", "none", "to"], "none: cannot be listed: No such file or directory"),
-        (["convert", "empty", "to", "--to", "orbax"], "empty: has no .safetensors files"),
+        (
+            ["convert", "empty", "to", "--to", "orbax"],
+            "empty: holds no finished checkpoint of Orbax",
+        ),
         (["convert", "empty", "to", "--to", "safetensors"], "empty: holds no finished checkpoint of Orbax"),
         (["reshard", "empty", "to"], "empty: holds no finished checkpoint of Orbax"),
         (["convert", QWEN3, "file/to", *TO_ORBAX, "--json"], "file/to/0.orbax-checkpoint-tmp: cannot be made: "),
@@ -151,7 +154,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["convert", ORBAX, "to", *TO_SAFETENSORS, "--mesh", "x=2"], "--mesh is not for --to safetensors"),
         (["convert", ORBAX, "to", *TO_SAFETENSORS, "--step", "0"], "--step is not for --to safetensors"),
         (["convert", ORBAX, "to", *TO_SAFETENSORS, "--no-compression"], "--no-compression is not for"),
-        (["convert", QWEN3, "to", "--to", "orbax", "--variant", "scan_layers=false"], "--variant is for a --family"),
+        (["convert", QWEN3, "to", "--to", "orbax", "--variant", "scan_layers=false"], "--variant needs a --family"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "float99"], "expected DTYPE or REGEX=DTYPE"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "(=float32"], "is not a regular expression"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--dtype", "float32", "--dtype", "a=float16"], "--dtype is either"),
@@ -162,7 +165,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["convert", QWEN3, "to", *TO_ORBAX, "--step", "last"], "expected the number of a step"),
         (["reshard", ORBAX, "to", "--spec", "a=x"], "--spec names the axes of a --mesh"),
         (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=y"], "the mesh has no axis 'y', it is x=2"),
-        (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=x", "--spec", "a=-"], "is there twice"),
+        (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=x", "--spec", "a=-"], "is passed twice"),
         (["reshard", ORBAX, "to", "--mesh", "x=7", "--spec", "embedding=x"], "error: --spec: 'embedding': 'params."),
         (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "norm=-,-,x"], "expected at most"),
         (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "nrom=x"], "error: --spec: 'nrom' is found in none of"),

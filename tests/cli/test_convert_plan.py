@@ -15,7 +15,11 @@ def test_a_plan_of_a_conversion(cli, tmp_path):
     assert (result.status, result.err, list(tmp_path.iterdir())) == (0, "", [])
     facts, processes, reads, arrays = result.blocks
     facts = dict(facts)
-    assert (facts["path"], facts["processes"], facts["bytes"]) == (str(tmp_path / "to" / "0"), "2", str(NBYTES))
+    assert (facts["path"], facts["processes"], facts["bytes"]) == (
+        str(tmp_path / "to" / "0" / "items"),
+        "2",
+        str(NBYTES),
+    )
     assert int(facts["source files"]) == sum(file.stat().st_size for file in HF.glob("*.safetensors"))
     assert processes[0] == [
         "process", "read", "over-read", "reads", "written decoded", "chunks written", "batches", "memory", "time",

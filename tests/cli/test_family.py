@@ -49,7 +49,7 @@ def test_variant():
     switches = {"scan_layers": False, "vocab_size": 7, "rope_type": "default"}
     assert variant(Namespace(family="maxtext", variant=list(switches.items()))) == switches
     assert switches_text(switches) == "scan_layers=false vocab_size=7 rope_type=default"
-    with pytest.raises(UsageError, match="--variant a is there twice"):
+    with pytest.raises(UsageError, match="--variant a is passed twice"):
         variant(Namespace(family="maxtext", variant=[("a", 1), ("a", 1)]))
-    with pytest.raises(UsageError, match="--variant is for a --family, and there is none"):
+    with pytest.raises(UsageError, match="--variant needs a --family"):
         variant(Namespace(family=None, variant=[("a", 1)]))

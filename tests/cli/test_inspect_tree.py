@@ -191,8 +191,12 @@ def test_without_a_family_a_registered_one_counts_for_nothing(cli):
     [
         (["--family", "nobody"], "there is no family 'nobody'; there are flax.paths, maxtext."),
         (["--family", ""], "there is no family ''"),
+        (
+            ["--family", "lama"],
+            "there is no family 'lama' (nearest: 'maxtext.llama4', ",
+        ),
         (["--family", "maxtext.llama3"], "model.layers.0.self_attn"),
-        (["--family", "maxtext", "--variant", "scan=true"], "maxtext.qwen3: there is no variant ['scan']; there are"),
+        (["--family", "maxtext", "--variant", "scan=true"], "maxtext.qwen3 has no switch 'scan'"),
         (["--family", "maxtext", "--variant", "vocab_size=7"], "vocab_size 7 would cut off the vocabulary"),
     ],
 )
@@ -211,8 +215,8 @@ def test_a_family_that_does_not_fit_is_status_1(cli, command, options, message):
         (["--family"], "argument --family: expected one argument"),
         (["--family", "maxtext", "--variant", "scan_layers"], "argument --variant: expected KEY=VALUE"),
         (["--family", "maxtext", "--variant", "scan_layers=False"], "argument --variant: expected true, false or null"),
-        (["--family", "maxtext", "--variant", "a=1", "--variant", "a=2"], "--variant a is there twice"),
-        (["--variant", "scan_layers=false"], "--variant is for a --family, and there is none"),
+        (["--family", "maxtext", "--variant", "a=1", "--variant", "a=2"], "--variant a is passed twice"),
+        (["--variant", "scan_layers=false"], "--variant needs a --family"),
     ],
 )
 def test_mistakes_are_status_2(cli, command, options, message):

@@ -83,6 +83,18 @@ def test_mistakes_in_the_command_line_are_status_2(cli, argv):
     assert result.err.startswith("usage: orbax-safetensors")
 
 
+def test_a_mistake_is_told_below_one_line_of_usage(cli):
+    for argv in (["plan", "there", "--mesh", "x"], ["convert", "there", "to"], ["reshard", "there"], ["link"]):
+        assert len(cli(*argv).err.splitlines()) == 2
+
+
+def test_an_empty_path(cli):
+    for argv in (["inspect", ""], ["plan", "", "--mesh", "x=2"], ["link", ""], ["convert", "", "to", "--to", "orbax"]):
+        result = cli(*argv)
+        assert result.status == 1
+        assert " a path or a URL" in result.err
+
+
 @pytest.mark.parametrize("argv", [["inspect"], ["plan", "--mesh", "x=2"], ["demo"]])
 def test_errors_are_one_line_and_status_1(cli, tmp_path, argv):
     path = tmp_path / "no\nsuch"

@@ -62,6 +62,17 @@ def test_items_are_told_apart(cli, several):
     assert found["file_bytes"] > 192
 
 
+def test_all_commands_print_one_path_of_an_item(cli, saved, tmp_path):
+    """Every command takes it, and Orbax restores it."""
+    for path in (tmp_path, saved, saved / "items"):
+        assert json.loads(cli("inspect", path, "--json").out)["path"] == str(saved / "items")
+        assert json.loads(cli("plan", path, "--mesh", "x=2", "--json").out)["path"] == str(saved / "items")
+        assert cli("verify", path).out.startswith(f"{saved / 'items'}: OK")
+    made = json.loads(cli("reshard", saved, tmp_path / "to", "--json").out)["path"]
+    assert json.loads(cli("inspect", made, "--json").out)["path"] == made
+    assert ocp.PyTreeCheckpointer().restore(made).keys() == ARRAYS.keys()
+
+
 def test_a_family_is_for_safetensors(cli, saved):
     result = cli("inspect", saved, "--family", "maxtext")
     assert result.status == 2
@@ -72,7 +83,7 @@ def test_a_sound_checkpoint(cli, saved, several):
     for path in (saved, saved / "items"):
         result = cli("verify", path)
         assert (result.status, result.err) == (0, "")
-        assert result.out.endswith(": OK, 3 Orbax arrays in 1 item\n")
+        assert result.out == f"{saved / 'items'}: OK, 3 Orbax arrays in 1 item\n"
     assert cli("verify", several).out == f"{several / '5'}: OK, 2 Orbax arrays in 2 items\n"
 
 

@@ -43,7 +43,7 @@ def test_an_index_alone(cli, directory):
         (directory / file).unlink()
     result = cli("verify", directory)
     assert (result.status, result.err) == (1, "")
-    assert result.out.splitlines() == [f"{directory / file}: is named by the index and missing" for file in FILES]
+    assert result.out.splitlines() == [f"{directory / file}: is missing, and the index names it" for file in FILES]
 
 
 def test_data_against_the_checksums_of_its_save(cli, tmp_path):

@@ -57,7 +57,7 @@ def test_maxtext_there_and_back(model, scanned, memory_bytes, tmp_path):
         variant=variant_of(model, scanned),
         memory_bytes=memory_bytes,
     )
-    assert result.path == str(tmp_path / "orbax" / "0")
+    assert result.path == str(tmp_path / "orbax" / "0" / "items")
     tree, arrays = restored(tmp_path / "orbax" / "0" / "items")
     assert arrays.pop("step") == 0
     assert sorted(tree) == ["opt_state", "params", "step"]
@@ -359,7 +359,7 @@ def test_what_happens_is_told(tmp_path, caplog):
     assert result.nbytes == total
     assert result.requests > len(arrays)
     assert result.peak_bytes > 1 << 20
-    assert json.loads(json.dumps(result.to_json()))["path"] == str(tmp_path / "to" / "0")
+    assert json.loads(json.dumps(result.to_json()))["path"] == str(tmp_path / "to" / "0" / "items")
     assert f"{total} bytes" in caplog.text
 
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
     [
         ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
         ({"to": "safetensors"}, "is not a checkpoint of Orbax; reshard lays out safetensors files anew"),
-        ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype of files, found 'int5'"),
-        ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype of files, found 'int8'"),
+        ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype, as bfloat16, found 'int5'"),
+        ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype, as bfloat16, found 'int8'"),
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
         ({"to": "orbax", "dtype": {"(": "float16"}}, "not a regular expression"),
         ({"to": "orbax", "memory_bytes": 0}, "memory_bytes is 0"),

@@ -55,7 +55,7 @@ def test_from_its_beginning_to_its_end():
     with Recorder() as sink:
         sink.commit(lambda: sink.done("last"))
     assert sink.steps == [*BEGINNING, "flush", "complete", "last", "finish", "release"]
-    with pytest.raises(StorageError, match="to: this sink has been committed or given up"):
+    with pytest.raises(StorageError, match="to: this output was completed or given up before"):
         sink.commit()
 
 

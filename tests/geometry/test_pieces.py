@@ -67,11 +67,11 @@ def test_copies_that_alternate_are_one_piece():
 
 def test_what_is_no_box():
     a = View.tensor("a", (8, 6), F4)
-    with pytest.raises(MappingError, match="'a': what one process holds of it is not a set of boxes"):
+    with pytest.raises(MappingError, match="'a': the part that one process holds is not made of rectangular blocks"):
         in_pieces([a.slice(slice(0, 8, 2))], {"a": (8, 6)})
     with pytest.raises(MappingError, match=r"'a'"):
         in_pieces([a.reshape((48,)).slice(slice(3, 12))], {"a": (8, 6)})
-    with pytest.raises(MappingError, match=r"'a': what one process holds of it runs across its rows"):
+    with pytest.raises(MappingError, match=r"'a': the part that one process holds ends in the middle of rows"):
         in_pieces([a.reshape((48,)).slice(slice(3, 7))], {"a": (8, 6)})
 
 

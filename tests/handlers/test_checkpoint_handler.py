@@ -292,5 +292,5 @@ def test_packed_tensors_are_restored_packed(tmp_path, checkpointer, mesh):
     assert_same_bits(checkpointer.restore(tmp_path)["w"], packed)
     item = {"w": struct(packed, NamedSharding(mesh, P("x", "y")))}
     assert_same_bits(checkpointer.restore(tmp_path, item=item)["w"], packed)
-    with pytest.raises(ost.TensorMismatchError, match="F4 is held packed as uint8"):
+    with pytest.raises(ost.TensorMismatchError, match="F4 is restored as packed bytes of uint8"):
         checkpointer.restore(tmp_path, item={"w": struct(packed, dtype=jnp.bfloat16)})

@@ -192,7 +192,7 @@ def test_a_save_with_a_family(tmp_path):
 
 def test_an_existing_directory(tmp_path):
     ost.save(tmp_path / "saved", {"w": W})
-    with pytest.raises(ost.StorageError, match="exists already; pass force=True"):
+    with pytest.raises(ost.StorageError, match="already exists; pass force=True"):
         ost.save(tmp_path / "saved", {"w": B})
     same(ost.load(tmp_path / "saved"), {"w": W})
     with pytest.raises(ost.TensorMismatchError, match="no leaves"):

@@ -20,7 +20,7 @@ from tests.support.small_model import TENSORS, B, W, assert_same_bits, restore_a
 MISFITS = {
     "missing tensor": (
         {"layer.w": struct(W), "layer.bias": struct(B)},
-        r"not in the checkpoint: 'layer.bias' \(nearest stored: 'layer.b'\)",
+        r"not in the checkpoint: 'layer.bias' \(nearest: 'layer.b'\)",
     ),
     "unasked tensors": (
         {"layer.w": struct(W)},
@@ -44,7 +44,7 @@ def test_an_item_that_does_not_fit(directory, item, message):
 
 MISFIT_ARGS = {
     "mesh without axes": (
-        lambda mesh: ocp.ArrayRestoreArgs(mesh=mesh), "mesh and mesh_axes are given together"),
+        lambda mesh: ocp.ArrayRestoreArgs(mesh=mesh), "expected both mesh and mesh_axes, found one"),
     "no such type": (lambda mesh: ocp.RestoreArgs(restore_type=str), "restore_type is <class 'str'>"),
     "a sharding of another kind": (
         lambda mesh: ocp.ArrayRestoreArgs(sharding=P("x")), "expected a sharding, found P"),
@@ -217,7 +217,7 @@ def test_a_wrong_tree_of_many_names_is_refused_at_once(tmp_path, checkpointer):
     write(tmp_path / "x.safetensors", dict.fromkeys(names, empty))
     item = {name.removeprefix("model."): struct(empty) for name in names}
     begun = time.process_time()
-    with pytest.raises(ost.TensorMismatchError, match=r"nearest stored: 'model\.layers\.0\.experts\.0\.weight'"):
+    with pytest.raises(ost.TensorMismatchError, match=r"nearest: 'model\.layers\.0\.experts\.0\.weight'"):
         checkpointer.restore(tmp_path, item=item)
     assert time.process_time() - begun < 5
 

@@ -53,14 +53,27 @@ def test_a_destination_that_exists(there, source, tmp_path):
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["manifest.ocdbt", "d", "_METADATA", "_sharding", "array_metadatas", "_LINKED_FILES", "made"]
-)
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "d", "_METADATA", "_sharding", "array_metadatas", "made"])
 def test_a_name_that_is_in_the_way(name, source):
     (source / name).write_text("mine")
     before = content(source)
-    refused(ost.StorageError, f"{name}: already exists; a link writes", source)
+    refused(ost.StorageError, f"{name}: already exists, and a link writes it; move it away", source)
     assert content(source) == before
+
+
+def test_files_that_are_linked_already(source):
+    ost.link(source)
+    before = content(source)
+    refused(ost.StorageError, "is already linked to Orbax, by a link or a save; to link anew, first delete", source)
+    with pytest.raises(ost.StorageError, match="holds model.* linked to Orbax.*; delete these files, or"):
+        ost.SafetensorsHandler().save(source, ost.SafetensorsSave({"a": 3.0}))
+    assert content(source) == before
+    with pytest.raises(ost.StorageError, match="is already linked") as error:
+        ost.link(source)
+    for name in str(error.value).removesuffix(" there").partition("first delete ")[2].split(", "):
+        path = source / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    ost.link(source)
 
 
 @PLACES
@@ -241,7 +254,7 @@ def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
         elif kind == "failed" and beside:
             assert set(os.listdir(source)) - set(original) == {".link"}
         if complete and not (source / ".link" / ".placed.json").exists():
-            with pytest.raises(ost.StorageError, match="already exists"):
+            with pytest.raises(ost.StorageError, match="already (exists|linked)"):
                 ost.link(source, to, family=FAMILY, resume=True)
         else:
             told = []

@@ -135,20 +135,20 @@ def test_what_makes_it_a_checkpoint_is_written_last(url, objects):
     assert [name for _, name in in_order[-2:]] == ["_METADATA", "commit_success.txt"]
 
 
-@pytest.mark.parametrize("name", ["manifest.ocdbt", "d/mine", "_METADATA", "_LINKED_FILES", "made/mine"])
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "d/mine", "_METADATA", "made/mine"])
 def test_a_name_that_is_in_the_way(name, url, objects):
     (epath.Path(url) / name).write_bytes(b"mine")
     before = content(objects)
     for link in (ost.link, ost.plan_link):
-        with pytest.raises(ost.StorageError, match=f"{name.split('/')[0]}: already exists; a link writes"):
+        with pytest.raises(ost.StorageError, match=f"{name.split('/')[0]}: already exists, and a link writes it"):
             link(url)
     assert content(objects) == before
 
 
 def test_a_link_that_is_there(url):
     ost.link(url)
-    refused(ost.StorageError, "already exists", url)
-    refused(ost.StorageError, "already exists", url, resume=True)
+    refused(ost.StorageError, "is already linked to Orbax", url)
+    refused(ost.StorageError, "is already linked to Orbax", url, resume=True)
 
 
 def test_a_record_of_something_else(url, objects):
@@ -193,7 +193,7 @@ def test_a_whole_bucket(orbax_gcs, tmp_path):
 
 def test_one_object_and_a_pattern(url):
     one = f"{url}/model-00001-of-00002.safetensors"
-    refused(ost.StorageError, "is one object; below gs:// a link is of a directory", one)
+    refused(ost.StorageError, "is one object; on gs://, pass the directory with it", one)
     refused(ost.StorageError, "takes? this path for a pattern", f"{url}*")
 
 
@@ -274,7 +274,7 @@ def test_another_link_at_the_same_time(url, objects):
         finish(self)
 
     with mock.patch.object(ObjectStaging, "finish", late):
-        refused(ost.StorageError, "another link is written here", url)
+        refused(ost.StorageError, "another process is writing a link here", url)
     assert_same(read(url), arrays())
 
 

@@ -85,7 +85,7 @@ def test_families_that_both_fit():
 
 @pytest.mark.parametrize("families", [[], [Family("toy.none", (), layers, variants=lambda leaves: [])]])
 def test_nothing_to_choose_from(families):
-    with pytest.raises(MappingError, match="no registered family has a variant"):
+    with pytest.raises(MappingError, match="no registered family has a tree of these leaves"):
         fit(families, CONFIG, {"w": (3, 4, 2)}, SHAPES)
 
 

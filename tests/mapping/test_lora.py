@@ -127,7 +127,7 @@ def test_an_adapter_on_a_server_that_does_not_list(web):
         (MODULES, CONFIG | {"peft_type": "LOHA"}, "expected peft_type 'LORA', found 'LOHA'"),
         (MODULES, CONFIG | {"use_dora": True}, "use_dora is True"),
         (MODULES, CONFIG | {"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
-        ({"layers.{}.up": "model.layers.0.mlp.up"}, CONFIG, "'layers.{}.up' has the number of a layer"),
+        ({"layers.{}.up": "model.layers.0.mlp.up"}, CONFIG, r"path 'layers.{}.up' has {} for the number of a layer"),
         (MODULES, {"peft_type": "LORA"}, "no 'r', .* adapter_config.json, and a save .* config= or like="),
         (MODULES, CONFIG | {"r": 3}, r"expected \(8, 3\), found \(8, 2\)"),
     ],

@@ -67,7 +67,7 @@ def test_a_finished_item_is_looked_at_before_it_has_its_name(tmp_path, lost, ocd
 def test_a_merge_that_makes_nothing(tmp_path, monkeypatch):
     with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         fill(sink, values())
-        with monkeypatch.context() as patched, pytest.raises(StorageError, match="cannot be found: .* is missing"):
+        with monkeypatch.context() as patched, pytest.raises(StorageError, match="was not stored: .* is missing"):
             patched.setattr(ocp.PyTreeCheckpointHandler, "finalize", lambda *_: None)
             sink.commit()
     is_not_there(tmp_path)

@@ -300,7 +300,7 @@ def test_a_destination_that_is_a_file(tmp_path):
         (OrbaxLeaf((4, 2), BF16, (5, 2)), "not a shape of chunks"),
         (OrbaxLeaf((4,), np.dtype(ml_dtypes.uint4), (4,)), "arrays of uint4 cannot be stored"),
         (OrbaxLeaf((4,), np.dtype("<U4"), (4,)), "arrays of <U4 cannot be stored"),
-        (OrbaxLeaf((), np.dtype(np.int64), (), "scalar"), "is given by its value"),
+        (OrbaxLeaf((), np.dtype(np.int64), (), "scalar"), "expected the value of a leaf of kind"),
         (np.zeros(3), "expected an OrbaxLeaf, a scalar or a string, found ndarray"),
         (b"bytes", "found bytes"),
     ],

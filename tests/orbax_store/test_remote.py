@@ -404,7 +404,7 @@ def all_same(found, expected):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_maxtext_there_and_back(url, tmp_path):
     done = ost.convert(QWEN3 / "hf", url, to="orbax", family="maxtext", memory_bytes=SMALL)
-    assert done.path == f"{url}/0"
+    assert done.path == f"{url}/0/items"
     found = restored(f"{url}/0/items")
     assert found.pop("step") == 0
     with np.load(QWEN3 / "mt_scanned.npz") as arrays:

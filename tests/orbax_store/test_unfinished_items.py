@@ -27,7 +27,7 @@ def test_chunks_that_are_missing(tmp_path):
         sink.commit()
     is_not_there(tmp_path)
     for again in (sink.commit, sink.wait, lambda: sink.write("params.scale", Box(), values()["params.scale"])):
-        with pytest.raises(StorageError, match="committed or given up"):
+        with pytest.raises(StorageError, match="completed or given up"):
             again()
     with step_sink(tmp_path, tree_of(leaf_of), resume=True) as sink:
         assert {name for name in LEAVES if not sink.written(name, Box.whole(LEAVES[name][1]))} == {"params.cube"}

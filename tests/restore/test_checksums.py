@@ -97,7 +97,7 @@ def test_what_is_not_read_whole_is_not_compared(saved, caplog):
 
 def test_without_a_record_it_is_an_error(saved):
     (saved / CHECKSUMS_NAME).unlink()
-    with pytest.raises(ost.ChecksumError, match="no save has recorded checksums of it"):
+    with pytest.raises(ost.ChecksumError, match="no save has recorded its checksums"):
         ost.load(saved, options=CHECKED)
 
 

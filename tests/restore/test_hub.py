@@ -159,7 +159,7 @@ def test_what_is_missing(hub, commit, files):
     del files[SECOND]
     commit = hub.commit(files)
     faults = [str(fault) for fault in ost.verify(hub.url)]
-    assert faults == [f"{hub.url}@{commit}/{SECOND}: is named by the index and missing"]
+    assert faults == [f"{hub.url}@{commit}/{SECOND}: is missing, and the index names it"]
     commit = hub.commit({"README.md": b""})
     with pytest.raises(ost.MissingError, match=rf"{hub.url}@{commit}: holds no .safetensors file"):
         ost.open_checkpoint(hub.url)

@@ -204,7 +204,7 @@ def test_the_end_of_the_file_is_an_error(file, path, shift):
     offset = 4 * MIB
     (buffer,) = of(offset + shift, 2 * MIB)
     with pytest.raises(
-        StorageError, match=rf"{path}: expected \d+ more bytes at offset {CONTENT.nbytes}, found its end"
+        StorageError, match=rf"{path}: expected \d+ more bytes at offset {CONTENT.nbytes}, found the file's end"
     ):
         read(file, offset, buffer)
 

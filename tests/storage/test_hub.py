@@ -287,7 +287,7 @@ def test_stalls_are_given_up(hub, opened, place, fault):
     ("fault", "said"),
     [
         (SetHeader("X-Linked-Size", "77"), "the server sent of a file of 1060921 bytes instead"),
-        (SetHeader("X-Linked-Size", None), "the Hub does not tell the size of the file"),
+        (SetHeader("X-Linked-Size", None), "the Hub does not say how large the file is"),
         (SetHeader("X-Repo-Commit", "1" * 40), "the Hub gave the file as of commit 1111"),
         (SetHeader("Location", "ftp://host/x?Signature=1"), "the Hub gave a link that cannot be used|failed"),
     ],
@@ -308,7 +308,7 @@ def test_a_repository_that_cannot_be_understood(hub, opened):
     for body in wrong:
         hub.server.clear()
         hub.server.fail(Answer(200, {}, body), times=None)
-        with pytest.raises(StorageError, match="what the Hub tells of the repository cannot be understood"):
+        with pytest.raises(StorageError, match="the Hub's answer about the repository cannot be read"):
             opened()
 
 

@@ -78,7 +78,7 @@ def test_a_file_whose_state_cannot_be_read(file, path, monkeypatch):
 
 
 def test_the_end_of_the_file_is_an_error(file, path):
-    with pytest.raises(StorageError, match=rf"{path}: expected 6 more bytes at offset 16384, found its end"):
+    with pytest.raises(StorageError, match=rf"{path}: expected 6 more bytes at offset 16384, found the file's end"):
         read(file, 64 * 256 - 4, 10)
 
 
@@ -190,7 +190,7 @@ def test_runs_are_filled_by_short_reads_too(tmp_path, monkeypatch):
     expected = np.concatenate([memory[ends[at] : ends[at + 1]] for at in order])
     assert np.array_equal(expected, content[100:9100])
     assert calls == [3, 2, 1, 2, 1]
-    with pytest.raises(StorageError, match="expected .* more bytes at offset .*, found its end"):
+    with pytest.raises(StorageError, match="expected .* more bytes at offset .*, found the file's end"):
         file.scatter(2000, runs)
     file.close()
     with pytest.raises(StorageError, match="reading .* failed: Bad file descriptor"):

@@ -62,7 +62,7 @@ def test_an_empty_object(server):
     file = opened(server, "empty")
     assert file.stamp.nbytes == 0
     assert read(file, (0, 0)) == [b""]
-    with pytest.raises(StorageError, match=r"/empty: expected 1 bytes at offset 0, found its end at 0"):
+    with pytest.raises(StorageError, match=r"/empty: expected 1 bytes at offset 0, found the file's end at 0"):
         read(file, (0, 1))
 
 
@@ -84,7 +84,9 @@ def test_an_answer_is_a_range_in_memory_that_is_there(server):
     assert server.log == []
     assert file.answer(remote.HEAD_BYTES - 1, 5) == DATA[remote.HEAD_BYTES - 1 : remote.HEAD_BYTES + 4]
     assert [one.range for one in server.log] == [(remote.HEAD_BYTES - 1, remote.HEAD_BYTES + 4)]
-    with pytest.raises(StorageError, match=f"expected 2 bytes at offset {len(DATA) - 1}, found its end at {len(DATA)}"):
+    with pytest.raises(
+        StorageError, match=f"expected 2 bytes at offset {len(DATA) - 1}, found the file's end at {len(DATA)}"
+    ):
         file.answer(len(DATA) - 1, 2)
     file.cancel()
     with pytest.raises(StorageError, match="cancelled"):

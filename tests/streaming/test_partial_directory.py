@@ -81,7 +81,7 @@ def test_all_tiles_have_to_be_recorded(draft, lacking):
         own.add([number for number in range(7) if number not in lacking])
         own.close()
         if lacking:
-            with pytest.raises(StorageError, match=f"{len(lacking)} of 7 tiles are not recorded as written"):
+            with pytest.raises(StorageError, match=f"{len(lacking)} of 7 parts are not recorded as written"):
                 own.check_complete(7)
         else:
             own.check_complete(7)
