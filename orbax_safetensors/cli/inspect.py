@@ -95,7 +95,7 @@ def _print_tensors(checkpoint: Checkpoint, output: Printer) -> None:
 
 
 def _document(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `--json` prints; `docs/commands.md` explains the keys."""
+    """Return what `--json` prints; `docs/json.md` explains the keys."""
     return {
         "path": checkpoint.path,
         "tensors": [

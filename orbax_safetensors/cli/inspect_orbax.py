@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
 
 
 def _document(step: OrbaxStep) -> dict[str, Any]:
-    """Return what `--json` prints; `docs/commands.md` explains the keys."""
+    """Return what `--json` prints; `docs/json.md` explains the keys."""
     arrays = [
         _array(array_name(step.items, name, key), leaf)
         for name, item in step.items.items()

@@ -15,7 +15,9 @@ from tests.support.roots import ROOT
 
 DOCS = ROOT / "docs"
 # Pages that need other checkpoints, or servers: `test_PAGE.py` beside this file runs them.
-OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} | {"tables"}
+OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+OF_THEIR_OWN |= {"own-families", "quantized", "tables"}  # test_families.py
+OF_THEIR_OWN |= {"install"}  # tests/interop/test_transformers.py
 CHECKED = {"converting.md", "how-it-works.md", "restore.md"}  # by tests below, which look at the results
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()

@@ -1,6 +1,7 @@
-"""The pages on families and tables: their examples run as they stand, on a small checkpoint where they look for one."""
+"""The pages on families, tables and quantised checkpoints: their examples run on small checkpoints."""
 
 import json
+import math
 import re
 
 import flax.nnx as nnx
@@ -23,6 +24,8 @@ from tests.support.files import write
 from tests.support.roots import ROOT
 
 PAGE = ROOT / "docs" / "families.md"
+OWN = ROOT / "docs" / "own-families.md"
+QUANTIZED = ROOT / "docs" / "quantized.md"
 TABLES = ROOT / "docs" / "tables.md"
 WIDTH, HIDDEN, VOCABULARY, HEADS, GROUPS, HEAD = 64, 96, 128, 8, 4, 8
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -62,24 +65,24 @@ def checkpoint(directory):
 
 
 def quantized(source, directory):
-    """The same model with its projections in fp8, and ones for scales."""
+    """The same model with its projections in fp8, and scales that differ."""
     directory.mkdir()
-    stored = load_file(source / "model.safetensors")
+    stored = {name: array for file in source.glob("*.safetensors") for name, array in load_file(file).items()}
     for name in [name for name in stored if name.endswith("_proj.weight")]:
         stored[name] = stored[name].astype(ml_dtypes.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = np.ones([-(-size // 32) for size in stored[name].shape], np.float32)
+        grid = [-(-size // 16) for size in stored[name].shape]
+        stored[f"{name}_scale_inv"] = np.arange(math.prod(grid), dtype=np.float32).reshape(grid)
     write(directory / "model.safetensors", stored)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (directory / "config.json").write_text(json.dumps(config))
     return stored
 
 
-def test_the_examples(tmp_path):
+def test_the_examples_of_a_family_of_your_own(tmp_path):
     stored = checkpoint(tmp_path / "llama")
-    in_fp8 = quantized(tmp_path / "llama", tmp_path / "fp8")
-    blocks = examples.python(PAGE.read_text().split("\n## MaxText\n")[0])
-    assert len(blocks) == 11
+    blocks = examples.python(OWN)
+    assert len(blocks) == 9
     names, found = {}, []
     try:
         for block in blocks:
@@ -92,15 +95,26 @@ def test_the_examples(tmp_path):
     for params in found[1:3]:
         assert params["layers"]["mlp"]["in"].shape == (2, 2, WIDTH, HIDDEN)
         assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
-    for params in found[4:7]:
+    for params in found[4:6]:
         assert np.asarray(params["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
     assert "layers" in found[2]
-    codes = np.stack([in_fp8[f"model.layers.{i}.mlp.down_proj.weight"].T for i in range(2)])
-    assert np.asarray(names["out"]["qvalue"]).tobytes() == codes.tobytes()
-    assert (names["out"]["qvalue"].shape, names["out"]["scale"].shape) == ((2, HIDDEN, WIDTH), (2, 3, 2))
     for directory in ("tuned", "again"):
         saved = ost.open_checkpoint(tmp_path / directory)
         assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}
+
+
+def test_the_example_of_codes_and_scales(tmp_path, capsys):
+    stored = quantized(examples.QWEN3, tmp_path / "qwen3-fp8")
+    names = {}
+    (block,) = examples.python(QUANTIZED)
+    examples.run(block, tmp_path, names)
+    shapes = re.search(r"  # (.*), for blocks of 16 x 16$", block, re.MULTILINE)[1]
+    assert capsys.readouterr().out.strip() == shapes
+    down = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3)]
+    codes = np.stack([stored[name].T for name in down], axis=1)
+    assert np.asarray(names["wo"]["qvalue"]).tobytes() == codes.tobytes()
+    scales = np.stack([stored[f"{name}_scale_inv"].T for name in down], axis=1)
+    np.testing.assert_array_equal(names["wo"]["scale"], scales)
 
 
 class Part(nnx.Module):
@@ -133,7 +147,7 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
         "state": TrainState(step=0, apply_fn=None, params=tree, tx=None, opt_state={}),
         "model": Part(tree["params"]),
     }
-    linen, of_nnx = examples.python(PAGE.read_text().split("\n## MaxText\n")[1])
+    linen, of_nnx = examples.python(PAGE)
     for block in (linen, of_nnx):
         exec(block.replace("/models/qwen3", f"{sample.directory / 'hf'}"), names)
     found = names["nnx"].to_pure_dict(nnx.state(names["model"], nnx.Param))

@@ -15,6 +15,8 @@ import orbax_safetensors as ost
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from tests.support import examples  # noqa: E402
+from tests.support.roots import ROOT  # noqa: E402
 from tests.support.torch_bits import to_numpy  # noqa: E402
 
 SIZES = {
@@ -171,3 +173,15 @@ def test_restored_and_saved_again_is_the_same_model(tmp_path, model):
         arrays = on_devices(checkpointer.restore(tmp_path / "first"))
     save(tmp_path / "second", model, arrays, 30_000)
     assert_same_model(load(tmp_path / "second"), model)
+
+
+def test_the_small_model_of_the_guide_to_installing(tmp_path, mesh):
+    (block,) = examples.python(ROOT / "docs" / "install.md")
+    examples.run(block, tmp_path, {})
+    checkpoint = ost.open_checkpoint(tmp_path / "qwen3")
+    assert len(checkpoint.files) > 1
+    params = ost.load(tmp_path / "qwen3", NamedSharding(mesh, P()), family="maxtext")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3")
+    down = np.asarray(params["params"]["decoder"]["layers"]["mlp"]["wo"]["kernel"])
+    for number, layer in enumerate(model.model.layers):
+        assert down[:, number].tobytes() == to_numpy(layer.mlp.down_proj.weight).T.tobytes()
