@@ -112,14 +112,14 @@ def test_a_shape_that_is_none(directory, checkpointer, shape):
 @pytest.mark.parametrize("shape", [(2**58, 8), (2**63, 8), (2**61, 0)], ids=str)
 def test_a_shape_of_more_bytes_than_can_be_addressed(directory, checkpointer, shape, kind):
     args = {"layer": {"w": ocp.ArrayRestoreArgs(restore_type=kind, global_shape=shape, strict=False)}}
-    with pytest.raises(ost.TensorMismatchError, match=r"'layer.w': an array of shape .* cannot be held"):
+    with pytest.raises(ost.TensorMismatchError, match=r"'layer.w': NumPy cannot have an array of shape"):
         checkpointer.restore(directory, restore_args=args, partial_restore=True)
 
 
 def test_an_empty_tensor_that_numpy_cannot_hold(tmp_path, checkpointer):
     header = b'{"a":{"dtype":"F32","shape":[9223372036854775807,0],"data_offsets":[0,0]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ost.TensorMismatchError, match=r"'a': an array of shape \(\d+, 0\) cannot be held"):
+    with pytest.raises(ost.TensorMismatchError, match=r"'a': NumPy cannot have an array of shape \(\d+, 0\)"):
         checkpointer.restore(tmp_path)
 
 
