@@ -93,4 +93,9 @@ def save(
         index=index,
     )
     with SafetensorsCheckpointer(options=options) as checkpointer:
-        checkpointer.save(directory, args=args, force=force)
+        try:
+            checkpointer.save(directory, args=args, force=force)
+        except StorageError:
+            raise
+        except OSError as error:  # of Orbax, which makes the directory
+            raise StorageError(f"{directory}: cannot be saved: {error}") from error

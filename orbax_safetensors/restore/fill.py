@@ -28,7 +28,7 @@ from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block, same_bits, transfer_plan
 from orbax_safetensors.transfer.progress import Meter, passing
-from orbax_safetensors.transfer.reader import Reader
+from orbax_safetensors.transfer.reader import Reader, memory_for
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Filling:
             plan = transfer_plan(
                 blocks, self.checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
             )
-            fresh = plan.memory(blocks, self.checkpoint.store)
+            fresh = memory_for(plan, blocks, self.checkpoint.store)
         lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
         report = None if self._meter is None else self._meter.moved
         self._reader.read(plan, blocks, fresh, [lossless[at] for at in left], report)

@@ -16,7 +16,7 @@ from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
-from orbax_safetensors.transfer.reader import Reader
+from orbax_safetensors.transfer.reader import Reader, memory_for
 
 # Shorter runs are read at a fraction of the speed.
 _RUN_BYTES = 4096
@@ -74,7 +74,7 @@ class SafetensorsSource:
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
-        memory = plan.memory(blocks, self._checkpoint.store)
+        memory = memory_for(plan, blocks, self._checkpoint.store)
         self._reader.read(plan, blocks, memory, [False] * len(blocks))
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 

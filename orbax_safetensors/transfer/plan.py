@@ -30,9 +30,6 @@ from orbax_safetensors.geometry.elementwise import Ops
 from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.storage.direct import DirectStore
-from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.storage.store import Store
 
 
 class Location(NamedTuple):
@@ -145,16 +142,6 @@ class TransferPlan:
     constants: tuple[Constant, ...]
     files: tuple[FileTraffic, ...]
     window_bytes: int
-
-    def memory(self, blocks: Sequence[Block], store: Store) -> list[np.ndarray]:
-        """Return memory for `blocks`, which lies in its pages as the bytes in the files if `store` reads directly."""
-        offsets: dict[int, int] = {}
-        for extent in self.extents if isinstance(store, DirectStore) else ():
-            at = extent.begin
-            for block, offset, nbytes in extent.parts:
-                offsets.setdefault(block, at - offset)
-                at += nbytes
-        return allocate([block.nbytes for block in blocks], offsets)
 
     @property
     def needed_bytes(self) -> int:

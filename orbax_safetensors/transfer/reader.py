@@ -10,7 +10,9 @@ import numpy as np
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.coalesce import Encoded, Staged
 from orbax_safetensors.geometry.elementwise import apply
-from orbax_safetensors.storage.store import File, Stamp
+from orbax_safetensors.storage.direct import DirectStore
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.store import File, Stamp, Store
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.engine import Transfer, Window, of_window
 from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
@@ -19,6 +21,17 @@ from orbax_safetensors.transfer.strided_copy import assign, copy_applying, eleme
 from orbax_safetensors.transfer.sums import Sums
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def memory_for(plan: TransferPlan, blocks: Sequence[Block], store: Store) -> list[np.ndarray]:
+    """Return memory for `blocks`; if `store` reads directly, it lies in its pages as the bytes do in the files."""
+    offsets: dict[int, int] = {}
+    for extent in plan.extents if isinstance(store, DirectStore) else ():
+        at = extent.begin
+        for block, offset, nbytes in extent.parts:
+            offsets.setdefault(block, at - offset)
+            at += nbytes
+    return allocate([block.nbytes for block in blocks], offsets)
 
 
 class Reader(Transfer[File]):

@@ -233,6 +233,12 @@ def test_a_place_below_a_file(tmp_path):
         ost.save(tmp_path / "file" / "saved", {"w": W})
 
 
+def test_a_directory_that_orbax_cannot_make():
+    """The kernel's own directories take no others, whoever asks."""
+    with pytest.raises(ost.StorageError, match="^/proc/orbax_safetensors/model: cannot be "):
+        ost.save("/proc/orbax_safetensors/model", {"a": np.zeros(3, np.float32)})
+
+
 def test_a_sharding_that_does_not_fit(directory, line):
     with pytest.raises(ost.TensorMismatchError, match="step"):
         ost.load(directory, NamedSharding(line, P("d")))
