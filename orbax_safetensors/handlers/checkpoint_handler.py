@@ -43,9 +43,9 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         variant: Mapping[str, Any] | None = None,
         options: SafetensorsOptions | None = None,
     ) -> None:
-        """Take what restores and saves use unless their arguments say otherwise: `family` and `variant`.
+        """`family` and `variant` are for restores and saves whose arguments have none; see `SafetensorsRestore`.
 
-        See `SafetensorsRestore` for both. `options` say how bytes are moved; the defaults suit local disks.
+        `options` say how bytes are moved; the defaults suit local disks.
         """
         self._family = family
         self._variant = variant

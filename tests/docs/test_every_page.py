@@ -18,7 +18,8 @@ DOCS = ROOT / "docs"
 OF_THEIR_OWN = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
 OF_THEIR_OWN |= {"own-families", "quantized", "tables"}  # test_families.py
 OF_THEIR_OWN |= {"install"}  # tests/interop/test_transformers.py
-CHECKED = {"converting.md", "how-it-works.md", "restore.md"}  # by tests below, which look at the results
+# The tests below look at the results.
+CHECKED = {"converting.md", "how-it-works.md", "large-conversions.md", "restore.md"}
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
@@ -94,6 +95,10 @@ def test_the_guide_to_conversions(of_page, tmp_path):
     for name, array in stored(tmp_path / "tuned").items():
         assert array.dtype == "bfloat16"
         assert array.tobytes() == stored(QWEN3)[name].astype(array.dtype).tobytes()
+
+
+def test_the_plan_of_a_large_conversion_makes_nothing(of_page, tmp_path):
+    of_page("large-conversions.md")
     assert not (tmp_path / "planned").exists()
 
 
