@@ -18,7 +18,6 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
-from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.streaming.pipeline import is_below
@@ -49,8 +48,7 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
         instead = "delete these files, or save elsewhere"
         if existing == "refused":
             instead = "save elsewhere, or with force=True, which deletes all that is there"
-        what = " (a checkpoint that is linked to Orbax)" if NOTE_FILE in in_the_way else ""
-        raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}{what}; {instead}")
+        raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}; {instead}")
 
 
 def check_kept(directory: str, existing: Existing, *sources: Any) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
-from orbax_safetensors.transfer import engine, progress
+from orbax_safetensors.transfer import progress, threads
 
 TREE = {"a": np.arange(16 * 1024, dtype=np.float32).reshape(16, 1024), "b": np.arange(8, dtype=np.float16)}
 NBYTES = sum(array.nbytes for array in TREE.values())
@@ -28,7 +28,7 @@ def enough(done, total):
 @pytest.fixture
 def told(monkeypatch):
     """What is told if there is no pause between calls, in which threads."""
-    monkeypatch.setattr(engine, "SECONDS", 0)
+    monkeypatch.setattr(threads, "SECONDS", 0)
     monkeypatch.setattr(progress, "SECONDS", 0)
     return []
 

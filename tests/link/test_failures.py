@@ -65,7 +65,7 @@ def test_files_that_are_linked_already(source):
     ost.link(source)
     before = content(source)
     refused(ost.StorageError, "is already linked to Orbax, by a link or a save; to link anew, first delete", source)
-    with pytest.raises(ost.StorageError, match="holds model.* linked to Orbax.*; delete these files, or"):
+    with pytest.raises(ost.StorageError, match="holds model.*, _LINKED_FILES, .*; delete these files, or"):
         ost.SafetensorsHandler().save(source, ost.SafetensorsSave({"a": 3.0}))
     assert content(source) == before
     with pytest.raises(ost.StorageError, match="is already linked") as error:
