@@ -111,7 +111,8 @@ class Printer:
             self._stream.writelines("\t".join(map(_for_programs, row)) + "\n" for row in rows)
         else:
             rows = list(rows)
-            if rows and isinstance(rows[0][0], str) and self._width(columns, rows) > self._console.width:
+            widths = self._widths(columns, rows)
+            if rows and isinstance(rows[0][0], str) and sum(widths[1:]) < self._console.width < sum(widths):
                 self._list(columns, rows)
             else:
                 self._draw(columns, rows)
@@ -140,9 +141,9 @@ class Printer:
 
                 self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
 
-    def _width(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> int:
+    def _widths(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[int]:
         texts = [columns, *([_for_people(cell) for cell in row] for row in rows)]
-        return sum(max(map(len, column)) + _GAP for column in zip(*texts, strict=True))
+        return [max(map(len, column)) + _GAP for column in zip(*texts, strict=True)]
 
     def _list(
         self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]] | None = None

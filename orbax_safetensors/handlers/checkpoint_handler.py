@@ -204,10 +204,10 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
       like: the path or URL of a checkpoint, a directory or one file. The save stores the same tensors, under the same
         names, in the same dtypes, order and files, and copies its config and, from a directory, its tokenizer's files
         and their like; `config` goes before the config. Each leaf has a place there, and each tensor a leaf, except
-        those that the family does not use, which are not stored. Values of floating point are
-        rounded to the stored dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the
-        config is then without `quantization_config`. It must not lie in the destination: with
-        `force=True`, `ocp.Checkpointer` deletes that before the save reads it. `SafetensorsCheckpointer` refuses this.
+        those that the family does not use, which are not stored. Values of floating point are rounded to the stored
+        dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the config is then without
+        `quantization_config`. The checkpoint must not lie in the destination: with `force=True`, `ocp.Checkpointer`
+        deletes the destination before the save reads it. `SafetensorsCheckpointer` refuses this.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
     """

@@ -12,6 +12,7 @@ from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.restore.request import of_target
 from orbax_safetensors.restore.run import restore
 from orbax_safetensors.storage.local import check_makeable
@@ -92,10 +93,6 @@ def save(
         like=like,
         index=index,
     )
-    with SafetensorsCheckpointer(options=options) as checkpointer:
-        try:
-            checkpointer.save(directory, args=args, force=force)
-        except StorageError:
-            raise
-        except OSError as error:  # of Orbax, which makes the directory
-            raise StorageError(f"{directory}: cannot be saved: {error}") from error
+    failed = storage_errors(f"{directory}: cannot be saved", OSError)  # as Orbax makes the directory
+    with failed, SafetensorsCheckpointer(options=options) as checkpointer:
+        checkpointer.save(directory, args=args, force=force)

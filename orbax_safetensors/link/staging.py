@@ -40,9 +40,9 @@ def check_names(directory: str, inside: Collection[str]) -> None:
     if not (in_the_way := [name for name in NAMES if name in inside]):
         return
     if NOTE_FILE in in_the_way:
+        # No word of deleting: after a save by Orbax's handlers, leaves of Orbax's own are nowhere else.
         raise StorageError(
-            f"{directory}: is already linked to Orbax, by a link or a save; to link anew, first delete "
-            f"{', '.join(in_the_way)} there"
+            f"{directory}: is already linked to Orbax, by a link or a save; link to another destination instead"
         )
     raise StorageError(f"{os.path.join(directory, in_the_way[0])}: already exists, and a link writes it; move it away")
 
@@ -83,7 +83,7 @@ class Staging:
         `TensorMismatchError` if another link was begun.
         """
         self.check_free()
-        with storage_errors(f"{self.path}: cannot be made"):
+        with storage_errors(f"{self.path}: cannot be made", OSError):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             self._lock = Lock(f"{self.path}.lock", self.destination)
             self.check_free()  # the run that had the lock may have finished
@@ -151,7 +151,7 @@ class Staging:
 
     def finish(self) -> None:
         """Give the link its place."""
-        with storage_errors(f"{self.destination}: cannot be finished"):
+        with storage_errors(f"{self.destination}: cannot be finished", OSError):
             if self._in_source:
                 self._place()
                 shutil.rmtree(self.path)

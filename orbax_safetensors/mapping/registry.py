@@ -127,13 +127,13 @@ def _similar(name: str, known: Mapping[str, Family]) -> str:
     meant: dict[str, list[str]] = {}
     for family in sorted(known):
         convention, _, part = family.partition(".")
-        meant[family], meant[convention] = [family], [convention]
-        meant.setdefault(part, []).append(family)
-    spellings = difflib.get_close_matches(name.lower(), meant, n=3, cutoff=0.8)
+        meant[family.lower()], meant[convention.lower()] = [family], [convention]
+        meant.setdefault(part.lower(), []).append(family)
+    spelling = name.lower()
+    spellings = [spelling] if spelling in meant else difflib.get_close_matches(spelling, meant, n=3, cutoff=0.8)
     if not spellings:
         return f"; there are {', '.join(sorted(known))}"
-    families = [family for spelling in spellings for family in meant[spelling]]
-    return f" (nearest: {', '.join(map(repr, families))}); docs/families.md lists all"
+    return f" (nearest: {', '.join(repr(family) for spelling in spellings for family in meant[spelling])})"
 
 
 def _for(config: Mapping[str, Any], families: Iterable[Family]) -> list[Family]:

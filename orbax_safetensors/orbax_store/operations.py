@@ -12,17 +12,17 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 
 
 @contextlib.contextmanager
-def storage_errors(where: str) -> Iterator[None]:
-    """Raise other errors than this package's as a `StorageError` that begins with `where`.
+def storage_errors(where: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise errors of a `kind`, except this package's, as a `StorageError` that begins with `where`.
 
     TensorStore and Orbax raise whatever pybind11 and asyncio make of a status, so no narrower list of exceptions would
-    be complete.
+    be complete for them.
     """
     try:
         yield
     except SafetensorsError:
         raise
-    except Exception as error:
+    except kind as error:
         raise StorageError(f"{where}: {error or type(error).__name__}") from error
 
 

@@ -223,7 +223,7 @@ class NewLocalFile:
 
 
 def _close(file: LocalFile | NewLocalFile) -> None:
-    # The number may soon be that of another file, which a thread that an interrupt has left behind must not write into.
+    # The number may soon be another file's, and a thread that an interrupt has left must not begin to write there.
     descriptor, file._descriptor = file._descriptor, -1
     os.close(descriptor)
 

@@ -52,7 +52,7 @@ class PartialDirectory:
         directory's place, and `TensorMismatchError` if another conversion was begun there.
         """
         try:
-            with storage_errors(f"{self.path}: cannot be made"):
+            with storage_errors(f"{self.path}: cannot be made", OSError):
                 check_makeable(self.path)
                 made = [os.path.dirname(self.path)]
                 while not os.path.lexists(made[-1]):
@@ -72,7 +72,7 @@ class PartialDirectory:
 
     def check_place(self) -> None:
         """Raise the `StorageError` of `begin` if something is in the way; touch nothing."""
-        with storage_errors(f"{self.path}: cannot be made"):
+        with storage_errors(f"{self.path}: cannot be made", OSError):
             check_makeable(self.path)
             self._check_free()
             self._check_place()

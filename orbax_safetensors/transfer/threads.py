@@ -38,16 +38,15 @@ def run_tasks(
         except BaseException as error:
             fail(error)
 
-    with ThreadPoolExecutor(threads, "safetensors") as pool:
-        try:
-            workers = [pool.submit(work) for _ in range(threads)]
-            while wait(workers, None if report is None else SECONDS).not_done:
-                if report is not None:
-                    report()
-        except BaseException as error:
-            fail(error)
-            raise
     try:
+        with ThreadPoolExecutor(threads, "safetensors") as pool:
+            try:
+                workers = [pool.submit(work) for _ in range(threads)]
+                while wait(workers, None if report is None else SECONDS).not_done:
+                    if report is not None:
+                        report()
+            except BaseException as error:
+                fail(error)
         if failures:
             raise failures[0]
     finally:

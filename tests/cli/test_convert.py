@@ -117,7 +117,7 @@ def test_reshard_of_safetensors(cli, tmp_path):
         (["reshard", "none", "to"], "none: cannot be listed: No such file or directory"),
         (
             ["convert", "empty", "to", "--to", "orbax"],
-            "empty: holds no finished checkpoint of Orbax",
+            "empty: holds no finished checkpoint of Orbax, and no .safetensors file",
         ),
         (["convert", "empty", "to", "--to", "safetensors"], "empty: holds no finished checkpoint of Orbax"),
         (["reshard", "empty", "to"], "empty: holds no finished checkpoint of Orbax"),

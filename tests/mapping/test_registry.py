@@ -20,11 +20,11 @@ from orbax_safetensors.mapping import registry
 def test_a_misspelt_name(name, nearest):
     with pytest.raises(MappingError) as error:
         registry.find(name, {})
-    assert str(error.value) == f"there is no family {name!r} (nearest: {nearest}); docs/families.md lists all"
+    assert str(error.value) == f"there is no family {name!r} (nearest: {nearest})"
 
 
 def test_the_name_of_a_model_alone():
-    with pytest.raises(MappingError, match=r"'qwen3' \(nearest: 'maxtext.qwen3', 'tunix.qwen3', "):
+    with pytest.raises(MappingError, match=r"'qwen3' \(nearest: 'maxtext.qwen3', 'tunix.qwen3'\)$"):
         registry.find("qwen3", {})
 
 

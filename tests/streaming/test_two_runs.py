@@ -197,11 +197,13 @@ def test_without_locks_another_source_is_not_mixed_in(where, tmp_path, no_locks)
 @pytest.mark.parametrize("kind", ["to_safetensors", "to_orbax"])
 def test_without_locks_what_is_finished_stays(kind, tmp_path, no_locks):
     source, destination = make_source(kind, tmp_path / "from"), tmp_path / "to"
+    # Writes of TensorStore that were under way may make the directory of the unfinished step anew.
+    finished = destination / "0" if kind in TO_ORBAX else destination
     with stopped(kind, source, destination, 3, "none") as first:
         CALLS[kind](source, destination)
-        before = everything(destination)
+        before = everything(finished)
         assert first.go_on()[0] == 1
-    assert everything(destination) == before
+    assert everything(finished) == before
     check(kind, destination)
 
 

@@ -1,8 +1,11 @@
 """`run_tasks`: threads that take tasks in turn, and stop together."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import wait
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +46,7 @@ def test_a_failure_cancels_what_goes_on_and_no_task_begins():
     with pytest.raises(ValueError, match="the first failure"):
         run_tasks(iter([wait_long, fail, *[partial(begun.append, number) for number in range(9)]]), 2, cancelled.set)
     assert begun == []
+    assert cancelled.is_set()
 
 
 def test_tasks_that_cannot_be_made_are_a_failure():
@@ -75,3 +79,45 @@ def test_an_interrupt_waits_for_what_goes_on(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_tasks(iter([task, task]), 1, cancelled.set)
     assert ended == [True]
+
+
+def test_a_report_that_raises_ends_all_and_leaves_nothing_behind(monkeypatch):
+    class Memory:
+        pass
+
+    cancelled, memory = threading.Event(), Memory()
+    left = weakref.ref(memory)
+
+    def task(memory):
+        assert cancelled.wait(20)
+
+    def report():
+        raise ValueError("no report")
+
+    monkeypatch.setattr("orbax_safetensors.transfer.threads.SECONDS", 0)
+    gc.disable()
+    try:
+        try:
+            run_tasks(iter([partial(task, memory)]), 1, cancelled.set, report)
+        except ValueError as error:
+            assert str(error) == "no report"  # noqa: PT017
+        del memory
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_the_first_failure_is_raised_though_a_report_fails_as_well(monkeypatch):
+    failed = threading.Event()
+
+    def fail():
+        raise ValueError("the first failure")
+
+    def report():
+        assert failed.wait(20)
+        raise OSError("no report")
+
+    monkeypatch.setattr("orbax_safetensors.transfer.threads.SECONDS", 0)
+    monkeypatch.setattr("orbax_safetensors.transfer.threads.wait", lambda *_: SimpleNamespace(not_done=[1]))
+    with pytest.raises(ValueError, match="the first failure"):
+        run_tasks(iter([fail]), 1, failed.set, report)
