@@ -238,7 +238,7 @@ def test_what_is_registered_last_counts(line):
 @pytest.mark.parametrize(
     ("families", "variant", "message"),
     [
-        (["maxtex"], None, "there is no family 'maxtex' \\(nearest: 'maxtext'\\); docs/"),
+        (["maxtex"], None, "there is no family 'maxtex' \\(nearest: 'maxtext'\\)$"),
         (["maxtext", "maxtext.qwen"], None, "there is no family 'maxtext.qwen'"),
         (["maxtext", 3], None, "expected a family or the name of one, found 3"),
         (["maxtext"], {"scan_layer": False}, r"has no switch 'scan_layer' \(nearest: 'scan_layers'\)"),
