@@ -23,7 +23,6 @@ def test_it_is_short():
     assert README.stat().st_size <= 7 * 1024
 
 
-@pytest.mark.filterwarnings("ignore:The default axis_types will change")  # JAX before 0.9
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_the_examples(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
