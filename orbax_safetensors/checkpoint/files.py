@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
+from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError, printable
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
@@ -78,7 +78,7 @@ def checkpoint_files(
         # Objects appear one by one, each whole, and last the index. Files may have been copied, or linked, one by one.
         if not store.is_local:
             raise IndexFileError(f"{path}: is not complete: {incomplete}")
-        logger.warning("%s: %s", path, incomplete)
+        logger.warning("%s: %s", path, printable(incomplete))
     return [posixpath.join(path, name) for name in _file_names(path, names, index, report)], index
 
 

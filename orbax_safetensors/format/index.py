@@ -123,13 +123,11 @@ def check_file_name(name: str, *, file: str) -> None:
     """Check that `name`, from the index `file`, is the plain name of a `.safetensors` file beside the index.
 
     Judges the string and does not follow links: Hugging Face's caches consist of symlinks out of the directory.
-    Raises IndexFileError for a path, a URL, a hidden name, or a value that is not a name at all.
+    Raises IndexFileError for a path, a URL, a hidden or unprintable name, or a value that is not a name at all.
     """
     if type(name) is not str:
         raise IndexFileError(f"{file}: expected the name of a file, found {shown(name)}")
-    # A colon ends a scheme or a Windows drive. A surrogate has no bytes for a name on a disk.
-    is_plain = not any(part in name for part in ("/", "\\", "..", ":", "\0")) and not any(
-        "\ud800" <= character <= "\udfff" for character in name
-    )
+    # A colon ends a scheme or a Windows drive. What is not printable may look like another name.
+    is_plain = name.isprintable() and not any(part in name for part in ("/", "\\", "..", ":"))
     if not is_plain or name.startswith(".") or not name.endswith(_FILE_SUFFIX):
         raise IndexFileError(f"{file}: expected one plain file name that ends in {_FILE_SUFFIX}, found {shown(name)}")
