@@ -16,6 +16,7 @@ import numpy as np
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
+from orbax_safetensors.storage.hub_path import missing
 from orbax_safetensors.storage.store import Cost, Stamp
 
 # Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
@@ -36,6 +37,7 @@ _MAX_BUFFERS = 1024
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
+_access = ctypes.CDLL(None, use_errno=True).access
 # Errors of file systems that do not flush directories, such as some network and FUSE file systems.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 # Linux has it, Python does not.
@@ -265,8 +267,10 @@ class LocalStore:
                 return sorted(entry.name for entry in entries)
         except NotADirectoryError:
             return None
+        except FileNotFoundError as error:
+            raise MissingError(f"{path}: {missing(path)}") from error
         except (OSError, ValueError) as error:
-            raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
+            raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
@@ -335,10 +339,6 @@ def check_makeable(path: str) -> None:
     above = os.path.dirname(path)
     while not os.path.lexists(above):
         above = os.path.dirname(above)
-    if not os.path.isdir(above):
-        why = errno.ENOTDIR
-    elif not os.access(above, os.W_OK | os.X_OK):
-        why = errno.EACCES
-    else:
-        return
-    raise StorageError(f"{path}: cannot be made: {above}: {os.strerror(why)}")
+    # With `/.` what is not a directory has an error, too. `os.access` would not say why.
+    if _access(os.fsencode(f"{above}/."), os.W_OK | os.X_OK):
+        raise StorageError(f"{path}: cannot be made: {above}: {os.strerror(ctypes.get_errno())}")
