@@ -23,7 +23,7 @@ from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, step_record
 from orbax_safetensors.save.write import read_beside, write_beside
-from orbax_safetensors.storage.paths import as_text, is_url
+from orbax_safetensors.storage.paths import is_url, place
 
 _Args = TypeVar("_Args")
 
@@ -67,40 +67,42 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
           StorageError: `directory` is a URL and holds something, or cannot be written.
           ValueError: `directory` is a path and exists.
         """
-        if (url := _url(directory)) is None:
+        directory = place(directory)
+        if not is_url(directory):
             if force and os.path.isdir(directory):  # which Orbax would delete before it looks at the tree
                 self._handler.clear(directory, _as_args(SafetensorsSave, args, kwargs))
             super().save(directory, *args, force=force, custom_metadata=custom_metadata, **kwargs)
             return
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
-        self._handler.save(url, _as_args(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
-        finished = f"Checkpoint commit was successful to {url}"
+        self._handler.save(
+            directory, _as_args(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused"
+        )
+        finished = f"Checkpoint commit was successful to {directory}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
-        write_beside(url, files, options=self._options)
+        write_beside(directory, files, options=self._options)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
+        directory = place(directory)
         if not _is_ours(directory):
             return super().restore(directory, *args, **kwargs)
-        return self._handler.restore(
-            _url(directory) or epath.Path(directory), _as_args(SafetensorsRestore, args, kwargs)
-        )
+        return self._handler.restore(directory, _as_args(SafetensorsRestore, args, kwargs))
 
     def metadata(self, directory: epath.PathLike) -> Any:
         """Return the metadata of a directory or one file, with the tensors in `item_metadata`."""
-        url = _url(directory)
+        directory = place(directory)
         # If this raised inside of Orbax, Orbax would go on without it.
-        item_metadata = self._handler.metadata(url or epath.Path(directory))
+        item_metadata = self._handler.metadata(directory)
         if not _is_ours(directory):
             return super().metadata(directory)
-        text = None if url is None else read_beside(url, STEP_FILE, options=self._options)
+        text = read_beside(directory, STEP_FILE, options=self._options) if is_url(directory) else None
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:
             return deserialize_step_metadata(json.loads(text), item_metadata=item_metadata)
         except (TypeError, ValueError, RecursionError) as error:
-            raise StorageError(f"{url}: {STEP_FILE}: {error}") from error
+            raise StorageError(f"{directory}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
         """Return the record of a step that is finished now; raises `SafetensorsError` if Orbax cannot record it."""
@@ -118,12 +120,6 @@ def _as_args(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return kind(*args, **kwargs)
 
 
-def _url(path: epath.PathLike) -> str | None:
-    """Return a path that is a URL as text, the same for `epath.Path` and `str`; None for any other path."""
-    text = as_text(path)
-    return text if is_url(text) else None
-
-
-def _is_ours(path: epath.PathLike) -> bool:
+def _is_ours(path: str) -> bool:
     """Return whether Orbax refuses a path: a file, which it takes for an unfinished checkpoint, or a URL."""
-    return _url(path) is not None or os.path.isfile(os.fspath(path))
+    return is_url(path) or os.path.isfile(path)

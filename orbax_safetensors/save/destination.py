@@ -18,6 +18,7 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
+from orbax_safetensors.storage.paths import place
 from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.streaming.pipeline import is_below
@@ -54,8 +55,12 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
 def check_kept(directory: str, existing: Existing, *sources: Any) -> None:
     """Raise `StorageError` if a save reads one of `sources`, as far as these are paths, and would delete it before."""
     for source in sources:
-        if existing == "deleted" and isinstance(source, str | os.PathLike) and is_below(os.fsdecode(source), directory):
-            raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")
+        if existing == "deleted" and isinstance(source, str | os.PathLike):
+            path = place(source)
+            # Of a directory, also where its files lead: those of a link may be in the destination.
+            inside = [entry.path for entry in os.scandir(path)] if os.path.isdir(path) else []
+            if any(is_below(file, directory) for file in (path, *inside)):
+                raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")
 
 
 def _check_text(directory: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,7 @@ from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_in
 from orbax_safetensors.save.pieces import Views, files_of_process, numbered, places_in, unnamed
 from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, part_of_process
 from orbax_safetensors.save.writers import Owned, grouped, in_file_order, written_here
-from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.transfer.plan import Location, locations
@@ -87,7 +86,7 @@ def prepare_save(
     Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, if the tree or the metadata cannot
     be stored or differs between processes, and `StorageError` if `make_room` refuses `directory`.
     """
-    directory = os.fspath(directory)
+    directory = as_text(directory)
     key = new_key("save", directory)
 
     def shared_save() -> _SharedSave:

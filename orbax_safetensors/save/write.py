@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from orbax_safetensors.save import checksums
 from orbax_safetensors.save.prepare import Save
 from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.storage.local import rename
-from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once
@@ -53,7 +52,7 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     Raises `StorageError` in every process if one fails; no file is then valid.
     """
     started = time.perf_counter()
-    directory = os.fspath(directory)
+    directory = as_text(directory)
 
     def data() -> tuple[Store, str, Counters]:
         store, path = store_of(directory, save.options.storage_options)
@@ -161,7 +160,7 @@ def write_beside(directory: PathLike, files: Mapping[str, str], *, options: Safe
 
     One process writes. Raises `StorageError` in every process if that one fails.
     """
-    directory = os.fspath(directory)
+    directory = as_text(directory)
 
     def written() -> None:
         if jax.process_index() == 0:
@@ -177,7 +176,7 @@ def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) 
 
     Raises `StorageError` if the file cannot be read.
     """
-    store, path = store_of(os.fspath(directory), options.storage_options)
+    store, path = store_of(directory, options.storage_options)
     file = None if path.endswith(SUFFIX) else store.find(posixpath.join(path, name))
     return None if file is None else read_small(file, _MAX_BESIDE_BYTES)
 
