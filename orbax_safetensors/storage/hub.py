@@ -7,7 +7,7 @@ Hub has one request for each file and not one for each range.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, NoReturn
@@ -143,7 +143,7 @@ class HubStore:
     def make(self, path: str) -> None:
         """Nothing to do, see `Store.make`."""
 
-    def delete(self, path: str) -> NoReturn:
+    def delete(self, path: str, chosen: Callable[[str], bool] | None = None) -> NoReturn:
         """Refuse, as `create` does."""
         raise StorageError(f"{path}: {READ_ONLY}")
 

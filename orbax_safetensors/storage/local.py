@@ -6,11 +6,10 @@ import ctypes
 import errno
 import mmap
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -301,15 +300,20 @@ class LocalStore:
         except OSError as error:
             raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
 
-    def delete(self, path: str) -> None:
-        """Delete everything in the directory `path`; the directory stays."""
+    def delete(self, path: str, chosen: Callable[[str], bool] | None = None) -> None:
+        """Delete everything in the directory `path`, or the chosen files and what is then empty; `path` stays."""
         try:
-            with os.scandir(path) as entries:
-                for entry in list(entries):
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
+            for directory, subdirectories, files in os.walk(path, topdown=False, onerror=_raise):
+                links = [name for name in subdirectories if os.path.islink(os.path.join(directory, name))]
+                gone = [
+                    file
+                    for file in (os.path.join(directory, name) for name in (*files, *links))
+                    if chosen is None or chosen(os.path.relpath(file, path))
+                ]
+                for file in gone:
+                    os.unlink(file)
+                if directory != path and (chosen is None or (gone and not os.listdir(directory))):
+                    os.rmdir(directory)
         except OSError as error:
             raise StorageError(f"{error.filename or path}: cannot be deleted: {error.strerror}") from error
 
@@ -328,6 +332,10 @@ class LocalStore:
                 raise
         finally:
             os.close(descriptor)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def check_makeable(path: str) -> None:

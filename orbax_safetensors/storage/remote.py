@@ -314,19 +314,19 @@ class RemoteStore:
         self._requests.cancel()
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewRemoteFile:
-        """Begin an object of `nbytes` bytes; nobody sees it before it is whole."""
+        """Begin an object of `nbytes` bytes; nobody sees it before it is whole, and with `sync` before it is synced."""
         if self._writing is None:
             raise StorageError(f"{path}: {READ_ONLY}")
         if nbytes is None:
             raise StorageError(f"{path}: an object of unknown size cannot be written")
         if self._objects_for_writing is None:
             self._objects_for_writing = self._writing()
-        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
+        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests, waits=sync)
 
     def make(self, path: str) -> None:
         """Do nothing: objects have no directories."""
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, chosen: Callable[[str], bool] | None = None) -> None:
         """Delete the objects below `path`, with one request for each and many requests at once."""
         if not self.writes:
             raise StorageError(f"{path}: {READ_ONLY}")
@@ -345,8 +345,9 @@ class RemoteStore:
                     )
 
         async def deleted() -> None:
-            found = await self.retries.run(path, "listing", listed)
-            await asyncio.gather(*(gone(meta["path"]) for meta in found))
+            keys = [meta["path"] for meta in await self.retries.run(path, "listing", listed)]
+            below = len(prefix) + 1
+            await asyncio.gather(*(gone(key) for key in keys if chosen is None or chosen(key[below:])))
 
         deleting = asyncio.Semaphore(_DELETIONS)
         try:

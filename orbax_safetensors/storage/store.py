@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -163,16 +163,17 @@ class Store(Protocol):
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
         `nbytes` is the final size, which only a local store can do without. In others, at most `requests` requests may
-        hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: bytes then begin to go to the
-        disk as they are written.
+        hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: in a local store, bytes then
+        begin to go to the disk as they are written; in others, the file does not appear before.
         """
 
     def make(self, path: str) -> None:
         """Make the directory `path`, if this store has directories without files."""
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, chosen: Callable[[str], bool] | None = None) -> None:
         """Delete everything in the directory `path` and in its subdirectories; `StorageError` on failure.
 
+        `chosen` says of a file, given its path below `path`, whether to delete it; None deletes all.
         Raises `StorageError` also if `path` is a whole bucket.
         """
 
