@@ -112,7 +112,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
         if not _is_ours(directory):
-            recover(os.path.realpath(directory))
+            recover(os.fspath(directory))
             return super().restore(directory, *args, **kwargs)
         return self._handler.restore(
             _url(directory) or epath.Path(directory), _as_args(SafetensorsRestore, args, kwargs)

@@ -46,7 +46,7 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
     if not store.writes:
         raise StorageError(f"{directory}: {READ_ONLY}")
     if existing == "replaced":
-        store.delete(directory, lambda _: False)  # raises what it would raise once there is something to replace
+        store.delete(directory, ())  # raises if all of a bucket is to be replaced
         return
     names = store.list(directory) or []
     in_the_way = names if existing == "refused" else _of_checkpoints(names)

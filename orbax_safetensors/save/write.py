@@ -73,13 +73,11 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
         def beside() -> bytes:
             record = checksums.record(save, posted(f"{key}/sums"), shared=files.store.is_local)
-            files.expect(parse(record, path=CHECKSUMS_NAME))
-            files.expect(save.model_files.names)
-            if save.layout.index is not None:
-                files.expect([INDEX_NAME])
+            files.names.update(parse(record, path=CHECKSUMS_NAME), save.model_files.names)
             if save.replaces:
                 files.begin_to_replace()
-            save.model_files.write(files.store, files.path, sync=save.options.fsync)
+            else:
+                save.model_files.write(files.store, files.path, sync=save.options.fsync)
             return record
 
         with passing(save.options.progress) as progress:
@@ -162,7 +160,10 @@ def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
         save.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
         for path in below if save.options.fsync else ():
             store.sync(path)
+    if save.layout.index is not None:
+        files.names.add(INDEX_NAME)
     if save.replaces:
+        save.model_files.write(store, files.path, sync=save.options.fsync)
         files.delete_others()
     if save.layout.index is not None:
         files.write(INDEX_NAME, save.layout.index.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -68,7 +69,7 @@ class LocalFile:
             raise StorageError(f"{self.path}: its state cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(facts.st_mode):
             raise StorageError(f"{self.path}: is not a regular file")
-        return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
+        return _stamp(facts)
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
@@ -136,6 +137,10 @@ def _move_all(
             offset, missing = offset + count, missing - count
             if missing:
                 here = after(here, count)
+
+
+def _stamp(facts: os.stat_result) -> Stamp:
+    return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
 
 
 def _error(error: OSError | ValueError) -> type[StorageError]:
@@ -300,20 +305,22 @@ class LocalStore:
         except OSError as error:
             raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
 
-    def delete(self, path: str, chosen: Callable[[str], bool] | None = None) -> None:
-        """Delete everything in the directory `path`, or the chosen files and what is then empty; `path` stays."""
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Return the states of all files in the directory `path` and in its subdirectories."""
         try:
-            for directory, subdirectories, files in os.walk(path, topdown=False, onerror=_raise):
-                links = [name for name in subdirectories if os.path.islink(os.path.join(directory, name))]
-                gone = [
-                    file
-                    for file in (os.path.join(directory, name) for name in (*files, *links))
-                    if chosen is None or chosen(os.path.relpath(file, path))
-                ]
-                for file in gone:
-                    os.unlink(file)
-                if directory != path and (chosen is None or (gone and not os.listdir(directory))):
-                    os.rmdir(directory)
+            found = [os.path.join(at, name) for at, _, names in os.walk(path, onerror=_raise) for name in names]
+            return {os.path.relpath(file, path): _stamp(os.lstat(file)) for file in found}
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Delete files below the directory `path`, and subdirectories that they leave empty."""
+        try:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+                    while (name := os.path.dirname(name)) and not os.listdir(os.path.join(path, name)):
+                        os.rmdir(os.path.join(path, name))
         except OSError as error:
             raise StorageError(f"{error.filename or path}: cannot be deleted: {error.strerror}") from error
 

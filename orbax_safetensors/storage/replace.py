@@ -49,8 +49,10 @@ def recover(path: str) -> None:
 
     Raises `StorageError` if the file system refuses.
     """
-    aside = _aside(path)
-    if not os.path.lexists(aside) or os.path.lexists(path):
+    if os.path.exists(path):
+        return
+    path = os.path.realpath(path)
+    if not os.path.lexists(aside := _aside(path)):
         return
     try:
         with contextlib.suppress(FileNotFoundError):  # another process was faster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -170,11 +170,13 @@ class Store(Protocol):
     def make(self, path: str) -> None:
         """Make the directory `path`, if this store has directories without files."""
 
-    def delete(self, path: str, chosen: Callable[[str], bool] | None = None) -> None:
-        """Delete everything in the directory `path` and in its subdirectories; `StorageError` on failure.
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Return the states of all files in the directory `path` and in its subdirectories, by their paths below it."""
 
-        `chosen` says of a file, given its path below `path`, whether to delete it; None deletes all.
-        Raises `StorageError` also if `path` is a whole bucket.
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Delete files by their paths below the directory `path`, and subdirectories that they leave empty.
+
+        Files that do not exist are no error. Raises `StorageError` on failure, or if `path` is a whole bucket.
         """
 
     def sync(self, path: str) -> None:

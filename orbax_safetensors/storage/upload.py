@@ -243,7 +243,7 @@ class NewRemoteFile:
             upload, self._upload = self._upload, None
             self._part, self._last_part = _NOTHING, None
             self._ahead.clear()
-        if upload is not None and not upload.done():
+        if upload is not None:
             Requests().run(self._abort(upload))
 
     async def _abort(self, upload: asyncio.Task[None]) -> None:
@@ -254,7 +254,7 @@ class NewRemoteFile:
         upload.cancel()
         await asyncio.wait((upload,))
         if not upload.cancelled():
-            upload.exception()  # already raised by a write, or an `_AbortedError`
+            upload.exception()  # already raised by a write, or of no interest any more
 
 
 def _note(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[None]) -> None:
