@@ -216,9 +216,9 @@ def test_every_job_writes_behind_links_where_the_kernel_writes(save, linked):
 
 
 def test_a_link_as_a_destination_is_not_followed(linked):
-    for save in SAVES.values():
-        with pytest.raises((ost.StorageError, OSError, ValueError), match=r"link"):
-            save("../here/link")
+    for save in SAVES.keys() - {"force"}:
+        with pytest.raises((OSError, ValueError), match="link"):
+            SAVES[save]("../here/link")
     assert os.listdir(linked / "other" / "deep") == []
     assert os.path.islink(linked / "here" / "link")
 
