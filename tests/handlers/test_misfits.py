@@ -72,7 +72,7 @@ def test_restore_args_that_do_not_fit(directory, checkpointer, mesh, make, messa
         checkpointer.restore(directory, restore_args={"layer": {"w": make(mesh)}}, partial_restore=True)
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", 3j, {1}, np.dtype("f4"), P("x"), object()], ids=repr)
+@pytest.mark.parametrize("leaf", ["text", b"bytes", 3j, {1}, np.dtype("f4"), P("x")], ids=repr)
 def test_a_leaf_of_another_type_is_a_type_error(directory, mesh, leaf):
     target = {"layer": {"w": struct(W, sharding=NamedSharding(mesh, P("x"))), "b": leaf}, "step": 0}
     for error in (TypeError, ost.TensorMismatchError):
