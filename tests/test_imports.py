@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import orbax_safetensors
 
 TESTS = Path(__file__).parent
@@ -109,6 +111,15 @@ def test_every_public_name_is_there():
     for name in orbax_safetensors.__all__:
         assert getattr(orbax_safetensors, name) is not None
     assert orbax_safetensors.__all__ == sorted(orbax_safetensors.__all__)
+    assert set(dir(orbax_safetensors)) == {*orbax_safetensors.__all__, "__version__"}
+
+
+def test_a_call_of_the_restore_package_names_load():
+    import orbax_safetensors.restore.run
+
+    assert orbax_safetensors.restore.run.restore
+    with pytest.raises(TypeError, match=r"orbax_safetensors\.restore is a package; .* orbax_safetensors\.load"):
+        orbax_safetensors.restore("/models/qwen3")
 
 
 def test_tests_share_only_what_is_in_support():
