@@ -232,6 +232,7 @@ def test_no_copies_are_left_with_the_arrays(tmp_path, checkpointer):
     try:
         before = anonymous_bytes()
         checkpointer.save(tmp_path / "saved", tree)
+        gc.collect(0)  # JAX frees memory of NumPy when the collector runs, whatever it collects
         assert anonymous_bytes() - before < tree["w"].nbytes // 2
     finally:
         gc.enable()
