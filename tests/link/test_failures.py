@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from orbax_safetensors.storage import local
 from orbax_safetensors.storage.lock import Lock
 from tests.support.files import nothing_left
 from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.support.tiers import cross
 
 PLACES = pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
@@ -225,8 +227,10 @@ def lasting(files):
     return {name: text for name, text in files.items() if not name.startswith(varying)}
 
 
-@PLACES
-@pytest.mark.parametrize("kind", ["killed", "failed"])
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    cross(itertools.product(["killed", "failed"], [True, False]), {("killed", True), ("failed", False)}),
+)
 def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
     """Leaves that have been made are not made again."""
     whole = make(tmp_path / "whole" / "model")
