@@ -106,7 +106,7 @@ def _only_the_default(leaves: LeafShapes) -> Iterable[Variant]:
 class FamilyUse(NamedTuple):
     """The family that a tree is of, by name, and its switches, as results name and directories record them."""
 
-    family: str
+    family: str | None
     variant: Variant
 
     def record(self) -> dict[str, Any]:
@@ -114,12 +114,7 @@ class FamilyUse(NamedTuple):
         return {"family": self.family, "variant": {name: at for name, at in self.variant.items() if _is_json(at)}}
 
 
-def recorded_variant(record: Any, family: Family) -> Variant:
-    """Return the switches in a `FamilyUse.record`; none if it is of another family, or is something else."""
-    if not isinstance(record, Mapping) or record.get("family") != family.name:
-        return {}
-    variant = record.get("variant")
-    return variant if isinstance(variant, Mapping) else {}
+NO_FAMILY = FamilyUse(None, {})
 
 
 @dataclass(frozen=True)
@@ -240,11 +235,18 @@ class Family:
             self.name, {name: at for name, at in switches.items() if at is not None and name not in of_files}
         )
 
-    def recalling(self, variant: Variant) -> Family:
-        """Return the family that has these recorded switches in place of those that follow from the config."""
+    def recorded(self, record: Any) -> Variant:
+        """Return the switches in a `FamilyUse.record`, if it is of this family, as far as the family still has them."""
+        if not isinstance(record, Mapping) or record.get("family") != self.name:
+            return {}
         named, takes_others = self._switches()
-        known = {name: value for name, value in variant.items() if name in named or takes_others}
-        return replace(self, configured_as=lambda config: {**self._configured(config), **known}) if known else self
+        variant = record.get("variant") or {}
+        return {name: value for name, value in variant.items() if name in named or takes_others}
+
+    def recalling(self, record: Any) -> Family:
+        """Return the family that has the `recorded` switches in place of those that follow from the config."""
+        recorded = self.recorded(record)
+        return replace(self, configured_as=lambda config: {**self._configured(config), **recorded})
 
     def _configured(self, config: Mapping[str, Any]) -> Variant:
         try:

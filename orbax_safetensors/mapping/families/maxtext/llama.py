@@ -1,8 +1,8 @@
 """MaxText's Llama 2 and 3.
 
-The factor 1 / sqrt(head_dim) is part of the query's kernel. MaxText's `rope_type` "llama3.1" pairs neighbouring elements
-of a head; `transformers` and "default" pair its halves. MaxText has "llama3.1" for models whose name begins so; their
-`config.json` has the RoPE `llama3`, as that of later models has.
+The factor 1 / sqrt(head_dim) is part of the query's kernel. MaxText's `rope_type` "llama3.1" pairs neighbouring
+elements of a head; `transformers` and "default" pair its halves. MaxText has "llama3.1" for models whose name begins
+so. Their `config.json` has the RoPE `llama3`, as that of later models has.
 """
 
 from __future__ import annotations
