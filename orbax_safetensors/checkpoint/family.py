@@ -204,7 +204,7 @@ def taken_apart(
         viewed.append(replace(leaf, view=view))
     # A save has to fill every tensor.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
-    return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
+    return viewed, dict(sorted(tensors.items(), key=lambda item: by_number(item[0])))
 
 
 def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
@@ -213,6 +213,6 @@ def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np
         raise MappingError(f"{where}: {leaf} of {dtype} and another leaf of {other} are parts of one tensor, {name!r}")
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
+def by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
