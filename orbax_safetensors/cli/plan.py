@@ -146,7 +146,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
         named = {} if family is None else {"family": family, "variant": switches, "from_config": from_config}
         if from_config:
-            tree.append(("files", f"those of a save, by {CONFIG_NAME} alone"))
+            tree.append(("source", f"{CONFIG_NAME} alone"))
         if args.save:
             return _run_save(checkpoint, counts[0], args, options, tree, named, output)
         scenarios = [
