@@ -57,8 +57,9 @@ class IndexNote:
 
     @property
     def use(self) -> Mapping[str, Any] | None:
-        """Return the family and the variant of the tree."""
-        return self.saved or self.linked
+        """Return the family and the variant of the tree; None if it is that of the stored names."""
+        record = self.saved or self.linked or {}
+        return record if record.get("family") else None
 
     def changed(self, directory: str, present: Mapping[str, Mapping[str, Any]]) -> list[StorageError]:
         """Return an error for each file in a directory that is no longer the one that the index was made of.

@@ -4,6 +4,7 @@
 """
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -87,6 +88,20 @@ def test_a_link_without_a_family_records_none(tmp_path):
     done = ost.link(SOURCE, tmp_path / "link")
     assert (done.family, done.variant) == (None, {})
     assert_same_bits(ost.load(done.path, family="maxtext"), ost.load(SOURCE, family="maxtext"))
+
+
+def test_a_link_without_a_family_keeps_the_record_of_the_save_beside_it(saved, tree):
+    ost.link(saved)
+    assert_same_bits(ost.load(saved, family="maxtext"), tree)
+
+
+def test_a_link_of_before_has_no_record(link):
+    """It is read by its config."""
+    note = Path(link.path, "_LINKED_FILES")
+    content = json.loads(note.read_text())
+    del content["linked"]
+    note.write_text(json.dumps(content))
+    assert_same_bits(ost.load(link.path, family="maxtext"), ost.load(SOURCE, family="maxtext"))
 
 
 def test_other_files_do_not_take_the_switches_of_a_link(tmp_path, link):
