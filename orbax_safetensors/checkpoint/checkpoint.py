@@ -18,6 +18,7 @@ from orbax_safetensors.format.header import TensorEntry
 from orbax_safetensors.format.layout import ADAPTER_NAME
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.mapping.quantization import Quantized
 from orbax_safetensors.storage.store import File, Store
 from orbax_safetensors.transfer.plan import Location
@@ -71,6 +72,7 @@ class Checkpoint:
 
     Attributes:
       mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
+      use: that family and its switches.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
     """
@@ -80,6 +82,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     store: Store
     mapped: Mapping[str, View] | None = None
+    use: FamilyUse = NO_FAMILY
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
 

@@ -93,8 +93,13 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
     """Return the dtype in which the model's tensors are stored, by its config, or `otherwise`."""
+    return otherwise if (dtype := config_dtype(config)) is None else dtype
+
+
+def config_dtype(config: Mapping[str, Any]) -> np.dtype | None:
+    """Return the dtype that a config names; None if it names none."""
     name = config.get("dtype") or config.get("torch_dtype")
     try:
-        return np.dtype(name) if name else otherwise
+        return np.dtype(name) if name else None
     except TypeError:
         raise MappingError(f"config.json: dtype {name!r} is not one that tensors can have") from None

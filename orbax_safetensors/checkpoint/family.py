@@ -12,6 +12,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.quantized import check_splits, quantized_tensors, scales_beside, split
+from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.geometry.elementwise import Cast
@@ -50,6 +51,7 @@ def mapped(
         if family is None:
             without_family(variant)
             return checkpoint
+        family = recalled(family, checkpoint)
         return mapped_by(checkpoint, family, config, variant, complete=complete, dequantize=dequantize)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
@@ -67,7 +69,8 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     try:
         config = read_config(checkpoint)
         decoded = _decoded(checkpoint, config, dequantize)
-        choice = fit(registry.registered_for(config), config, leaves, decoded.checkpoint.shapes)
+        families = [recalled(family, checkpoint) for family in registry.registered_for(config)]
+        choice = fit(families, config, leaves, decoded.checkpoint.shapes)
         fitting = _described(decoded, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
@@ -142,6 +145,7 @@ def _described(
 
     values = {name: shape for name, shape in shapes.items() if stored[name] not in spared}
     tree = family.describe(config, family.variant_of(shapes, variant), bind, values)
+    use = family.use(config, shapes, variant)
     tree = present(tree, unbound.keys() - shapes.keys(), complete=complete)
     check_shapes(family.name, tree, unbound, shapes)
     if constant := [path for path, view in tree.items() if view.dtype == UNKNOWN]:
@@ -149,7 +153,7 @@ def _described(
     if complete:
         needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
-    return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree)
+    return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree, use=use)
 
 
 def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
@@ -200,7 +204,7 @@ def taken_apart(
         viewed.append(replace(leaf, view=view))
     # A save has to fill every tensor.
     check_use(family.name, Tree(tree), {name: shape for name, (_, shape) in tensors.items()})
-    return viewed, dict(sorted(tensors.items(), key=lambda item: _by_number(item[0])))
+    return viewed, dict(sorted(tensors.items(), key=lambda item: by_number(item[0])))
 
 
 def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
@@ -209,6 +213,6 @@ def add_tensor(tensors: TensorTypes, where: str, leaf: str, name: str, dtype: np
         raise MappingError(f"{where}: {leaf} of {dtype} and another leaf of {other} are parts of one tensor, {name!r}")
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
+def by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts `layers.2` before `layers.10`, so that a layer's tensors are neighbours."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -15,6 +15,8 @@ import numpy as np
 from orbax_safetensors.checkpoint.config import ADAPTER_CONFIG_NAME, CONFIG_NAME, as_config, parse_config
 from orbax_safetensors.checkpoint.family import TensorTypes
 from orbax_safetensors.checkpoint.quantized import config_for
+from orbax_safetensors.checkpoint.record import RECORD_NAME, record_content
+from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
 
@@ -47,11 +49,18 @@ _MAX_BYTES = 2**30
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The config to write, None if there is none, and files to copy from `store`: their paths by name."""
+    """What belongs to a model besides its tensors.
+
+    Attributes:
+      config: to write; None if there is none.
+      copies: files to copy from `store`: their paths by name.
+      use: the family whose tree is stored, to record.
+    """
 
     config: Mapping[str, Any] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     store: Store | None = field(default=None, repr=False)
+    use: FamilyUse = NO_FAMILY
 
     @property
     def is_adapter(self) -> bool:
@@ -66,18 +75,23 @@ class ModelFiles:
     @property
     def names(self) -> frozenset[str]:
         """The names of all files."""
-        return frozenset(self.copies) | ({self.config_name} if self.config is not None else frozenset())
+        return frozenset(self.copies) | self._written().keys()
 
     def write(self, store: Store, directory: str, *, sync: bool = True) -> None:
         """Write all files; with `sync`, return when they are on the disk."""
+        written = self._written()
         for name, path in self.copies.items():
-            if self.config is None or name != self.config_name:
+            if name not in written:
                 assert self.store is not None
                 content = read_small(self.store.open(path), _MAX_BYTES)
                 write_small(store, posixpath.join(directory, name), content, sync=sync)
-        if self.config is not None:
-            text = json.dumps(self.config, indent=2) + "\n"
-            write_small(store, posixpath.join(directory, self.config_name), text.encode(), sync=sync)
+        for name, content in written.items():
+            write_small(store, posixpath.join(directory, name), content, sync=sync)
+
+    def _written(self) -> dict[str, bytes]:
+        """Return the content of the files that are not copied, by name."""
+        config = {} if self.config is None else {self.config_name: f"{json.dumps(self.config, indent=2)}\n".encode()}
+        return config | ({} if self.use.family is None else {RECORD_NAME: record_content(self.use)})
 
     def storing(self, tensors: TensorTypes) -> ModelFiles:
         """Return the same files with the config for these tensors, if there is a config to write."""

@@ -22,6 +22,7 @@ from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model
 from orbax_safetensors.checkpoint.quantized import quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import from_numpy
@@ -143,6 +144,8 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
     checkpoint = read_checkpoint(path, options.storage_options)
     stored_config = read_config(checkpoint)
     known = registry.find(family, config or stored_config)
+    if known is not None:
+        known = recalled(known, checkpoint)
     model_files = ModelFiles(stored_config or None)
     if not checkpoint.is_file:
         model_files = files_of_model(checkpoint.store, checkpoint.path)

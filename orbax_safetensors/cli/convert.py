@@ -181,6 +181,7 @@ def conversion_facts(done: Conversion) -> Facts:
     return [
         ("path", done.path),
         ("bytes", Size(done.nbytes)),
+        *family.facts(done.family, done.variant),
         ("time", Seconds(done.seconds)),
         ("peak memory", Size(done.peak_bytes)),
         ("requests", done.requests),

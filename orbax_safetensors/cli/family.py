@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_safetensors import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.tables import Cell
 from orbax_safetensors.mapping import registry
 
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -60,7 +62,12 @@ def full_name(checkpoint: Checkpoint, name: str) -> str:
     return name if family is None else family.name
 
 
-def switches_text(switches: dict[str, Any]) -> str:
+def facts(name: str | None, switches: Mapping[str, Any]) -> list[tuple[str, Cell]]:
+    """Return what is printed of the family that was used: nothing without one."""
+    return [] if name is None else [("family", f"{name} {switches_text(switches)}".strip())]
+
+
+def switches_text(switches: Mapping[str, Any]) -> str:
     """Return switches as `--variant` takes them."""
     return " ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in switches.items()

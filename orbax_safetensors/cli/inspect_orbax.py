@@ -15,9 +15,9 @@ from orbax_safetensors.orbax_store.leaf import STRING
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the arrays of `args.path`, with its scalars, and totals."""
+    step = open_step(args.path)
     if args.family is not None or args.variant:
         raise UsageError("--family is for safetensors, and PATH is a checkpoint of Orbax")
-    step = open_step(args.path)
     document = _document(step)
     if args.json:
         output.json(document)

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             ("chunks", done.num_chunks),
             ("linked", Size(done.linked_bytes)),
             ("made", Size(done.made_bytes)),
+            *family.facts(done.family, done.variant),
             ("time", Seconds(done.seconds)),
             ("peak memory", Size(done.peak_bytes)),
         ],

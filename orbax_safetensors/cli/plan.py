@@ -20,10 +20,11 @@ from orbax_safetensors import (
     StorageError,
     TimeEstimate,
     estimate_time,
-    open_checkpoint,
     plan_save,
 )
-from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.config import CONFIG_NAME, read_config
+from orbax_safetensors.checkpoint.described import described_directory, read_for_plan
+from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.open import stored_arrays
 from orbax_safetensors.cli import plan_orbax
@@ -54,7 +55,8 @@ _LISTED = 3
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Prints what restoring all of PATH on a mesh of devices costs every process:
-bytes, requests, memory. Reads headers only, and needs no devices."""
+bytes, requests, memory. Reads headers only, and needs no devices. With a
+family, a config.json is enough."""
 
 _EPILOG = """\
 AXES has an entry for each dimension: a mesh axis, several joined by +, or -.
@@ -126,7 +128,8 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     counts = _process_counts(args)
     if args.latency is not None and args.bandwidth is None:
         raise UsageError("--latency is for an estimate of the time, which also needs --bandwidth")
-    if is_orbax(place(args.path)):
+    from_config = described_directory(args.path) is not None
+    if not from_config and is_orbax(place(args.path)):
         return plan_orbax.run(args, counts[0], output)
     for option in ("files", "picture", "save"):
         if getattr(args, option) and len(args.mesh) > 1:
@@ -140,10 +143,13 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
-        checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
+        stored = read_for_plan(args.path, args.family, switches, None)
+        checkpoint = mapped(stored, args.family, switches, complete=True, dequantize=True)
         family = None if args.family is None else full_name(checkpoint, args.family)
         tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
-        named = {} if family is None else {"family": family, "variant": switches}
+        named = {} if family is None else {"family": family, "variant": switches, "from_config": from_config}
+        if from_config:
+            tree.append(("source", f"{CONFIG_NAME} alone"))
         if args.save:
             return _run_save(checkpoint, counts[0], args, options, tree, named, output)
         scenarios = [
@@ -184,7 +190,7 @@ def _run_save(
     (mesh,) = args.mesh
     arrays = stored_arrays(checkpoint)
     plan = plan_save(
-        args.path,
+        checkpoint.path,
         _target(arrays, _axes({name: array.shape for name, array in arrays.items()}, mesh, args), mesh),
         family=args.family,
         variant=variant(args),

@@ -27,13 +27,13 @@ _WORST = 10
 
 def run(args: argparse.Namespace, count: int, output: Printer) -> int:
     """Print the plan for restoring all of `args.path` on the mesh in `count` processes."""
+    checkpoint = open_orbax(args.path)
     for option in ("family", "variant", "save", "files", "picture"):
         if getattr(args, option):
             raise UsageError(f"--{option} is for safetensors, and PATH is a checkpoint of Orbax")
     if len(args.mesh) > 1:
         raise UsageError("a checkpoint of Orbax is planned for one --mesh")
     (mesh,) = args.mesh
-    checkpoint = open_orbax(args.path)
     plan = plan_orbax_restore(checkpoint, _partition(checkpoint, mesh, args), count)
     streams = args.streams or requests_at_once(checkpoint.path)
     time = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import Envelope
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.envelope import RECORD_KEY, Envelope
+from orbax_safetensors.mapping.family import NO_FAMILY, envelope_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -48,8 +49,14 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     model_files = model_files_of(request.config, request.storage_options)
     if isinstance(request.family, str) and model_files.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config (--config)")
-    envelope = envelope_of(registry.find(request.family, model_files.config or {}), request.variant)
-    variant = {**envelope.variant(checkpoint.custom_metadata), **(request.variant or {})}
+    config, custom_metadata = model_files.config or {}, checkpoint.custom_metadata
+    family = registry.find(request.family, config)
+    envelope = envelope_of(family, request.variant)
+    variant = {**envelope.variant(custom_metadata), **(request.variant or {})}
+    use = NO_FAMILY
+    if family is not None:
+        variant = {**family.recorded(custom_metadata.get(RECORD_KEY)), **variant}
+        use = family.use(config, None, variant)
     stored = _arrays(checkpoint, envelope)
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, for their shape and dtype.
@@ -57,7 +64,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         Leaf(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
         for name, fact in source.leaves.items()
     ]
-    viewed, tensors = taken_apart(leaves, request.family, variant, model_files.config or {})
+    viewed, tensors = taken_apart(leaves, request.family, variant, config)
     max_file_bytes = MAX_FILE_BYTES
     if not store_of(request.destination, request.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.
@@ -73,6 +80,7 @@ def files_from_orbax(request: ConvertRequest) -> Work:
         adapter=model_files.is_adapter,
     )
     model_files = model_files.storing({name: (dtypes[name], shape) for name, (_, shape) in tensors.items()})
+    model_files = replace(model_files, use=use)
     if request.casts.everywhere is not None:
         model_files = model_files.stored_as(request.casts.everywhere)
     files = file_layout.whole(layout, {leaf.name: leaf.view for leaf in viewed})
@@ -128,7 +136,7 @@ def _to_files(
         output = FilesOutput(source, destination, files, model_files, groups, request.memory_bytes)
     else:
         output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
-    return Work(source, output)
+    return Work(source, output, model_files.use)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

@@ -16,6 +16,7 @@ from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.envelope import RECORD_KEY
 from orbax_safetensors.mapping.family import envelope_of
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
@@ -46,7 +47,10 @@ def orbax_from_files(request: ConvertRequest) -> Work:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
+    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), checkpoint.use.variant)
+    custom_metadata = envelope.custom_metadata
+    if checkpoint.use.family is not None:
+        custom_metadata = {**(custom_metadata or {}), RECORD_KEY: checkpoint.use.record()}
     above = envelope.above
     views = {f"{above}{name}": view for name, view in checkpoint.leaves.items()}
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
@@ -58,13 +62,13 @@ def orbax_from_files(request: ConvertRequest) -> Work:
         path=request.step_directory(str(request.step)),
         items={"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
         names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
-        metadata={"custom_metadata": envelope.custom_metadata},
+        metadata={"custom_metadata": custom_metadata},
         others={},
         compression=request.compression,
         chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
     source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes, request.options.direct)
-    return Work(source, OrbaxOutput(source, content, interleaved(views), request.memory_bytes))
+    return Work(source, OrbaxOutput(source, content, interleaved(views), request.memory_bytes), checkpoint.use)
 
 
 def orbax_from_orbax(request: ReshardRequest) -> Work:

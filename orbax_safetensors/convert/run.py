@@ -35,6 +35,7 @@ class Conversion:
       seconds: how long it took.
       peak_bytes: the most memory that the process had since it began.
       requests: reads and writes of the storage.
+      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
     """
 
     path: str
@@ -42,6 +43,8 @@ class Conversion:
     seconds: float
     peak_bytes: int
     requests: int
+    family: str | None
+    variant: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as a dict."""
@@ -78,8 +81,9 @@ def convert(
       destination: for Orbax, a directory of steps, also as a `gs://` URL, in which `<destination>/<step>/items` is
         made; for safetensors, a directory that must not be there yet.
       to: `"orbax"` or `"safetensors"`.
-      family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata, and take
-        `scan_layers` from that of Orbax's checkpoint. Without a family, arrays are tensors of the same names.
+      family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata. To
+        safetensors, switches are those that a conversion has recorded in the checkpoint, and `scan_layers` that which
+        MaxText has, unless `variant` has others. Without a family, arrays are tensors of the same names.
       config: to safetensors, the content of the `config.json` to write, an object whose `to_dict` returns that, the
         path of such a file, or a directory with one, of which the tokenizer's files and their like are also copied.
       dtype: to cast floating-point arrays to: one for all of them, which then also enters the config; or dtypes by
@@ -216,4 +220,4 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
         moved.nbytes / max(seconds, 1e-9) / 1e9,
         most,
     )
-    return Conversion(moved.path, moved.nbytes, seconds, most, moved.requests)
+    return Conversion(moved.path, moved.nbytes, seconds, most, moved.requests, **work.use.record())

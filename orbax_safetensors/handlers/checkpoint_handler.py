@@ -153,8 +153,9 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         `restore_args` returns that tree of NumPy arrays. None finds a family that was registered for the architecture;
         if there is none, and with `"identity"`, names are those of the stored tensors. Paths may have one leading
         `params` more or less.
-      variant: the family's switches, as `{"scan_layers": False}`. Others have the family's defaults, or follow from the
-        leaves' names and shapes if the defaults do not fit and the family says how, as MaxText's do.
+      variant: the family's switches, as `{"scan_layers": False}`. Others have the values that a link or a save of the
+        directory has recorded, those that follow from the config, or the family's defaults. If these do not fit, they
+        follow from the leaves' names and shapes if the family says how, as MaxText's do.
       transforms: None, or an empty dict, which to Orbax means `partial_restore=True`.
 
     Raises:

@@ -140,7 +140,7 @@ def decide(request: LinkRequest) -> Decision:
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensors")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), request.variant)
+    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), checkpoint.use.variant)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
     addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves

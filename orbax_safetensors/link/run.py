@@ -47,6 +47,7 @@ class Link:
       num_arrays, num_chunks: the content of the index.
       seconds: how long it took.
       peak_bytes: the most memory that this process had since it began.
+      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
     """
 
     path: str
@@ -56,6 +57,8 @@ class Link:
     num_chunks: int
     seconds: float
     peak_bytes: int
+    family: str | None
+    variant: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as a dict."""
@@ -146,6 +149,7 @@ def link(
         sum(decision.num_chunks(name, made.get(name)) for name in decision.sharded),
         time.perf_counter() - started,
         peak_bytes(),
+        **decision.checkpoint.use.record(),
     )
 
 
@@ -183,7 +187,8 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         merge(staging.made, staging.path)
         staging.keep_data()
     checkpoint = decision.checkpoint
-    staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, names_tensors=checkpoint.mapped is None))
+    note = note_content(checkpoint.fingerprints, checkpoint.mapped is None, linked=checkpoint.use.record())
+    staging.write(NOTE_FILE, note)
     small = item_files(decision.tree(made), whole=decision.whole)
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# The key of custom metadata under which a conversion records the family and its switches.
+RECORD_KEY = "orbax_safetensors"
+
 
 @dataclass(frozen=True)
 class Envelope:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _follow_from_nothing(shapes: Shapes) -> Variant:
+def _follow_from_nothing(_: Mapping[str, Any]) -> Variant:
     return {}
 
 
@@ -100,6 +101,20 @@ def _to_all(config: Mapping[str, Any]) -> bool:
 
 def _only_the_default(leaves: LeafShapes) -> Iterable[Variant]:
     return [{}]
+
+
+class FamilyUse(NamedTuple):
+    """The family that a tree is of, by name, and its switches, as results name and directories record them."""
+
+    family: str | None
+    variant: Variant
+
+    def record(self) -> dict[str, Any]:
+        """Return what JSON can hold of this."""
+        return {"family": self.family, "variant": {name: at for name, at in self.variant.items() if _is_json(at)}}
+
+
+NO_FAMILY = FamilyUse(None, {})
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,8 @@ class Family:
         for other models of these architectures there may be another family.
       stored_as: `stored_as(shapes)` returns the switches that say how a checkpoint with tensors of these names and
         shapes stores its model, for restores whose caller does not set them. Saves have the defaults.
+      configured_as: `configured_as(config)` returns the switches that follow from `config.json`, for restores and saves
+        whose caller does not set them.
     """
 
     name: str
@@ -133,6 +150,7 @@ class Family:
     envelope: Envelope = field(default=Envelope(), hash=False)
     applies_to: Callable[[Mapping[str, Any]], bool] = _to_all
     stored_as: Callable[[Shapes], Variant] = _follow_from_nothing
+    configured_as: Callable[[Mapping[str, Any]], Variant] = _follow_from_nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
@@ -162,7 +180,7 @@ class Family:
         Raises `MappingError` if the config lacks a value or has a wrong one, if the family does not have a switch, if
         the tree is not a dict of views, and if it is made of far more tensors than are stored.
         """
-        variant = {**self.variant, **variant}
+        variant = {**self._configured(config), **self.variant, **variant}
         self.check_variant(variant)
         number = leaves if stored is None else len(stored)
         most = max(_MOST_TENSORS, _MOST_OF_STORED * number)
@@ -202,20 +220,60 @@ class Family:
 
     def variant_of(self, shapes: Shapes, variant: Variant) -> Variant:
         """Return `variant` with the switches that it leaves to a checkpoint with tensors of these names and shapes."""
+        return {**self._stored(shapes), **self.variant, **variant}
+
+    def use(self, config: Mapping[str, Any], stored: Shapes | None, variant: Variant) -> FamilyUse:
+        """Return the switches of a tree that `variant` describes, except those that only say how files store it.
+
+        `stored` is as for `describe`. A switch without a value, which leaves a choice to the checkpoint, is left out.
+        """
+        named, _ = self._switches()
+        defaults = {name: value for name, value in named.items() if value is not inspect.Parameter.empty}
+        switches = {**defaults, **self._configured(config), **self.variant, **variant}
+        of_files = () if stored is None else self._stored(stored)
+        return FamilyUse(
+            self.name, {name: at for name, at in switches.items() if at is not None and name not in of_files}
+        )
+
+    def recorded(self, record: Any) -> Variant:
+        """Return the switches in a `FamilyUse.record`, if it is of this family, as far as the family still has them."""
+        if not isinstance(record, Mapping) or record.get("family") != self.name:
+            return {}
+        named, takes_others = self._switches()
+        variant = record.get("variant") or {}
+        return {name: value for name, value in variant.items() if name in named or takes_others}
+
+    def recalling(self, record: Any) -> Family:
+        """Return the family that has the `recorded` switches in place of those that follow from the config."""
+        recorded = self.recorded(record)
+        return replace(self, configured_as=lambda config: {**self._configured(config), **recorded})
+
+    def _configured(self, config: Mapping[str, Any]) -> Variant:
         try:
-            return {**self.stored_as(shapes), **self.variant, **variant}
+            return self.configured_as(config)
+        except Exception as error:
+            raise MappingError(f"{self.name}: no switches follow from this config.json: {error!r}") from error
+
+    def _stored(self, shapes: Shapes) -> Variant:
+        try:
+            return self.stored_as(shapes)
         except Exception as error:
             raise MappingError(f"{self.name}: no switches follow from the stored tensors: {error!r}") from error
 
+    def _switches(self) -> tuple[dict[str, Any], bool]:
+        """Return the switches that `tree` names, with their defaults, and whether it takes others."""
+        keywords = list(inspect.signature(self.tree).parameters.values())[1:]
+        named = {keyword.name: keyword.default for keyword in keywords if keyword.kind is not keyword.VAR_KEYWORD}
+        return named, len(named) < len(keywords)
+
     def check_variant(self, variant: Variant) -> None:
         """Raise `MappingError` for switches that the family does not have, or for values of another type."""
-        switches = list(inspect.signature(self.tree).parameters.values())[1:]
-        known = {switch.name: switch for switch in switches if switch.kind is not inspect.Parameter.VAR_KEYWORD}
-        if len(known) == len(switches) and (unknown := [name for name in variant if name not in known]):
+        known, takes_others = self._switches()
+        if not takes_others and (unknown := [name for name in variant if name not in known]):
             there_are = f"it has {', '.join(known)}" if known else "it has none"
             raise MappingError(f"{self.name} has no switch {unknown[0]!r}{hint(unknown[0], known)}; {there_are}")
         for name, value in variant.items():
-            default = known[name].default if name in known else None
+            default = known.get(name)
             if isinstance(default, bool | int) and type(value) is not type(default):
                 raise MappingError(f"{self.name}: expected a {type(default).__name__} for {name}, found {value!r}")
 
@@ -232,6 +290,14 @@ def switches_of(variant: Variant | None) -> Variant:
 def envelope_of(family: Family | None, variant: Variant | None) -> Envelope:
     """Return the envelope of a family's variant, or an empty envelope without a family."""
     return Envelope() if family is None else family.envelope.of({**family.variant, **switches_of(variant)})
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _counts(config: Mapping[str, Any], variant: Mapping[str, Any]) -> str:

@@ -15,21 +15,23 @@ from typing import Any
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.store import Store, read_small
 
-# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and from a save `"saved": {...}`.
+# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and `"saved": {...}` from a save or
+# `"linked": {...}` from a link, each with `"family"` and `"variant"`.
 NOTE_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
 
 
 def note_content(
-    files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None
+    files: Mapping[str, Mapping[str, Any]],
+    names_tensors: bool,
+    *,
+    saved: Mapping[str, Any] | None = None,
+    linked: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the content of `NOTE_FILE`, given the `fingerprint` of each file, and how a save made them, if one did.
-
-    `names_tensors` says that arrays in the index have the names of stored tensors, as without a family.
-    """
-    note = {"files": files, "names_tensors": names_tensors} | ({} if saved is None else {"saved": saved})
-    return json.dumps(note, indent=1).encode()
+    """Return the content of `NOTE_FILE`, given the `fingerprint` of each file; see `IndexNote` for the others."""
+    made_by = {name: record for name, record in (("saved", saved), ("linked", linked)) if record is not None}
+    return json.dumps({"files": files, "names_tensors": names_tensors} | made_by, indent=1).encode()
 
 
 def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
@@ -44,12 +46,20 @@ class IndexNote:
     Attributes:
       files: the `fingerprint` of each file, by name.
       names_tensors: whether the names of arrays in the index are those of the tensors in the files.
-      saved: how the tree was saved; None for a link.
+      saved: the family and the variant with which the tree was saved; None for a link.
+      linked: those of a link; None for a save.
     """
 
     files: Mapping[str, Mapping[str, Any]]
     names_tensors: bool
     saved: Mapping[str, Any] | None
+    linked: Mapping[str, Any] | None
+
+    @property
+    def use(self) -> Mapping[str, Any] | None:
+        """Return the family and the variant of the tree; None if it is that of the stored names."""
+        record = self.saved or self.linked or {}
+        return record if record.get("family") else None
 
     def changed(self, directory: str, present: Mapping[str, Mapping[str, Any]]) -> list[StorageError]:
         """Return an error for each file in a directory that is no longer the one that the index was made of.
@@ -78,12 +88,16 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
     content = read_small(file, _MAX_BYTES)
     try:
         document = json.loads(content)
-        files, names_tensors, saved = document["files"], document["names_tensors"], document.get("saved")
-        if not isinstance(files, dict) or type(names_tensors) is not bool or not isinstance(saved, dict | None):
+        files, names_tensors = document["files"], document["names_tensors"]
+        if not isinstance(files, dict) or type(names_tensors) is not bool:
             raise TypeError(f"expected dicts, found {document!r:.80}")
-        family, variant = (saved or {}).get("family"), (saved or {}).get("variant")
-        if not isinstance(family, str | None) or not isinstance(variant, dict | None):
-            raise TypeError(f"expected a name and a dict, found {saved!r:.80}")
+        made_by = [document.get("saved"), document.get("linked")]
+        for record in made_by:
+            if not isinstance(record, dict | None):
+                raise TypeError(f"expected dicts, found {document!r:.80}")
+            family, variant = (record or {}).get("family"), (record or {}).get("variant")
+            if not isinstance(family, str | None) or not isinstance(variant, dict | None):
+                raise TypeError(f"expected a name and a dict, found {record!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
-    return IndexNote(files, names_tensors, saved)
+    return IndexNote(files, names_tensors, *made_by)

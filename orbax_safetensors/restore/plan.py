@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.described import read_for_plan
 from orbax_safetensors.checkpoint.family import FamilyLike, mapped
-from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cost.advice import Advisor, Instead
 from orbax_safetensors.cost.counter import ShardedLeaf
 from orbax_safetensors.cost.restore import Cooperation, ProcessReads, RestorePlan, restore_plan
@@ -47,7 +47,8 @@ def plan_restore(
     restore. As in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 
     Args:
-      path: a checkpoint, as for `open_checkpoint`.
+      path: a checkpoint, as for `open_checkpoint`. With a family, also a `config.json`, or a directory with one and no
+        files yet: the plan is then that of the files that a save of the model would write, in the config's dtype.
       target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`. Their mesh may be
         abstract. The plan leaves out every tensor that the tree does not name. Or a sharding, or a function to
         shardings, as for `load`.
@@ -62,7 +63,7 @@ def plan_restore(
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
     options = options or SafetensorsOptions()
-    stored = read_checkpoint(path, options.storage_options)
+    stored = read_for_plan(path, family, variant, options.storage_options)
     item, restore_args, sharding_of = request.of_target(target)
     if sharding_of is None:
         checkpoint, resolved = variants.resolved(

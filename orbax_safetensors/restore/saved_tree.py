@@ -17,6 +17,7 @@ from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping.family import switches_of
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
@@ -91,7 +92,9 @@ def saved_tree(
             error,
         )
         return None
-    if (family is not None and registry.find(family, config) != known) or variant not in (None, saved_variant):
+    if family is not None and registry.find(family, config) != known:
+        return None
+    if any(name not in saved_variant or saved_variant[name] != value for name, value in switches_of(variant).items()):
         return None
     for fault in note.changed(checkpoint.path, checkpoint.fingerprints):
         raise fault

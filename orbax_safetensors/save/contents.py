@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from orbax_safetensors.format.dtypes import from_numpy, nbytes
 from orbax_safetensors.format.layout import Layout, TensorFacts, lay_out, lay_out_files
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.family import Variant
+from orbax_safetensors.mapping.family import NO_FAMILY, Variant
 from orbax_safetensors.mapping.inference import nearest_variant
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.whole import file_bytes
@@ -42,7 +42,6 @@ class Contents:
       tensors: in the order of the files.
       metadata: of every file.
       model_files: what belongs to the model besides tensors.
-      saved: the family and the variant, for the index.
       like: the checkpoint that decides on the files; None if there is none.
     """
 
@@ -51,7 +50,6 @@ class Contents:
     tensors: TensorTypes
     metadata: Mapping[str, str]
     model_files: ModelFiles
-    saved: Mapping[str, Any]
     like: Reference | None = None
 
     @property
@@ -138,6 +136,7 @@ def contents_of(
     viewed, tensors, switches = with_variant(attempt, variant, nearest)
     if reference is not None and (unused := [name for name in reference.checkpoint.tensors if name not in tensors]):
         logger.warning("%s: the family does not use these tensors, which the save leaves out: %s", like, some(unused))
-    saved = {"family": known and known.name, "variant": {**(known.variant if known else {}), **switches}}
-    model_files = model_files.storing(tensors)
-    return Contents(item, viewed, tensors, of_files | dict(metadata or {}), model_files, saved, reference)
+    stored = None if reference is None else reference.checkpoint.shapes
+    use = NO_FAMILY if known is None else known.use(config, stored, switches)
+    model_files = replace(model_files.storing(tensors), use=use)
+    return Contents(item, viewed, tensors, of_files | dict(metadata or {}), model_files, reference)

@@ -19,6 +19,7 @@ from orbax_safetensors.devices.trees import flatten
 from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
+from orbax_safetensors.mapping.family import FamilyUse
 from orbax_safetensors.orbax_store.addressed_item import (
     AddressedArray,
     addressed_array,
@@ -81,7 +82,7 @@ class SavedIndex:
         fingerprints = {
             name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in self.layout.files
         }
-        write(NOTE_FILE, note_content(fingerprints, self.names_tensors, self.saved))
+        write(NOTE_FILE, note_content(fingerprints, self.names_tensors, saved=self.saved))
         write_references(self._entries(), write)
         if self.tree is None:
             add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
@@ -105,15 +106,16 @@ def saved_index(
     layout: Layout,
     places: Mapping[str, Location],
     *,
-    saved: Mapping[str, Any],
+    use: FamilyUse,
     zarr3: bool = True,
     whole_tree: bool = True,
 ) -> SavedIndex | str:
     """Return the index of the tree `item`, which has these `leaves`, or the reason why it cannot have one."""
+    saved = use._asdict()
     try:
         json.dumps(saved)
     except (TypeError, ValueError, RecursionError) as error:
-        return f"its variant {saved.get('variant')!r:.200} cannot be recorded: {error}"
+        return f"its variant {use.variant!r:.200} cannot be recorded: {error}"
     structure, values = flatten(item)
     arrays: dict[str, AddressedArray] = {}
     reasons = {}
@@ -129,7 +131,7 @@ def saved_index(
     if reasons:
         name, reason = next(iter(reasons.items()))
         return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
-    names_tensors = saved["family"] is None and arrays.keys() <= places.keys()
+    names_tensors = use.family is None and arrays.keys() <= places.keys()
     tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if whole_tree else None
     return SavedIndex(arrays, tree, layout, places, zarr3, names_tensors, saved if whole_tree else None)
 

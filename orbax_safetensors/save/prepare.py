@@ -188,7 +188,7 @@ def _indexed(plan: _SharedSave, layout: Layout, index: IndexAs) -> SavedIndex | 
         plan.contents.leaves,
         layout,
         locations(layout),
-        saved=plan.contents.saved,
+        use=plan.contents.model_files.use,
         zarr3=index.zarr3,
         whole_tree=index.whole_tree,
     )

@@ -9,6 +9,7 @@ import jax
 
 from orbax_safetensors.cost.conversion import ConversionCost, ConversionPlan, PlannedArray
 from orbax_safetensors.cost.figures import PlannedFile
+from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.options import Progress
 from orbax_safetensors.streaming.pipeline import (
     Bundle,
@@ -95,9 +96,9 @@ class Output(Protocol):
 class Work:
     """A conversion: which process moves which units. The caller closes `source`."""
 
-    def __init__(self, source: TileSource, output: Output) -> None:
-        """Touch nothing."""
-        self.source, self.output = source, output
+    def __init__(self, source: TileSource, output: Output, use: FamilyUse = NO_FAMILY) -> None:
+        """Touch nothing. `use` is the family whose tree is the source or the output."""
+        self.source, self.output, self.use = source, output, use
 
     def plan(self, process_count: int) -> ConversionPlan:
         """Return the cost of `run` for each of `process_count` processes.

@@ -48,7 +48,13 @@ def test_there_and_back(cli, tmp_path, scanned):
 
     back = cli("convert", tmp_path / "orbax", tmp_path / "back", *TO_SAFETENSORS, *SMALL)
     assert (back.status, back.facts["path"], back.facts["bytes"]) == (0, str(tmp_path / "back"), str(NBYTES))
-    assert list(back.facts) == ["path", "bytes", "time", "peak memory", "requests"]
+    assert list(back.facts) == ["path", "bytes", "family", "time", "peak memory", "requests"]
+    switches = f"scan_layers={json.dumps(scanned)} param_scan_axis=1"
+    assert back.facts["family"] == f"maxtext.qwen3 {switches}"
+    assert (document["family"], document["variant"]) == (
+        "maxtext.qwen3",
+        {"scan_layers": scanned, "param_scan_axis": 1},
+    )
     same(stored(tmp_path / "back"), stored(HF))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "qwen3"
 

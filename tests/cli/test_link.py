@@ -22,6 +22,7 @@ def test_a_link_is_a_checkpoint_of_orbax(cli, tmp_path):
     assert done.status == 0
     assert done.facts["path"] == str(tmp_path / "to")
     assert done.facts["made"] == "0"
+    assert done.facts["family"] == "maxtext.qwen3 scan_layers=true param_scan_axis=1"
     tree = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(tmp_path / "to")
     own = {
         jax.tree_util.keystr(path, simple=True, separator="-"): np.asarray(leaf)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint import open as opening
+from orbax_safetensors.checkpoint import described
 from orbax_safetensors.cli.main import main
 from tests.support.roots import TESTDATA
 
@@ -296,9 +296,9 @@ def test_a_family_on_several_meshes(cli):
 
 def test_a_checkpoint_is_opened_once(cli, single, monkeypatch):
     opened = []
-    read_checkpoint = opening.read_checkpoint
+    read_checkpoint = described.read_checkpoint
     monkeypatch.setattr(
-        opening, "read_checkpoint", lambda path, *more: opened.append(path) or read_checkpoint(path, *more)
+        described, "read_checkpoint", lambda path, *more: opened.append(path) or read_checkpoint(path, *more)
     )
     assert cli("plan", single, *MESHES).status == 0
     assert opened == [str(single)]

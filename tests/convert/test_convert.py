@@ -63,15 +63,17 @@ def test_maxtext_there_and_back(model, scanned, memory_bytes, tmp_path):
     assert sorted(tree) == ["opt_state", "params", "step"]
     all_same(arrays, of_maxtext(model, scanned))
     assert result.nbytes == sum(array.nbytes for array in arrays.values())
-    assert open_orbax(tmp_path / "orbax").custom_metadata == {"scan_layers": scanned}
+    custom_metadata = open_orbax(tmp_path / "orbax").custom_metadata
+    recorded = custom_metadata.pop("orbax_safetensors")
+    assert recorded["variant"].items() >= variant_of(model, scanned).items()
+    assert (result.family, result.variant) == (recorded["family"], recorded["variant"])
+    assert custom_metadata == {"scan_layers": scanned}
 
-    variant = {key: value for key, value in variant_of(model, scanned).items() if key != "scan_layers"}
     back = ost.convert(
         tmp_path / "orbax",
         tmp_path / "back",
         to="safetensors",
         family="maxtext",
-        variant=variant,
         config=hf,
         memory_bytes=memory_bytes,
     )
@@ -220,7 +222,11 @@ def test_what_is_beside_comes_along(tmp_path):
     assert json.loads((tmp_path / "to" / "config.json").read_text()) == config
     for number, given in enumerate((config, tmp_path / "hf" / "config.json")):
         ost.convert(source, tmp_path / str(number), to="safetensors", family="maxtext", config=given)
-        assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(path.name for path in (tmp_path / str(number)).iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "safetensors.family.json",
+        ]
 
 
 def test_a_disk_that_is_full(tmp_path):

@@ -86,7 +86,7 @@ def test_the_guide_to_restores(of_page, tmp_path):
 
 def test_the_guide_to_conversions(of_page, tmp_path):
     of_page("converting.md")
-    assert open_orbax(tmp_path / "unstacked").custom_metadata == {"scan_layers": False}
+    assert open_orbax(tmp_path / "unstacked").custom_metadata["scan_layers"] is False
     assert len(list((tmp_path / "qwen3-for-4").glob("*.safetensors"))) == 4
     leaf = open_orbax(tmp_path / "for-16").leaves["params.params.decoder.layers.mlp.wi_0.kernel"]
     assert leaf.chunk_shape[0] * 16 == leaf.shape[0]

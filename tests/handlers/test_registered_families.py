@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import registry
 from tests.multiprocess.workers_families import config_of, made_by_maxtext, stored_directory, target
-from tests.support.family_samples import FAMILY, SWITCHES, TREES
+from tests.support.family_samples import FAMILY, TREES
 from tests.support.files import write
 from tests.support.maxtext_trees import COVER, assert_restored, assert_same_bits
 from tests.support.tiers import cross
@@ -57,7 +57,7 @@ SCALE = ("params", "decoder", "decoder_norm", "scale")
 @pytest.mark.parametrize(("sample", "mode"), cross(TREES, COVER))
 def test_the_tree_that_maxtexts_converter_made(sample, mode, line):
     """Whole on each device, and eight ways."""
-    ost.register("maxtext", variant=SWITCHES.get(sample))
+    ost.register("maxtext")
     expected = made_by_maxtext(sample, mode)
     for axes in ((), ("d",)):
         item = target(expected, line, axes)

@@ -57,12 +57,11 @@ TREES = [
 
 @pytest.mark.parametrize(("sample", "mode"), cross(TREES, COVER))
 def test_trees_of_maxtexts_converter(sample, mode, line):
-    """Every switch follows from the tree, except one that changes only values."""
-    switches = {"rope_type": "default"} if sample == "llama2" else None
+    """Every switch follows from the tree, or from the config."""
     expected = made_by_maxtext(sample, mode)
     item = target(expected, line, ("d",))
-    assert_restored(restore(sample, item, variant=switches), item, expected, "named")
-    ost.register("maxtext", variant=switches)
+    assert_restored(restore(sample, item), item, expected, "named")
+    ost.register("maxtext")
     expected = state_of(inner(expected))
     item = target(expected, line, ("d",))
     assert_restored(restore(sample, item, None), item, expected, "registered, of NNX")

@@ -10,7 +10,7 @@ from orbax_safetensors.mapping import View
 from orbax_safetensors.mapping.families.maxtext import FAMILIES
 from orbax_safetensors.mapping.families.maxtext.gemma4 import GEMMA4_SMALL
 from tests.support.evaluate import binder, evaluate, given_back, uses
-from tests.support.family_samples import FAMILY, SAMPLES, SWITCHES, TREES, Sample, made_with
+from tests.support.family_samples import FAMILY, SAMPLES, TREES, Sample, made_with
 from tests.support.maxtext_reference import MODELS, converted
 
 # These samples' parameters are what is stored, moved but not computed with.
@@ -18,7 +18,8 @@ MOVED = [
     "deepseek2", "deepseek3", "deepseek3.2", "deepseek3_mtp", "deepseek4", "gpt-oss", "kimi-k2", "llama4",
     "llama4_dense", "olmo3", "qwen2.5", "qwen3", "qwen3-moe", "qwen3_next", "qwen3_omni", "qwen3_vl", "qwen3_vl_moe",
 ]  # fmt: skip
-MODELLED = [name for name in SAMPLES if SAMPLES[name] in MODELS and name not in SWITCHES]
+# `converted` has the RoPE of "llama3.1" only.
+MODELLED = [name for name in SAMPLES if SAMPLES[name] in MODELS and name != "llama2"]
 
 
 @pytest.fixture(params=SAMPLES, scope="module")
@@ -211,6 +212,28 @@ class TestMultiTokenPrediction:
 
 
 class TestLlama:
+    @pytest.mark.parametrize(
+        ("rope", "expected"),
+        [
+            ({}, "default"),
+            ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, "default"),
+            ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "default"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3.1"),
+            ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "llama3.1"),
+            ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3.1"),
+        ],
+    )
+    def test_the_config_says_which_rope_a_model_has(self, rope, expected):
+        sample = Sample("llama3.1")
+        config = {name: value for name, value in sample.config.items() if not name.startswith("rope_")} | rope
+        bind = binder(sample.stored)
+        other = {"default": "llama3.1", "llama3.1": "default"}[expected]
+        made = {
+            rope_type: sample.family.describe(config, {"rope_type": rope_type}, bind) for rope_type in (expected, other)
+        }
+        assert made[expected] != made[other]
+        assert sample.family.describe(config, {}, bind) == made[expected]
+
     def test_ropes_of_halves_leave_heads_in_order(self):
         sample = Sample("llama3.1")
         tree = sample.describe(rope_type="default")

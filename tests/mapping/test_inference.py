@@ -107,3 +107,43 @@ def test_a_family_has_the_switches_that_are_set():
     )
     assert envelope_of(unscanned, None).custom_metadata == {"scan_layers": False}
     assert envelope_of(unscanned, {"scan_layers": True}).custom_metadata == {"scan_layers": True}
+
+
+class TestUse:
+    """The switches of a family as they are recorded."""
+
+    FAMILY = Family(
+        "mine.model",
+        (),
+        lambda config, *, size, stacked=True, spelling="new", other=None: {},
+        configured_as=lambda config: {"size": config["size"]},
+        stored_as=lambda shapes: {"spelling": "old"},
+    )
+
+    def test_it_has_all_that_have_a_value(self):
+        use = self.FAMILY.use({"size": 3}, None, {"stacked": False})
+        assert use == ("mine.model", {"size": 3, "stacked": False, "spelling": "new"})
+
+    def test_what_files_decide_is_left_out(self):
+        assert self.FAMILY.use({"size": 3}, {"a": (1,)}, {}).variant == {"size": 3, "stacked": True}
+
+    def test_what_json_cannot_hold_is_not_recorded(self):
+        assert self.FAMILY.use({"size": {4}}, None, {}).record()["variant"] == {"stacked": True, "spelling": "new"}
+
+    def test_a_record_comes_before_the_config_and_after_the_variant(self):
+        family = self.FAMILY.recalling({"family": "mine.model", "variant": {"size": 5, "stacked": False, "gone": 1}})
+        assert family.use({"size": 3}, None, {"stacked": True}).variant == {
+            "size": 5,
+            "stacked": True,
+            "spelling": "new",
+        }
+
+    def test_the_record_of_another_family_counts_for_nothing(self):
+        for record in (None, 3, {}, {"family": "mine.other", "variant": {"size": 5}}, {"family": "mine.model"}):
+            assert self.FAMILY.recalling(record).use({"size": 3}, None, {}).variant["size"] == 3
+
+    def test_an_error_of_the_function_is_one_of_the_config(self):
+        with pytest.raises(
+            MappingError, match=r"mine.model: no switches follow from this config.json: KeyError\('size'\)"
+        ):
+            self.FAMILY.describe({}, {}, lambda name, shape: None)

@@ -42,6 +42,13 @@ LATENT = {
 }
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3_ROPE = ROPE | {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=4),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
@@ -49,8 +56,8 @@ CONFIGS = {
     ),
     "qwen2_5": lambda: transformers.Qwen2Config(**SIZES),
     "qwen2_5, tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "llama3": lambda: transformers.LlamaConfig(**SIZES, head_dim=4),
-    "llama3, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3": lambda: transformers.LlamaConfig(**SIZES, head_dim=4, rope_parameters=LLAMA3_ROPE),
+    "llama3, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "mistral": lambda: transformers.MistralConfig(**SIZES),
     "mistral, wide heads": lambda: transformers.MistralConfig(**SIZES, head_dim=4),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS),

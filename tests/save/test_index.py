@@ -430,7 +430,11 @@ BAD = {
     "_METADATA": [b"", b"{", b"[]", b'{"tree_metadata": 3}', b"\xff", b"null"],
     "_sharding": [b"", b"{", b"[]", b'{"a": 3}', b'{"!": "{}"}', b"null"],
     "_LINKED_FILES": [b"", b"{", b"[]", b'{"files": 3}', b'{"files": {}, "saved": 3}', b"null"]
-    + [b'{"files": {}, "saved": {"family": 3}}', b'{"files": {}, "saved": {"variant": [1]}}'],
+    + [b'{"files": {}, "saved": {"family": 3}}', b'{"files": {}, "saved": {"variant": [1]}}']
+    + [
+        b'{"files": {}, "names_tensors": true, "linked": 3}',
+        b'{"files": {}, "names_tensors": true, "linked": {"family": 3}}',
+    ],
 }
 
 

@@ -72,7 +72,7 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
         for name, view in checkpoint.leaves.items()
     }
     given, tensors = mapped.taken_apart(leaves_of(tree, None), family, variant, read_config(checkpoint))
-    layout = Contents(tree, given, tensors, {"format": "pt"}, ModelFiles(), {}).layout(max_file_bytes, alignment=64)
+    layout = Contents(tree, given, tensors, {"format": "pt"}, ModelFiles()).layout(max_file_bytes, alignment=64)
     with monkeypatch.context() as patched:
         patched.setattr(writers, "local_holders", local_holders)
         patched.setattr(jax, "process_index", lambda: process)

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.record import RECORD_NAME
 from tests.multiprocess.workers_families import (
     MAX_FILE_BYTES,
     SAMPLES,
@@ -93,11 +94,11 @@ def stored(directory):
 
 
 def content(directory):
-    """Every file of a model, with its bytes."""
+    """Every file of a model, with its bytes, without the record of the tree that it was saved from."""
     return {
         path.name: path.read_bytes()
         for path in directory.iterdir()
-        if "safetensors" in path.name or path.name == "config.json"
+        if ("safetensors" in path.name or path.name == "config.json") and path.name != RECORD_NAME
     }
 
 

@@ -1,7 +1,8 @@
-"""MaxText's Llama 3.
+"""MaxText's Llama 2 and 3.
 
-The factor 1 / sqrt(head_dim) is part of the query's kernel. MaxText's `rope_type` "llama3.1", which Llama 3.1 and later
-have, pairs neighbouring elements of a head; `transformers` and "default" pair its halves.
+The factor 1 / sqrt(head_dim) is part of the query's kernel. MaxText's `rope_type` "llama3.1" pairs neighbouring
+elements of a head; `transformers` and "default" pair its halves. MaxText has "llama3.1" for models whose name begins
+so. Their `config.json` has the RoPE `llama3`, as that of later models has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     uniform,
 )
 from orbax_safetensors.mapping.families.stored import Config, Leaves
+from orbax_safetensors.mapping.family import Variant
 
 
 def _interleaved(view: View) -> View:
@@ -42,12 +44,12 @@ def _layer(h: str, c: Config, *, interleave: bool) -> Leaves:
 def llama3(
     config: Config,
     *,
-    rope_type: str = "llama3.1",
+    rope_type: str,
     scan_layers: bool = True,
     param_scan_axis: int = 1,
     vocab_size: int | None = None,
 ) -> Tree:
-    """Return the tree of Llama 3. `rope_type` is MaxText's setting of this name: "llama3.1" or "default"."""
+    """Return the tree of Llama. `rope_type` is MaxText's setting of this name: "llama3.1" or "default"."""
     if rope_type not in ("llama3.1", "default"):
         raise MappingError(f"expected rope_type 'llama3.1' or 'default', found {rope_type!r}")
     layer = partial(_layer, interleave=rope_type == "llama3.1")
@@ -55,4 +57,11 @@ def llama3(
     return tree(config, scan_layers=scan_layers, param_scan_axis=param_scan_axis, vocab_size=vocab_size)
 
 
-LLAMA3 = family("maxtext.llama3", ("LlamaForCausalLM",), llama3)
+def _configured_as(config: Config) -> Variant:
+    """Return the RoPE of a config, which is in `rope_parameters`, or in older configs in `rope_scaling`."""
+    ropes = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    scaled = any(rope.get("rope_type", rope.get("type")) == "llama3" for rope in ropes)
+    return {"rope_type": "llama3.1" if scaled else "default"}
+
+
+LLAMA3 = family("maxtext.llama3", ("LlamaForCausalLM",), llama3, configured_as=_configured_as)
