@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import orbax.checkpoint as ocp
 from etils import epath
 
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
@@ -43,11 +44,16 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         family: Family | str | None = None,
         variant: Mapping[str, Any] | None = None,
         options: SafetensorsOptions | None = None,
+        multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the handler with `family`, `variant` and `options`; other keywords are those of `ocp.Checkpointer`."""
+        """Make the handler with the arguments that it takes; other keywords are those of `ocp.Checkpointer`."""
         self._options = options or SafetensorsOptions()
-        super().__init__(SafetensorsHandler(family=family, variant=variant, options=self._options), **kwargs)
+        self._processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        handler = SafetensorsHandler(
+            family=family, variant=variant, options=self._options, multiprocessing_options=self._processes
+        )
+        super().__init__(handler, multiprocessing_options=self._processes, **kwargs)
 
     def save(
         self,
@@ -77,7 +83,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self._handler.save(url, _as_args(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
         finished = f"Checkpoint commit was successful to {url}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
-        write_beside(url, files, options=self._options)
+        write_beside(url, files, options=self._options, active=ActiveProcesses.of(self._processes))
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""

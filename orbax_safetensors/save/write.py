@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME
@@ -57,24 +58,24 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
     def data() -> tuple[Store, str, Counters]:
         store, path = store_of(directory, save.options.storage_options)
-        if not store.is_local and jax.process_index() == 0:
+        if not store.is_local and save.active.is_primary:
             save.model_files.write(store, path, sync=save.options.fsync)
         sums = Sums(with_gaps=True)
         counters = _write_data(save, shards, path, store, sums, progress)
-        post(f"{save.key}/sums", checksums.part_of_process(save, sums, shared=store.is_local))
+        post(f"{save.key}/sums", checksums.part_of_process(save, sums, shared=store.is_local), save.active)
         return store, path, counters
 
     def facts() -> None:
-        if jax.process_index() == 0:
-            record = checksums.record(save, posted(f"{save.key}/sums"), shared=store.is_local)
+        if save.active.is_primary:
+            record = checksums.record(save, posted(f"{save.key}/sums", save.active), shared=store.is_local)
             _write_small(save, path, CHECKSUMS_NAME, record, store)
             _write_facts(save, path, store)
 
     with passing(save.options.progress) as progress:
-        store, path, counters = together(f"{save.key}/data", data)
-    together(f"{save.key}/facts", facts)
+        store, path, counters = together(f"{save.key}/data", data, active=save.active)
+    together(f"{save.key}/facts", facts, active=save.active)
     for part in ("plan", "pieces", "files", "copies", "data", "sums"):  # all processes are past these agreements
-        forget(f"{save.key}/{part}")
+        forget(f"{save.key}/{part}", save.active)
     seconds = time.perf_counter() - started
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
@@ -156,20 +157,27 @@ def _write_facts(save: Save, directory: str, store: Store) -> None:
         store.sync(directory)
 
 
-def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
-    """Write small files, in order, beside the save in `directory`; all processes call this together.
+def write_beside(
+    directory: PathLike,
+    files: Mapping[str, str],
+    *,
+    options: SafetensorsOptions,
+    active: ActiveProcesses | None = None,
+) -> None:
+    """Write small files, in order, beside the save in `directory`; `active`, or all processes, call this together.
 
     One process writes. Raises `StorageError` in every process if that one fails.
     """
     directory = os.fspath(directory)
+    active = active or ActiveProcesses.all()
 
     def written() -> None:
-        if jax.process_index() == 0:
+        if active.is_primary:
             store, path = store_of(directory, options.storage_options)
             for name, text in files.items():
                 write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
 
-    together(f"{new_key('beside', directory)}/written", written)
+    together(f"{new_key('beside', directory, active)}/written", written, active=active)
 
 
 def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
