@@ -38,8 +38,9 @@ def test_arrays_that_only_other_processes_hold_are_an_error(saved):
         assert found["seconds"] < PROMPT_SECONDS
 
 
-def test_a_handler_without_the_options_names_the_processes_that_do_not_come(saved):
-    for found in found_by(saved, "a_handler_that_waits_for_all")[1:]:
+@pytest.mark.parametrize("case", ["a_handler_that_waits_for_all", "a_restore_that_a_process_does_not_make"])
+def test_processes_that_do_not_come_are_named(saved, case):
+    for found in found_by(saved, case)[1:]:
         assert found["kind"] == "StorageError", found
         assert found["text"].startswith(f"process 0 did not come within {SHORT.join_timeout_secs} s"), found
         assert "active_processes" in found["text"], found

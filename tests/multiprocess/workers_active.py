@@ -130,6 +130,17 @@ def nobody_alone_holds_all_shards(root: Path) -> dict[str, Any]:
     return error_of(lambda: handler.save(directory, ost.SafetensorsSave(tree((0, 1, 2)))))
 
 
+def a_restore_that_a_process_does_not_make(root: Path) -> dict[str, Any]:
+    """The last case: processes no longer count restores alike."""
+    if jax.process_index() == 0:
+        return {}
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
+    item = {"rows": jax.ShapeDtypeStruct((24, 16), np.float32, sharding=everywhere)}
+    request = ost.SafetensorsRestore(item, partial_restore=True)
+    options = ost.SafetensorsOptions(cooperative=True, join_timeout_secs=SHORT.join_timeout_secs)
+    return error_of(lambda: ost.SafetensorsHandler(options=options).restore(root / "ours", request))
+
+
 def error_of(call: Callable[[], Any]) -> dict[str, Any]:
     """Kind and message of the error that `call` raises, and how long it took."""
     began = time.monotonic()
@@ -148,6 +159,7 @@ CASES = (
     a_handler_that_waits_for_all,
     each_process_saves_alone,
     nobody_alone_holds_all_shards,
+    a_restore_that_a_process_does_not_make,
 )
 
 
