@@ -163,8 +163,8 @@ def _late(missing: Collection[int], timeout_secs: float) -> StorageError:
     if not missing:
         return StorageError("this process came too late: the others no longer waited for it")
     return StorageError(
-        f"process {some(sorted(missing))} did not come within {timeout_secs:g} s; all processes make the same calls, "
-        "except saves with a handler whose multiprocessing_options have active_processes"
+        f"process {some(sorted(missing))} did not come within {timeout_secs:g} s: all processes have to make the same "
+        "call with the same path, or a save those in active_processes of the handler's multiprocessing_options"
     )
 
 
