@@ -15,6 +15,9 @@ from orbax_safetensors.format.json_reader import JsonReader
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
+UNFINISHED = b'{"unfinished": "a save"}\n'
+"""What stands in the place of an index until the files that it names are complete; no reader takes it for an index."""
+
 _FILE_SUFFIX = ".safetensors"
 _TOTAL_SIZE = "total_size"
 _DEPTH = 2  # level of nesting of the values in an index
@@ -79,6 +82,8 @@ class Index:
                         reader.texts(weight_map)
                 elif key == "metadata":
                     metadata = _read_metadata(reader)
+                elif key == "unfinished":
+                    raise IndexFileError("is of a save or a conversion that is at work, or was interrupted")
                 else:
                     reader.skip(_DEPTH)
             reader.end()

@@ -11,20 +11,29 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
-from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
+from orbax_safetensors.handlers.checkpoint_handler import (
+    SafetensorsHandler,
+    SafetensorsRestore,
+    SafetensorsSave,
+    checked,
+)
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, step_record
+from orbax_safetensors.save.destination import check_replaceable, replace_checkpoint
 from orbax_safetensors.save.write import read_beside, write_beside
 from orbax_safetensors.storage.paths import as_text, is_url
+from orbax_safetensors.storage.replace import recover, remove
 
 _Args = TypeVar("_Args")
 
@@ -65,29 +74,55 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
     ) -> None:
         """Save with the arguments of `SafetensorsSave` or an instance of it. Every process calls this.
 
-        With `force`, all that is in `directory` is deleted once the tree has been checked; without it, a directory that
-        exists is an error before anything is written. `metadata` returns `custom_metadata`.
+        With `force`, the new checkpoint takes the place of all that is in `directory`, once it is complete and on the
+        disk; without it, a directory that exists is an error before anything is written. A save that fails leaves
+        `directory` as it was, and nothing beside it. `metadata` returns `custom_metadata`.
 
         Raises:
           SafetensorsError: the tree or the metadata cannot be stored.
-          StorageError: `directory` is a URL and holds something, or cannot be written.
+          StorageError: `directory` is a URL and holds something, or cannot be written or replaced.
           ValueError: `directory` is a path and exists.
         """
+        active = ActiveProcesses.of(self._processes)
         if (url := _url(directory)) is None:
-            if force and os.path.isdir(directory):  # which Orbax would delete before it looks at the tree
-                self._handler.clear(directory, _as_args(SafetensorsSave, args, kwargs))
-            super().save(directory, *args, force=force, custom_metadata=custom_metadata, **kwargs)
+            save_args, path = _as_args(SafetensorsSave, args, kwargs), os.path.realpath(directory)
+            self._save_to_path(path, save_args, active, force=force, custom_metadata=custom_metadata)
             return
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
-        self._handler.save(url, _as_args(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
+        self._handler.save(url, _as_args(SafetensorsSave, args, kwargs), existing="replaced" if force else "refused")
         finished = f"Checkpoint commit was successful to {url}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
-        write_beside(url, files, options=self._options, active=ActiveProcesses.of(self._processes))
+        write_beside(url, files, options=self._options, active=active)
+
+    def _save_to_path(
+        self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
+    ) -> None:
+        """Let Orbax save to `path`, or with `force` beside it, and then exchange the two.
+
+        What lies beside has a name that Orbax gives unfinished checkpoints, and goes if the save fails. If the save is
+        killed, the next one deletes it.
+        """
+        recover(path)
+        beside = f"{path}{ocp.path.atomicity.TMP_DIR_SUFFIX}"
+        if force:
+            check_replaceable(path, args.config, args.like)
+        destination = epath.Path(beside if force else path)
+        try:
+            super().save(destination, args=args, force=force, custom_metadata=custom_metadata)
+            if force:
+                put = partial(replace_checkpoint, beside, path) if active.is_primary else lambda: None
+                together(new_key("replace", path, active), put, active=active)
+        except BaseException:
+            if active.is_primary and (force or not os.path.lexists(path)):
+                remove(os.fspath(self.get_temporary_path(destination).get()))
+                remove(beside)
+            raise
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
         if not _is_ours(directory):
+            recover(os.fspath(directory))
             return super().restore(directory, *args, **kwargs)
         return self._handler.restore(
             _url(directory) or epath.Path(directory), _as_args(SafetensorsRestore, args, kwargs)
@@ -120,7 +155,7 @@ def _as_args(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the arguments of a handler as `ocp.Checkpointer` takes them: one by one, or an instance of `kind`."""
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, ocp.args.CheckpointArgs):
-            return arg
+            return checked(arg, kind)
     return kind(*args, **kwargs)
 
 

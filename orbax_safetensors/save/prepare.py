@@ -64,6 +64,7 @@ class Save:
     views: Views | None  # of pieces, if this process alone writes the files of `layout`
     index: SavedIndex | None = None  # written by the primary process
     deliveries: tuple[Delivery, ...] | None = None  # of whole tensors, to the processes that write them
+    replaces: bool = False  # objects that are there
 
 
 def prepare_save(
@@ -95,7 +96,8 @@ def prepare_save(
     key = new_key("save", directory, active)
 
     def shared_save() -> _SharedSave:
-        check_kept(directory, existing, config, like)
+        if existing == "replaced":
+            check_kept(directory, config, like)
         contents = contents_of(
             directory,
             item,
@@ -110,8 +112,12 @@ def prepare_save(
         )
         layout = contents.layout(max_file_bytes, options.alignment)
         groups = tuple(written_here(grouped(contents.leaves), active))
-        save = Save(layout, contents.model_files, groups, key, active, options, locations(layout), None)
-        plan = _SharedSave(contents, save, *store_of(directory, options.storage_options))
+        store, path = store_of(directory, options.storage_options)
+        replaces = existing == "replaced" and not store.is_local
+        save = Save(
+            layout, contents.model_files, groups, key, active, options, locations(layout), views=None, replaces=replaces
+        )
+        plan = _SharedSave(contents, save, store, path)
         if not plan.store.is_local and active.count > 1:
             return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class LocalFile:
             raise StorageError(f"{self.path}: its state cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(facts.st_mode):
             raise StorageError(f"{self.path}: is not a regular file")
-        return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
+        return _stamp(facts)
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
@@ -137,6 +137,10 @@ def _move_all(
             offset, missing = offset + count, missing - count
             if missing:
                 here = after(here, count)
+
+
+def _stamp(facts: os.stat_result) -> Stamp:
+    return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
 
 
 def _error(error: OSError | ValueError) -> type[StorageError]:
@@ -301,15 +305,22 @@ class LocalStore:
         except OSError as error:
             raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
 
-    def delete(self, path: str) -> None:
-        """Delete everything in the directory `path`; the directory stays."""
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Return the states of all files in the directory `path` and in its subdirectories."""
         try:
-            with os.scandir(path) as entries:
-                for entry in list(entries):
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
+            found = [os.path.join(at, name) for at, _, names in os.walk(path, onerror=_raise) for name in names]
+            return {os.path.relpath(file, path): _stamp(os.lstat(file)) for file in found}
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Delete files below the directory `path`, and subdirectories that they leave empty."""
+        try:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+                    while (name := os.path.dirname(name)) and not os.listdir(os.path.join(path, name)):
+                        os.rmdir(os.path.join(path, name))
         except OSError as error:
             raise StorageError(f"{error.filename or path}: cannot be deleted: {error.strerror}") from error
 
@@ -328,6 +339,10 @@ class LocalStore:
                 raise
         finally:
             os.close(descriptor)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def check_makeable(path: str) -> None:
