@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from orbax_safetensors.errors import SafetensorsError
@@ -55,6 +56,8 @@ class SafetensorsOptions:
         dimensions, each process reads a part, and the devices exchange the parts. All processes have to make the
         restore, with the same options. It needs twice the memory of what is exchanged at a time, which is at most half
         of `in_flight_bytes` for each process, or one leaf if that is more.
+      join_timeout_secs: how long a process that saves, or restores together with others, waits for processes that have
+        not begun to. An error then names them. Once all have begun, it waits up to an hour for the slowest of them.
       checksums: a restore compares the tensors that this process reads whole with the checksums that their save has
         recorded, and fails before it returns anything if one differs. Without such a record, it is an error. Not for
         `alias`, which reads nothing.
@@ -86,6 +89,7 @@ class SafetensorsOptions:
     whole_tensors: bool = False
     cooperative: bool = False
     checksums: bool = False
+    join_timeout_secs: float = 600
     # Not shown and not hashed: the values may be secret, and a dict has no hash.
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     progress: Progress | None = field(default=None, repr=False, compare=False)
@@ -99,6 +103,10 @@ class SafetensorsOptions:
                 raise SafetensorsError(
                     f"SafetensorsOptions: {name} is {value!r}, must be an integer of at least {least}"
                 )
+        if not isinstance(self.join_timeout_secs, int | float) or not 0 < self.join_timeout_secs < inf:
+            raise SafetensorsError(
+                f"SafetensorsOptions: join_timeout_secs is {self.join_timeout_secs!r}, must be a positive number"
+            )
         if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
             raise SafetensorsError("SafetensorsOptions: storage_options must be a dict")
         _check_headers(self.storage_options or {})

@@ -67,10 +67,19 @@ def read_checksums(checkpoint: Checkpoint) -> Recorded | None:
 
     Raises `ChecksumError` if it is not one, and `StorageError` if it cannot be read.
     """
+    content = recorded_content(checkpoint)
+    return None if content is None else parse(content, path=_path(checkpoint))
+
+
+def recorded_content(checkpoint: Checkpoint) -> bytes | None:
+    """Return the content of the record beside a checkpoint's files, whatever it is; None if there is none."""
+    file = checkpoint.store.find(_path(checkpoint))
+    return None if file is None else read_small(file, _MAX_BYTES)
+
+
+def _path(checkpoint: Checkpoint) -> str:
     directory = posixpath.dirname(checkpoint.path) if checkpoint.is_file else checkpoint.path
-    path = posixpath.join(directory, CHECKSUMS_NAME)
-    file = checkpoint.store.find(path)
-    return None if file is None else parse(read_small(file, _MAX_BYTES), path=path)
+    return posixpath.join(directory, CHECKSUMS_NAME)
 
 
 def other_file(checkpoint: Checkpoint, number: int, recorded: FileChecksums) -> ChecksumError | None:

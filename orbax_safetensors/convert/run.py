@@ -11,7 +11,7 @@ from typing import Any
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.convert.decide import decide
 from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest, location
-from orbax_safetensors.devices.agreement import forget, new_key, together
+from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import Progress, SafetensorsOptions
@@ -202,7 +202,7 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
         return f"resume={resume!r} {request.facts}"
 
     try:
-        together(key, decided, str, otherwise="was called with other arguments than process 0")
+        together(key, decided, str, check=same_arguments)
         assert work is not None
         with passing(progress) as report:
             moved = work.run(resume=resume, progress=report)

@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +20,9 @@ import jax
 # when a program imports the package `orbax.checkpoint.multihost`.
 from jax._src.distributed import global_state
 
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.format.names import some
 
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
 # not fail a save, and jax.distributed itself notices a process that has died.
@@ -32,36 +35,60 @@ _alone: dict[str, str] = {}  # what the only process has posted
 _lock = threading.Lock()
 
 
-def new_key(purpose: str, path: str = "") -> str:
-    """Return a new key for agreements. All processes make the keys of a purpose and path in the same order."""
-    if path:  # hashed, as a path may have any length, and bytes that are not text
-        purpose = f"{purpose}/{hashlib.sha256(os.fsencode(path)).hexdigest()}"
+def new_key(purpose: str, path: str = "", active: ActiveProcesses | None = None) -> str:
+    """Return a new key for agreements. All processes make keys of the same arguments in the same order."""
+    if path or active:  # hashed, as a path may have any length, and bytes that are not text
+        purpose = f"{purpose}/{hashlib.sha256(os.fsencode(f'{path}{active}')).hexdigest()}"
     with _lock:
         _counts[purpose] += 1
         return f"orbax_safetensors/{purpose}/{_counts[purpose]}"
 
 
-def forget(key: str) -> None:
+def forget(key: str, active: ActiveProcesses | None = None) -> None:
     """Delete an agreement that every process has left behind, which would otherwise stay until the program ends."""
-    if jax.process_count() > 1 and jax.process_index() == 0:
+    active = active or ActiveProcesses.all()
+    if active.count > 1 and active.is_primary:
         with contextlib.suppress(Exception):  # nothing depends on it
             _client().key_value_delete(key)
 
 
 # The error for a process whose facts differ from those of the first.
 _OTHER_FACTS = (
-    "does not do the same as process 0: other names or another order of them, other shapes, dtypes, shardings or "
+    "does not do the same as process {first}: other names or another order of them, other shapes, dtypes, shardings or "
     "metadata, or arrays that only it has (make those global arrays, or NumPy arrays that all processes have), or it "
     "does not see the same files"
 )
 
 
+def same(facts: Mapping[int, str], otherwise: str = _OTHER_FACTS) -> None:
+    """Raise `TensorMismatchError` if processes have other facts than the first.
+
+    It names the first of these processes, and goes on with `otherwise`, where `{first}` is the first process.
+    """
+    first = min(facts)
+    for process, text in facts.items():
+        if text != facts[first]:
+            raise TensorMismatchError(f"process {process} {otherwise.format(first=first)}")
+
+
+def same_arguments(facts: Mapping[int, str]) -> None:
+    """Raise `TensorMismatchError` if processes were called with other arguments than the first."""
+    same(facts, "was called with other arguments than process {first}")
+
+
 def together(
-    key: str, do: Callable[[], _T], facts: str | Callable[[_T], str] = "", *, otherwise: str = _OTHER_FACTS
+    key: str,
+    do: Callable[[], _T],
+    facts: str | Callable[[_T], str] = "",
+    *,
+    check: Callable[[Mapping[int, str]], None] = same,
+    active: ActiveProcesses | None = None,
+    timeout_secs: float | None = None,
 ) -> _T:
     """Call `do` in every process and return its result; if it fails in one process, raise in all, as `agree` does.
 
-    An interrupt is a failure, of which this process first informs the others; a second interrupt does not wait.
+    `active` are the processes that call this, by default all. `timeout_secs` is how long each of them waits for the
+    others. An interrupt is a failure, of which this process first informs the others; a second interrupt does not wait.
 
     `facts` are for `agree`, or a function that returns them for the result.
     """
@@ -72,44 +99,78 @@ def together(
         facts_here = facts(result) if callable(facts) else facts
     except BaseException as error:  # also an interrupt: the others would wait for this process
         failure = error
-    agree(key, failure, facts_here, otherwise=otherwise)
+    agree(key, failure, facts_here, check=check, active=active, timeout_secs=timeout_secs)
     return result
 
 
-def agree(key: str, failure: BaseException | None, facts: str = "", *, otherwise: str = _OTHER_FACTS) -> None:
+def agree(
+    key: str,
+    failure: BaseException | None,
+    facts: str = "",
+    *,
+    check: Callable[[Mapping[int, str]], None] = same,
+    active: ActiveProcesses | None = None,
+    timeout_secs: float | None = None,
+) -> None:
     """Wait until every process has called this with `key`; raise in all processes if any has a failure.
 
     A failed process raises its error, the others a `StorageError` that names the process and quotes the error. If none
-    has failed, all must have the same `facts`: otherwise, a `TensorMismatchError` names the process whose facts differ
-    from those of the first, and goes on with `otherwise`.
+    has failed, `check` is called with the `facts` of all processes, which are a line of text, and raises if they do not
+    go together.
     """
+    active = active or ActiveProcesses.all()
     text = f"{facts}\n" if failure is None else f"{facts}\n{type(failure).__name__}: {failure}"
     try:
-        texts = all_gather(key, text)
+        texts = all_gather(key, text, active, timeout_secs)
     except StorageError as error:
         raise error from (failure or error.__cause__)
     if failure is None:
-        _check(texts, otherwise)
+        _check(dict(zip(active.indices, texts, strict=True)), check)
     elif isinstance(failure, SafetensorsError) or not isinstance(failure, Exception):
         raise failure
     else:
         raise StorageError(f"{type(failure).__name__}: {failure}") from failure
 
 
-def all_gather(key: str, text: str) -> list[str]:
-    """Return the `text` of every process, in order of the processes; `StorageError` if they cannot be reached."""
-    if jax.process_count() == 1:
+def all_gather(
+    key: str, text: str, active: ActiveProcesses | None = None, timeout_secs: float | None = None
+) -> list[str]:
+    """Return the `text` of every process, in order of the processes.
+
+    Raises `StorageError` if they cannot be reached, or do not come within `timeout_secs`, by default an hour.
+    """
+    active, seconds = active or ActiveProcesses.all(), timeout_secs or _TIMEOUT_SECONDS
+    if active.count == 1:
         return [text]
-    post(key, text)
+    post(key, text, active)
+    missing: Collection[int] | None = None
     with _reaching():
-        client = _client()
-        _interruptibly(lambda: client.wait_at_barrier(f"{key}/reached", _TIMEOUT_SECONDS * 1000))
-    return posted(key)
+        ids = None if active.count == jax.process_count() else list(active.indices)
+        barrier = partial(_client().wait_at_barrier, f"{key}/reached", round(seconds * 1000), ids)
+        try:
+            _interruptibly(barrier)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            missing = set(active.indices) - _posted(key).keys()
+    if missing is not None:
+        raise _late(missing, seconds)
+    return posted(key, active)
 
 
-def post(key: str, text: str) -> None:
+def _late(missing: Collection[int], timeout_secs: float) -> StorageError:
+    """Return the error for processes that have not come in time; if none is missing, this one came too late."""
+    if not missing:
+        return StorageError("this process came too late: the others no longer waited for it")
+    return StorageError(
+        f"process {some(sorted(missing))} did not come within {timeout_secs:g} s: all processes have to make the same "
+        "call with the same path, or a save those in active_processes of the handler's multiprocessing_options"
+    )
+
+
+def post(key: str, text: str, active: ActiveProcesses | None = None) -> None:
     """Leave a text for `posted`, in another process or this; `StorageError` if the processes cannot be reached."""
-    if jax.process_count() == 1:
+    if (active or ActiveProcesses.all()).count == 1:
         _alone[key] = text
         return
     with _reaching():
@@ -117,13 +178,17 @@ def post(key: str, text: str) -> None:
         _client().key_value_set(f"{key}/{jax.process_index()}", text.encode("utf-8", "backslashreplace").decode())
 
 
-def posted(key: str) -> list[str]:
+def posted(key: str, active: ActiveProcesses | None = None) -> list[str]:
     """Return what every process has posted, in their order, once all have; `StorageError` as for `post`."""
-    if jax.process_count() == 1:
+    if (active or ActiveProcesses.all()).count == 1:
         return [_alone.pop(key)]
     with _reaching():
-        texts = {int(name.rsplit("/", 1)[1]): value for name, value in _client().key_value_dir_get(key)}
-    return [value for _, value in sorted(texts.items())]
+        return [text for _, text in sorted(_posted(key).items())]
+
+
+def _posted(key: str) -> dict[int, str]:
+    """Return what processes have posted so far."""
+    return {int(name.rsplit("/", 1)[1]): text for name, text in _client().key_value_dir_get(key)}
 
 
 @contextlib.contextmanager
@@ -186,11 +251,10 @@ def _client() -> Any:
     return global_state.client
 
 
-def _check(texts: Sequence[str], otherwise: str) -> None:
-    split = [text.partition("\n") for text in texts]
-    for process, (_, _, error) in enumerate(split):
+def _check(texts: Mapping[int, str], check: Callable[[Mapping[int, str]], None]) -> None:
+    facts = {}
+    for process, text in texts.items():
+        facts[process], _, error = text.partition("\n")
         if error:
             raise StorageError(f"process {process} failed: {error}")
-    for process, (facts, _, _) in enumerate(split):
-        if facts != split[0][0]:
-            raise TensorMismatchError(f"process {process} {otherwise}")
+    check(facts)

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.checkpoint.open import open_checkpoint
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.handlers._compat import build_default_tree_metadata
@@ -42,14 +43,18 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         family: Family | str | None = None,
         variant: Mapping[str, Any] | None = None,
         options: SafetensorsOptions | None = None,
+        multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
     ) -> None:
         """`family` and `variant` are for restores and saves whose arguments have none; see `SafetensorsRestore`.
 
-        `options` say how bytes are moved; the defaults suit local disks.
+        `options` say how bytes are moved; the defaults suit local disks. `multiprocessing_options` are those of the
+        checkpointer that uses the handler, and say which processes save: all of `active_processes` together, or with
+        `primary_host=None` each by itself, into a directory of its own, the arrays that it holds entirely.
         """
         self._family = family
         self._variant = variant
         self._options = options or SafetensorsOptions()
+        self._multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
 
     def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:
         """Restore the item in `directory`; see `SafetensorsRestore`."""
@@ -82,7 +87,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         return build_default_tree_metadata(leaves, custom_metadata=checkpoint.metadata)
 
     def save(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> None:
-        """Save an item into `directory`; see `SafetensorsSave`. Every process calls this.
+        """Save an item into `directory`; see `SafetensorsSave`. Every active process calls this.
 
         Orbax makes the directory. On an object store it can exist before, and is refused if it holds a checkpoint
         unless `existing` says otherwise.
@@ -119,6 +124,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
             options=self._options,
             existing=existing,
             index=IndexAs(args.index),
+            active=ActiveProcesses.of(self._multiprocessing_options),
         )
 
     def close(self) -> None:

@@ -11,12 +11,13 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
@@ -52,11 +53,16 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         family: Family | str | None = None,
         variant: Mapping[str, Any] | None = None,
         options: SafetensorsOptions | None = None,
+        multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the handler with `family`, `variant` and `options`; other keywords are those of `ocp.Checkpointer`."""
+        """Make the handler with the arguments that it takes; other keywords are those of `ocp.Checkpointer`."""
         self._options = options or SafetensorsOptions()
-        super().__init__(SafetensorsHandler(family=family, variant=variant, options=self._options), **kwargs)
+        self._processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        handler = SafetensorsHandler(
+            family=family, variant=variant, options=self._options, multiprocessing_options=self._processes
+        )
+        super().__init__(handler, multiprocessing_options=self._processes, **kwargs)
 
     def save(
         self,
@@ -78,9 +84,10 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
           ValueError: `directory` is a path and exists.
         """
         directory = place(directory)
+        active = ActiveProcesses.of(self._processes)
         if not is_url(directory):
-            save_args = _as_args(SafetensorsSave, args, kwargs)
-            self._save_to_path(os.path.realpath(directory), save_args, force=force, custom_metadata=custom_metadata)
+            save_args, path = _as_args(SafetensorsSave, args, kwargs), os.path.realpath(directory)
+            self._save_to_path(path, save_args, active, force=force, custom_metadata=custom_metadata)
             return
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
@@ -89,9 +96,11 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         )
         finished = f"Checkpoint commit was successful to {directory}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
-        write_beside(directory, files, options=self._options)
+        write_beside(directory, files, options=self._options, active=active)
 
-    def _save_to_path(self, path: str, args: Any, *, force: bool, custom_metadata: dict[str, Any] | None) -> None:
+    def _save_to_path(
+        self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
+    ) -> None:
         """Let Orbax save to `path`, or with `force` beside it, and then exchange the two.
 
         What lies beside has a name that Orbax gives unfinished checkpoints, and goes if the save fails. If the save is
@@ -105,9 +114,10 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         try:
             super().save(destination, args=args, force=force, custom_metadata=custom_metadata)
             if force:
-                together(new_key("replace", path), lambda: replace_checkpoint(beside, path))
+                put = partial(replace_checkpoint, beside, path) if active.is_primary else lambda: None
+                together(new_key("replace", path, active), put, active=active)
         except BaseException:
-            if jax.process_index() == 0 and (force or not os.path.lexists(path)):
+            if active.is_primary and (force or not os.path.lexists(path)):
                 remove(os.fspath(self.get_temporary_path(destination).get()))
                 remove(beside)
             raise

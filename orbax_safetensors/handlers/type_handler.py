@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
@@ -33,9 +34,15 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     # Orbax looks in its handler of arrays for a store of Zarr chunk shapes, which safetensors do not have.
     _array_metadata_store = None
 
-    def __init__(self, *, options: SafetensorsOptions | None = None) -> None:
-        """Take `options`, which say how bytes are moved."""
+    def __init__(
+        self,
+        *,
+        options: SafetensorsOptions | None = None,
+        multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
+    ) -> None:
+        """Take `options`, which say how bytes are moved, and `multiprocessing_options`, as `SafetensorsHandler`."""
         self._options = options or SafetensorsOptions()
+        self._multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
 
     def typestr(self) -> str:
         """Return the name of `jax.Array`: a leaf's type is the same wherever its bytes are."""
@@ -83,6 +90,7 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             max_file_bytes=MAX_FILE_BYTES,
             options=self._bounded(infos),
             index=IndexAs(None if infos[0].is_ocdbt_checkpoint else False, bool(infos[0].use_zarr3), whole_tree=False),
+            active=ActiveProcesses.of(self._multiprocessing_options),
         )
         shards = Shards.kept(plan)
 

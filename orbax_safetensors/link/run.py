@@ -15,7 +15,7 @@ import jax
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.model_files import files_of_model
-from orbax_safetensors.devices.agreement import forget, new_key, together
+from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.link.decide import Decision, decide, nbytes
@@ -129,7 +129,7 @@ def link(
         f"{key}/decide",
         decided,
         lambda decision: decision.digest,
-        otherwise="was called with other arguments than process 0",
+        check=same_arguments,
     )
     staging = staging_of(decision.request)
     record = {"digest": decision.digest}

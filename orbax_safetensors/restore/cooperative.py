@@ -8,6 +8,7 @@ every process reads its parts, all processes agree that none has failed, and the
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -20,24 +21,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.identity import identity
 from orbax_safetensors.devices import collectives
-from orbax_safetensors.devices.agreement import forget, together
+from orbax_safetensors.devices.agreement import forget, same, together
 from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import assemble, box_of, on_host
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.exchange import Exchange, by_owner
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas
 from orbax_safetensors.restore.exchanges import Swap, reading, spec
 from orbax_safetensors.restore.fill import Filling, filling, in_file_order
-from orbax_safetensors.restore.plan import distribution_of
+from orbax_safetensors.restore.plan import cooperates, distribution_of
 from orbax_safetensors.restore.request import Request
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
 
-_OTHERWISE = (
-    "does not restore the same as process 0: other names, shapes, dtypes or shardings, other options, or it does not "
-    "see the same files"
-)
+_OTHERWISE = "does not restore the same as process {first}: other names, shapes, dtypes or shardings, or other options"
 
 # Keys of restores that this process made with all others. All processes make them in the same order: once all have come
 # to a later restore, no process needs the agreements of the earlier ones.
@@ -74,7 +75,11 @@ def decide(
     try:
         with collectives.ended_by_sigterm():
             decided = together(
-                f"{key}/decided", lambda: _decided(*open_request(), options, key), _facts, otherwise=_OTHERWISE
+                f"{key}/decided",
+                lambda: _decided(*open_request(), options, key),
+                _facts if cooperates(options) else "",
+                check=_check,
+                timeout_secs=options.join_timeout_secs,
             )
     finally:
         _left.add(key)
@@ -155,12 +160,7 @@ def _nbytes(target: Target, swap: Swap) -> int:
 
 
 def _facts(decided: Decided) -> str:
-    """Return a digest that differs between processes that would exchange other leaves or read other files."""
-    if not decided.swaps:
-        return ""
-    store, files = decided.checkpoint.store, decided.checkpoint.files
-    # Hosts that have mounted one file system may see different versions of one file.
-    stored = [file.stamp.nbytes if store.is_local else (file.stamp.nbytes, file.stamp.version) for file in files]
+    """Return what tells processes that would read other files or exchange other leaves, for `_check`."""
     leaves = [(decided.request.targets[at], decided.swaps[at]) for batch in decided.batches for at in batch]
     exchanges = [
         (
@@ -171,8 +171,27 @@ def _facts(decided: Decided) -> str:
         )
         for target, swap in leaves
     ]
-    facts = repr((stored, list(map(len, decided.batches)), exchanges))
-    return hashlib.sha256(facts.encode("utf-8", "backslashreplace")).hexdigest()
+    facts = repr((list(map(len, decided.batches)), exchanges))
+    digest = hashlib.sha256(facts.encode("utf-8", "backslashreplace")).hexdigest()
+    checkpoint = decided.checkpoint
+    return json.dumps({"path": checkpoint.path, "identity": identity(checkpoint), "exchanges": digest})
+
+
+def _check(facts: Mapping[int, str]) -> None:
+    """Raise `TensorMismatchError` if processes see other files than the first, or would exchange other leaves."""
+    if not any(facts.values()):  # they read one commit, and exchange nothing
+        return
+    parsed = {process: json.loads(text) for process, text in facts.items()}
+    first = min(parsed)
+    expected, where = parsed[first]["identity"], parsed[first]["path"]
+    if others := [process for process in parsed if parsed[process]["identity"] != expected]:
+        found = parsed[others[0]]
+        differing = [kind for kind, digest in expected.items() if found["identity"].get(kind, digest) != digest]
+        raise TensorMismatchError(
+            f"process {some(others)} does not see the files that process {first} sees: {found['path']!r} and {where!r} "
+            f"have different {' and '.join(differing)}"
+        )
+    same({process: text["exchanges"] for process, text in parsed.items()}, _OTHERWISE)
 
 
 def _part(target: Target, swap: Swap) -> Target:

@@ -112,7 +112,8 @@ def _restored(
 ) -> Any:
     """Restore the request that `resolve` returns for the checkpoint at `path`, in all processes `together` or alone."""
     # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
-    key = new_key("restore", path) if together else None
+    # A process may have a copy of the checkpoint at another path; devices exchange leaves in one order anyway.
+    key = new_key("restore", "" if cooperates(options) else path) if together else None
 
     def placed() -> tuple[Checkpoint, requests.Request]:
         stored = _read_for(path, options.storage_options, key)
@@ -157,5 +158,7 @@ def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | N
     checkpoint = read_checkpoint(path, storage_options)
     if key is None or not is_unpinned(path):
         return checkpoint
-    pinned = first(f"{key}/commit", checkpoint.path)
+    repository, _, pinned = first(f"{key}/commit", f"{path}\n{checkpoint.path}").partition("\n")
+    if repository != path:
+        raise TensorMismatchError(f"{path}: another process restores {repository} together with this one")
     return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)

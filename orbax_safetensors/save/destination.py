@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -78,13 +77,11 @@ def check_replaceable(path: str, *sources: Any) -> None:
 
 
 def replace_checkpoint(new: str, path: str) -> None:
-    """Put the complete checkpoint `new` in the place of `path`, then delete what was there; the first process does so.
+    """Put the complete checkpoint `new` in the place of `path`, then delete what was there; one process does so.
 
     `new` is on the disk before, and the names before anything is deleted: a crash of the machine loses neither. Raises
     `StorageError` if `new` cannot be put there; what was there is then as it was.
     """
-    if jax.process_index() != 0:
-        return
     with storage_errors(f"{path}: cannot be replaced", OSError):
         (epath.Path(new) / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {path}")
         flush(new)

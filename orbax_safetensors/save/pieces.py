@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import jax
-
 from orbax_safetensors.checkpoint.family import TensorTypes
 from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import all_gather
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.header import Header
@@ -91,10 +90,10 @@ def unnamed(headers: Sequence[Header]) -> Layout:
     return Layout(tuple(("", header) for header in headers), None)
 
 
-def numbered(key: str, layout: Layout) -> Layout:
+def numbered(key: str, layout: Layout, active: ActiveProcesses) -> Layout:
     """Return the files of this process with their names, numbered among the files of all processes."""
-    counts = [int(count) for count in all_gather(f"{key}/files", str(len(layout.files)))]
-    before = sum(counts[: jax.process_index()])
+    counts = [int(count) for count in all_gather(f"{key}/files", str(len(layout.files)), active)]
+    before = sum(counts[: active.rank])
     names = file_names(sum(counts))[before : before + len(layout.files)]
     return Layout(tuple((name, header) for name, (_, header) in zip(names, layout.files, strict=True)), None)
 

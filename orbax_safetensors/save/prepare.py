@@ -21,6 +21,7 @@ import jax
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.model_files import ModelFiles
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import TensorMismatchError
@@ -56,10 +57,11 @@ class Save:
     model_files: ModelFiles
     groups: tuple[tuple[Owned, ...], ...]
     key: str
+    active: ActiveProcesses
     options: SafetensorsOptions
     places: Mapping[str, Location]  # where tensors lie in the files, or this process's pieces of them
     views: Views | None  # of pieces, if this process alone writes the files of `layout`
-    index: SavedIndex | None = None  # written by process 0
+    index: SavedIndex | None = None  # written by the primary process
     deliveries: tuple[Delivery, ...] | None = None  # of whole tensors, to the processes that write them
     replaces: bool = False  # objects that are there
 
@@ -78,8 +80,9 @@ def prepare_save(
     options: SafetensorsOptions,
     existing: Existing = "kept",
     index: IndexAs = NO_INDEX,
+    active: ActiveProcesses | None = None,
 ) -> Save:
-    """Check a tree, lay out its files and assign its shards to processes; all processes do so together.
+    """Check a tree, lay out its files and assign its shards to processes; `active`, or all processes, do so together.
 
     `directory` is the destination, the same in every process; it need not exist yet. `existing` says what happens to
     files that are already there. See `SafetensorsSave` for the other arguments.
@@ -88,7 +91,8 @@ def prepare_save(
     be stored or differs between processes, and `StorageError` if `make_room` refuses `directory`.
     """
     directory = as_text(directory)
-    key = new_key("save", directory)
+    active = active or ActiveProcesses.all()
+    key = new_key("save", directory, active)
 
     def shared_save() -> _SharedSave:
         if existing == "replaced":
@@ -106,43 +110,43 @@ def prepare_save(
             options=options,
         )
         layout = contents.layout(max_file_bytes, options.alignment)
-        groups = tuple(written_here(grouped(contents.leaves)))
+        groups = tuple(written_here(grouped(contents.leaves), active))
         store, path = store_of(directory, options.storage_options)
         replaces = existing == "replaced" and not store.is_local
         save = Save(
-            layout, contents.model_files, groups, key, options, locations(layout), views=None, replaces=replaces
+            layout, contents.model_files, groups, key, active, options, locations(layout), views=None, replaces=replaces
         )
         plan = _SharedSave(contents, save, store, path)
-        if not plan.store.is_local and jax.process_count() > 1:
+        if not plan.store.is_local and active.count > 1:
             return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
-        if plan.store.is_local and jax.process_index() == 0:
+        if plan.store.is_local and active.is_primary:
             make_room(plan.store, plan.path, existing)
         return plan
 
     def indexed(plan: _SharedSave, layout: Layout) -> SavedIndex | None:
         return _indexed(plan, layout, index)
 
-    plan = together(f"{key}/plan", shared_save, _digest)
+    plan = together(f"{key}/plan", shared_save, _digest, active=active, timeout_secs=options.join_timeout_secs)
     if plan.store.is_local:
         return plan.save
-    in_pieces = jax.process_count() > 1 and not (options.whole_tensors or plan.contents.is_adapter)
+    in_pieces = active.count > 1 and not (options.whole_tensors or plan.contents.is_adapter)
 
     def prepared() -> Save:
         if in_pieces:
             if index.wanted:
                 raise TensorMismatchError(f"{directory}: {_NO_INDEX_OF_PIECES}")
             save = _pieces_of_process(plan, max_file_bytes)
-        elif jax.process_count() > 1:
+        elif active.count > 1:
             save = _whole_tensors(plan, max_file_bytes, partial(indexed, plan))
         else:
             save = plan.save
-        if jax.process_index() == 0:
+        if active.is_primary:
             make_room(plan.store, plan.path, existing)
         return replace(save, groups=tuple(in_file_order(save.groups, save.views, save.places)))
 
-    save = together(f"{key}/pieces", prepared)
-    return replace(save, layout=numbered(key, save.layout)) if in_pieces else save
+    save = together(f"{key}/pieces", prepared, active=active)
+    return replace(save, layout=numbered(key, save.layout, active)) if in_pieces else save
 
 
 class _SharedSave(NamedTuple):
@@ -162,17 +166,18 @@ def _pieces_of_process(plan: _SharedSave, max_file_bytes: int) -> Save:
         plan.contents.metadata,
         max_file_bytes=max_file_bytes,
         alignment=plan.save.options.alignment,
-        process=jax.process_index(),
+        process=plan.save.active.rank,
     )
     return replace(plan.save, layout=unnamed(headers), places=places_in(headers, contents), views=views)
 
 
 def _whole_tensors(plan: _SharedSave, max_file_bytes: int, indexed: Callable[[Layout], SavedIndex | None]) -> Save:
     """Return the same save to files with one writer each, to which the other processes send their shards."""
-    files = plan.contents.layout(max_file_bytes, plan.save.options.alignment, writers=jax.process_count())
-    owners = assign_files(files, jax.process_count())
-    layout, places = part_of_process(files, owners, jax.process_index())
-    sent = tuple(deliveries(plan.contents.leaves, files, owners))
+    active = plan.save.active
+    files = plan.contents.layout(max_file_bytes, plan.save.options.alignment, writers=active.count)
+    owners = assign_files(files, active.count)
+    layout, places = part_of_process(files, owners, active.rank)
+    sent = tuple(deliveries(plan.contents.leaves, files, owners, active))
     return replace(plan.save, layout=layout, groups=(), places=places, deliveries=sent, index=indexed(files))
 
 

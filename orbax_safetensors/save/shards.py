@@ -45,7 +45,7 @@ class Shards:
         Raises `StorageError` in every process if one process has not enough memory.
         """
         shards = Shards(save)
-        shards._kept = together(f"{save.key}/copies", lambda: _kept(save))
+        shards._kept = together(f"{save.key}/copies", lambda: _kept(save), active=save.active)
         return shards
 
     @property
@@ -68,7 +68,7 @@ class Shards:
 
 def _kept(save: Save) -> list[tuple[Block, np.ndarray]]:
     if save.deliveries is not None:
-        return received(save.deliveries)
+        return received(save.deliveries, save.active.rank)
     all_owned = [owned for group in save.groups for owned in group]
     mutable = [owned for owned in all_owned if not isinstance(owned[0].value, jax.Array)]
     shards = list(_memory(mutable, save.views))

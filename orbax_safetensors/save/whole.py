@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.checkpoint.leaf import Leaf
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.devices.sharding import local_shards
 from orbax_safetensors.errors import TensorMismatchError
@@ -32,7 +33,7 @@ _BATCH_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Delivery:
-    """The part of one leaf that is in one tensor: `boxes` of the leaf, all in `hull`, go to the process `owner`."""
+    """The part of one leaf that is in one tensor: `boxes` of the leaf, all in `hull`, go to rank `owner`."""
 
     leaf: Leaf
     hull: Box
@@ -65,7 +66,9 @@ def part_of_process(layout: Layout, owners: Sequence[int], process: int) -> tupl
     return Layout(tuple(layout.files[number] for number in numbers), layout.index), places
 
 
-def deliveries(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) -> list[Delivery]:
+def deliveries(
+    leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int], active: ActiveProcesses
+) -> list[Delivery]:
     """Return all deliveries, in an order in which the receiving processes take turns.
 
     Raises `TensorMismatchError` if a leaf is sharded so that the processes cannot exchange it.
@@ -73,7 +76,7 @@ def deliveries(leaves: Sequence[Leaf], layout: Layout, owners: Sequence[int]) ->
     places = locations(layout)
     queues: dict[int, list[tuple[int, int, Delivery]]] = {owner: [] for owner in range(max(owners, default=0) + 1)}
     for leaf in leaves:
-        _check(leaf)
+        _check(leaf, active)
         for tensor, boxes in _boxes(leaf.view).items():
             place = places[tensor]
             owner = owners[place.file]
@@ -95,17 +98,17 @@ def _boxes(view: View) -> dict[str, list[Box]]:
     return out
 
 
-def _check(leaf: Leaf) -> None:
+def _check(leaf: Leaf, active: ActiveProcesses) -> None:
     value = leaf.value
     if not isinstance(value, jax.Array) or not _is_spread(value):
         return
     sharding = value.sharding
     devices: set[Any] = sharding.device_set
     processes = {device.process_index for device in devices}
-    if not isinstance(sharding, NamedSharding) or len(processes) < jax.process_count():
+    if not isinstance(sharding, NamedSharding) or processes != set(active.indices):
         raise TensorMismatchError(
             f"{leaf.name!r}: cannot be saved whole: expected a NamedSharding over devices of all "
-            f"{jax.process_count()} processes, found {sharding}"
+            f"{active.count} processes that save, found {sharding}"
         )
 
 
@@ -114,15 +117,14 @@ def _is_spread(value: jax.Array) -> bool:
     return not value.is_fully_addressable and not value.is_fully_replicated
 
 
-def received(all_deliveries: Sequence[Delivery]) -> list[tuple[Block, np.ndarray]]:
+def received(all_deliveries: Sequence[Delivery], rank: int) -> list[tuple[Block, np.ndarray]]:
     """Return what this process writes, copied to host memory; all processes call this with the same deliveries."""
-    process = jax.process_index()
     out: list[tuple[Block, np.ndarray]] = []
     waiting: list[tuple[Delivery, jax.Array]] = []
 
     def take() -> None:
         for delivery, whole in waiting:
-            if delivery.owner == process:
+            if delivery.owner == rank:
                 data = np.asarray(whole.addressable_data(0)).view(delivery.leaf.value.dtype)
                 out.extend(_blocks(delivery, data))
             whole.block_until_ready()
@@ -138,7 +140,7 @@ def received(all_deliveries: Sequence[Delivery]) -> list[tuple[Block, np.ndarray
             if held >= _BATCH_BYTES or len(waiting) == MAX_IN_FLIGHT:
                 take()
                 held = 0
-        elif delivery.owner == process:
+        elif delivery.owner == rank:
             whole = Box.whole(value.shape)
             host = local_shards(value, [whole])[whole] if isinstance(value, jax.Array) else value
             out.extend(_blocks(delivery, np.asarray(host)[delivery.hull.slices]))

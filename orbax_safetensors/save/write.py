@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
 from orbax_safetensors.format.layout import INDEX_NAME
@@ -55,7 +56,7 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     """
     started = time.perf_counter()
     directory = as_text(directory)
-    key, is_first = save.key, jax.process_index() == 0
+    key, active = save.key, save.active
     with contextlib.ExitStack() as stack:
 
         def data() -> tuple[NewFiles, Writer]:
@@ -67,11 +68,11 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
                 if save.options.fsync:
                     writer.sync()
                 writer.close()  # some file systems report a failed write only now
-            post(f"{key}/sums", checksums.part_of_process(save, sums, shared=files.store.is_local))
+            post(f"{key}/sums", checksums.part_of_process(save, sums, shared=files.store.is_local), active)
             return files, writer
 
         def beside() -> bytes:
-            record = checksums.record(save, posted(f"{key}/sums"), shared=files.store.is_local)
+            record = checksums.record(save, posted(f"{key}/sums", active), shared=files.store.is_local)
             files.names.update(parse(record, path=CHECKSUMS_NAME), save.model_files.names)
             if save.replaces:
                 files.begin_to_replace()
@@ -80,11 +81,13 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
             return record
 
         with passing(save.options.progress) as progress:
-            files, writer = together(f"{key}/data", data)
-        record = together(f"{key}/beside", lambda: beside() if is_first else b"")
+            files, writer = together(f"{key}/data", data, active=active)
+        record = together(f"{key}/beside", lambda: beside() if active.is_primary else b"", active=active)
         if isinstance(writer, WholeFileWriter):  # until now, nobody sees its files
-            together(f"{key}/objects", lambda: writer.finish(range(len(save.layout.files))))
-        together(f"{key}/facts", lambda: _write_facts(save, files, record) if is_first else None)
+            together(f"{key}/objects", lambda: writer.finish(range(len(save.layout.files))), active=active)
+        together(
+            f"{key}/facts", lambda: _write_facts(save, files, record) if active.is_primary else None, active=active
+        )
     for part in (
         "plan",
         "pieces",
@@ -95,7 +98,7 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
         "beside",
         "objects",
     ):  # all processes are past these
-        forget(f"{key}/{part}")
+        forget(f"{key}/{part}", active)
     seconds = time.perf_counter() - started
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
@@ -176,20 +179,27 @@ def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
         store.sync(files.path)
 
 
-def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
-    """Write small files, in order, beside the save in `directory`; all processes call this together.
+def write_beside(
+    directory: PathLike,
+    files: Mapping[str, str],
+    *,
+    options: SafetensorsOptions,
+    active: ActiveProcesses | None = None,
+) -> None:
+    """Write small files, in order, beside the save in `directory`; `active`, or all processes, call this together.
 
     One process writes. Raises `StorageError` in every process if that one fails.
     """
     directory = as_text(directory)
+    active = active or ActiveProcesses.all()
 
     def written() -> None:
-        if jax.process_index() == 0:
+        if active.is_primary:
             store, path = store_of(directory, options.storage_options)
             for name, text in files.items():
                 write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
 
-    together(f"{new_key('beside', directory)}/written", written)
+    together(f"{new_key('beside', directory, active)}/written", written, active=active)
 
 
 def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:

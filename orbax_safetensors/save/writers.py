@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import jax
 
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.devices.sharding import local_holders
+from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.devices.sharding import holders, local_holders
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.save.pieces import Views
@@ -21,17 +24,31 @@ def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
     return [[leaves[at] for at in group] for group in by_tensors([leaf.view for leaf in leaves])]
 
 
-def written_here(groups: Iterable[Sequence[Leaf]]) -> Iterator[tuple[Owned, ...]]:
-    """Yield each group of leaves with the boxes that this process writes."""
+def written_here(groups: Iterable[Sequence[Leaf]], active: ActiveProcesses) -> Iterator[tuple[Owned, ...]]:
+    """Yield each group of leaves with the boxes that this process writes.
+
+    Raises `TensorMismatchError` if no active process holds a part of a leaf.
+    """
     process = jax.process_index()
-    everyone = tuple(range(jax.process_count()))
 
-    def holders(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
-        if isinstance(leaf.value, jax.Array):
-            return local_holders(leaf.value.sharding, leaf.shape)
-        return {Box.whole(leaf.shape): everyone}
+    def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+        if not isinstance(leaf.value, jax.Array):
+            return {Box.whole(leaf.shape): active.indices}
+        local = local_holders(leaf.value.sharding, leaf.shape)
+        if active.count == jax.process_count():
+            return local
+        by_box = {
+            box: tuple(holder for holder in of_box if holder in active.indices)
+            for box, of_box in holders(leaf.value.sharding, leaf.shape, None).items()
+        }
+        if not all(by_box.values()):
+            raise TensorMismatchError(
+                f"{leaf.name!r}: parts of it are only on devices of processes that do not save; those that do are "
+                f"{some(active.indices)}, by primary_host and active_processes of MultiprocessingOptions"
+            )
+        return {box: by_box[box] for box in local}
 
-    for group in assign_writers(groups, holders):
+    for group in assign_writers(groups, held):
         yield tuple(
             (leaf, tuple(box for box, writer in writers.items() if writer == process)) for leaf, writers in group
         )

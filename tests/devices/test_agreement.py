@@ -3,7 +3,20 @@
 import pytest
 
 from orbax_safetensors.devices import agreement
-from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, first, forget, new_key, together
+from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.devices.agreement import (
+    agree,
+    all_gather,
+    announce,
+    announced,
+    first,
+    forget,
+    new_key,
+    post,
+    posted,
+    same_arguments,
+    together,
+)
 from orbax_safetensors.errors import HeaderError, StorageError, TensorMismatchError
 from tests.support.processes import Processes
 
@@ -39,7 +52,7 @@ def test_other_errors_become_storage_errors(failure):
 
 def test_facts_may_be_told_of_the_result(monkeypatch):
     told = []
-    monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append(own) or [own])
+    monkeypatch.setattr(agreement, "all_gather", lambda key, own, *_: told.append(own) or [own])
     assert together("key", lambda: 3, lambda result: f"made {result}") == 3
     with pytest.raises(StorageError):
         together("key", lambda: 1 // 0, lambda result: f"made {result}")
@@ -102,8 +115,56 @@ def test_other_facts_than_those_of_the_first_process_are_an_error_in_all(process
     outcomes = processes.run(lambda index: agree("key", None, "two" if index == 2 else "one"))
     assert kinds(outcomes) == [TensorMismatchError] * 3
     assert {str(outcome).split(" does")[0] for outcome in outcomes} == {"process 2"}
-    outcomes = processes.run(lambda index: agree("again", None, str(index), otherwise="has other options"))
-    assert [str(outcome) for outcome in outcomes] == ["process 1 has other options"] * 3
+    outcomes = processes.run(lambda index: agree("again", None, str(index), check=same_arguments))
+    assert [str(outcome) for outcome in outcomes] == ["process 1 was called with other arguments than process 0"] * 3
+
+
+def test_processes_that_do_not_come_are_named(processes):
+    outcomes = processes.run(lambda index: agree("key", None, timeout_secs=0.2) if index == 1 else None)
+    assert isinstance(outcomes[1], StorageError)
+    assert str(outcomes[1]).startswith("process 0, 2 did not come within 0.2 s")
+    late = processes.run(lambda index: agree("key", None) if index != 1 else None)
+    assert kinds(late) == [StorageError, type(None), StorageError]
+    assert "came too late" in str(late[2])
+
+
+def test_some_processes_agree_without_the_others(processes):
+    some = ActiveProcesses((1, 2), primary=2)
+    texts = processes.run(lambda index: all_gather("key", str(index), some) if index else None)
+    assert texts == [None, ["1", "2"], ["1", "2"]]
+    facts = processes.run(lambda index: agree("facts", None, str(index), active=some) if index else None)
+    assert kinds(facts) == [type(None), TensorMismatchError, TensorMismatchError]
+    assert "process 2 does not do the same as process 1" in str(facts[1])
+    failed = processes.run(
+        lambda index: agree("failed", OSError("gone") if index == 2 else None, active=some) if index else None
+    )
+    assert str(failed[1]) == "process 2 failed: OSError: gone"
+    processes.run(lambda index: [forget(key, some) for key in ("key", "facts", "failed")] if index else None)
+    assert processes.service.values == {}
+
+
+def test_one_active_process_agrees_with_itself(processes):
+    def alone(index):
+        own = ActiveProcesses((index,), primary=index)
+        post("key", f"of {index}", own)
+        return posted("key", own), all_gather("key", "text", own)
+
+    assert alone_in_turn(processes, alone) == [([f"of {index}"], ["text"]) for index in range(3)]
+    assert processes.service.values == {}
+
+
+def alone_in_turn(processes, function):
+    """What each process returned, one after the other."""
+    return [
+        processes.run(lambda index, turn=turn: function(index) if index == turn else None)[turn] for turn in range(3)
+    ]
+
+
+def test_keys_of_other_processes_are_other_keys():
+    """A save of some processes does not put all of them out of step."""
+    some, others = ActiveProcesses((0, 1), 0), ActiveProcesses((0, 1), 0, prefix="other")
+    keys = [new_key("test", "path", active) for active in (None, some, others)]
+    assert len({key.rpartition("/")[0] for key in keys}) == 3
 
 
 def test_a_failure_counts_more_than_facts_that_differ(processes):
@@ -115,7 +176,7 @@ def test_processes_that_cannot_be_reached_are_an_error(processes):
     processes.service.dead = True
     outcomes = processes.run(lambda index: agree("key", None))
     assert kinds(outcomes) == [StorageError] * 3
-    assert "the other processes cannot be reached: DEADLINE_EXCEEDED" in str(outcomes[0])
+    assert "the other processes cannot be reached: UNAVAILABLE" in str(outcomes[0])
 
 
 def test_a_failure_is_the_cause_if_nobody_can_be_told(processes):

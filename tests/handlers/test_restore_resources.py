@@ -117,6 +117,12 @@ def test_options_out_of_range(bad):
         ost.SafetensorsOptions(**bad)
 
 
+@pytest.mark.parametrize("bad", [0, -1, float("inf"), float("nan"), "60"])
+def test_a_timeout_out_of_range(bad):
+    with pytest.raises(ost.SafetensorsError, match="join_timeout_secs is .*, must be a positive number"):
+        ost.SafetensorsOptions(join_timeout_secs=bad)
+
+
 def sharded_item(mesh):
     return {"layer": {"w": struct(W, NamedSharding(mesh, P("x", "y"))), "b": struct(B)}, "step": struct(STEP)}
 

@@ -6,6 +6,7 @@ First cases of the matrix, measured; then scenarios, as in `workers_restore`.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,11 +31,12 @@ from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from tests.support import cases
 from tests.support.checkpoints import Reference
-from tests.support.files import DTYPES, random_bits
+from tests.support.files import DTYPES, random_bits, write
 from tests.support.measure import different_shards, measured
 from tests.support.roots import TESTDATA
 
-OPTIONS = ost.SafetensorsOptions(cooperative=True)
+# Processes that wait for one that does not come fail the scenario and not the launch.
+OPTIONS = ost.SafetensorsOptions(cooperative=True, join_timeout_secs=60)
 SCENARIOS: dict[str, Callable[[Site], Any]] = {}
 
 _QWEN3 = TESTDATA / "qwen3"
@@ -363,10 +365,7 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
         ((cooperative, "distribution_of"), ost.TensorMismatchError),
     ):
         broken = mock.patch.object(*where, side_effect=error("no such thing"))
-        with (
-            mock.patch.object(agreement, "_TIMEOUT_SECONDS", 60),
-            broken if site.index == last else contextlib.nullcontext(),
-        ):
+        with broken if site.index == last else contextlib.nullcontext():
             found = error_of(lambda: restore(site.root, target))
         assert "no such thing" in found["text"], found
         if site.index != last:
@@ -377,17 +376,14 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
 
 
 @scenario
-def a_process_that_sees_another_checkpoint(site: Site) -> str:
-    """In which there is nothing to exchange: it does not go on alone."""
+def a_process_that_would_exchange_nothing(site: Site) -> str:
+    """It does not go on alone."""
     target = site.target(None, "x", names=["U8"])
     nothing = mock.patch.object(exchanges.Chooser, "choose", return_value=[None])
-    with (
-        mock.patch.object(agreement, "_TIMEOUT_SECONDS", 60),
-        nothing if site.index == 0 else contextlib.nullcontext(),
-    ):
+    with nothing if site.index == 0 else contextlib.nullcontext():
         found = error_of(lambda: restore(site.root, target))
     assert found["kind"] == "TensorMismatchError", found
-    assert "it does not see the same files" in found["text"], found
+    assert "does not restore the same as process 0" in found["text"], found
     return "done"
 
 
@@ -396,9 +392,9 @@ def nobody_waits_who_does_not_have_to(site: Site) -> None:
     """As nobody asked for it, or for arrays of its own, which one process restores when it likes."""
     met: list[str] = []
 
-    def exchange(key: str, own: str) -> list[str]:
+    def exchange(key: str, *args: Any) -> list[str]:
         met.append(key)
-        return real(key, own)
+        return real(key, *args)
 
     real = agreement.all_gather
     own = Mesh(np.array(jax.local_devices()), ("d",))
@@ -420,3 +416,55 @@ def processes_that_do_not_restore_the_same(site: Site) -> str:
     assert "does not restore the same" in found["text"], found
     site.check(restore(site.root, site.target(None, "x")))
     return found["text"]
+
+
+# Local copies: hosts that do not have the same checkpoint.
+
+
+def _copies(site: Site, name: str, *, recorded: bool) -> Path:
+    """A directory of this process alone. In that of the last process, all values differ, and no header does."""
+    sources = []
+    for number in range(2):
+        sources.append(source := site.root / f"{name} {number}")
+        values = {"U8": site.expected["U8"] + np.uint8(number)}
+        if recorded:
+            ost.save(source, values)
+        elif site.index == 0:
+            source.mkdir()
+            write(source / "model.safetensors", values)
+    multihost_utils.sync_global_devices(f"{name} written")
+    own = site.root / f"{name} of {site.index}"
+    shutil.copytree(sources[site.index == site.count - 1], own / "model")
+    return own
+
+
+@scenario
+def a_local_copy_with_other_values(site: Site) -> str:
+    """At the same path on each host, of the same sizes and headers."""
+    for recorded, differing in ((True, "recorded checksums"), (False, "sampled bytes")):
+        own = _copies(site, differing, recorded=recorded)
+        with contextlib.chdir(own):
+            found = error_of(lambda: restore("model", site.target(None, "x", names=["U8"])))
+        assert found["kind"] == "TensorMismatchError", found
+        assert f"process {site.count - 1} does not see" in found["text"], found
+        assert differing in found["text"], found
+    return found["text"]
+
+
+@scenario
+def local_copies_at_other_paths(site: Site) -> None:
+    """What agrees is the content. If it does not, the error has the paths."""
+    for recorded in (True, False):
+        own = site.root / f"elsewhere {recorded} of {site.index}"
+        if recorded:
+            ost.save(site.root / "elsewhere", {"U8": site.expected["U8"]})
+            shutil.copytree(site.root / "elsewhere", own)
+        else:
+            own.mkdir()
+            write(own / "model.safetensors", {"U8": site.expected["U8"]})
+        site.check(restore(own, site.target(None, "x", names=["U8"])), ["U8"])
+    own = _copies(site, "here and there", recorded=False)
+    found = error_of(lambda: restore(own / "model", site.target(None, "x", names=["U8"])))
+    assert found["kind"] == "TensorMismatchError", found
+    for process in (0, site.count - 1):
+        assert repr(str(site.root / f"here and there of {process}" / "model")) in found["text"], found

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.devices import agreement
 from orbax_safetensors.storage import hub_api
 from orbax_safetensors.storage.retries import RefusedError
 
@@ -29,10 +28,7 @@ def refused(job: dict[str, Any]) -> dict[str, Any]:
 
     errors = []
     for _ in range(2):
-        with (
-            mock.patch.object(agreement, "_TIMEOUT_SECONDS", 60),
-            mock.patch.object(hub_api.HubApi, "contents", refuse) if mine else contextlib.nullcontext(),
-        ):
+        with mock.patch.object(hub_api.HubApi, "contents", refuse) if mine else contextlib.nullcontext():
             try:
                 _restored(job, jax.devices())
             except ost.StorageError as error:
@@ -53,10 +49,9 @@ def alone(job: dict[str, Any]) -> dict[str, Any]:
         _restored(job, jax.local_devices())
     values = _restored(job, jax.devices())
     of_commit = []
-    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 5):
-        if jax.process_index() == 0:
-            job = job | {"url": ost.open_checkpoint(job["url"]).path}
-            of_commit = _restored(job, jax.devices())
+    if jax.process_index() == 0:
+        job = job | {"url": ost.open_checkpoint(job["url"]).path}
+        of_commit = _restored(job, jax.devices())
     return {"own": own, "values": values, "of_commit": of_commit}
 
 
@@ -74,7 +69,8 @@ def _restored(job: dict[str, Any], devices: list[jax.Device]) -> list[float]:
     """The values of rows over `devices` that there are in this process."""
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
     item = dict.fromkeys(job["names"], jax.ShapeDtypeStruct(tuple(job["shape"]), np.float32, sharding=sharding))
-    found = ost.SafetensorsHandler().restore(job["url"], ost.SafetensorsRestore(item))
+    options = ost.SafetensorsOptions(join_timeout_secs=60)
+    found = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(item))
     return sorted(
         {float(value) for leaf in found.values() for one in leaf.addressable_shards for value in np.unique(one.data)}
     )

@@ -76,7 +76,7 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
 
     def options(process: int) -> ost.SafetensorsOptions:
         wrong = {"no_such_option": "x"} if jax.process_index() == process else {}
-        return ost.SafetensorsOptions(storage_options=job["options"] | wrong)
+        return ost.SafetensorsOptions(storage_options=job["options"] | wrong, join_timeout_secs=10)
 
     def planned(own: ost.SafetensorsOptions) -> Save:
         leaves = {"a": array(VALUES["table"], mesh, ("x", "y"))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -13,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.devices import agreement
 from tests.support import cases
 from tests.support.checkpoints import Reference
 from tests.support.measure import different_shards
@@ -53,7 +51,7 @@ def alone(url: str) -> dict[str, Any]:
 
     def restore(args: Any, own: Any = sharding, cooperative: bool = True) -> Any:
         item = {"a": jax.ShapeDtypeStruct((64, 1024), np.float32, sharding=own)}
-        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(cooperative=cooperative))
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(cooperative=cooperative, join_timeout_secs=60))
         return handler.restore(url, ost.SafetensorsRestore(item, {"a": args}))["a"]
 
     ways = {
@@ -63,11 +61,9 @@ def alone(url: str) -> dict[str, Any]:
         "not asked for": lambda: restore(ocp.RestoreArgs(), cooperative=False),
     }
     errors = {}
-    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 5):
-        for name, way in ways.items() if jax.process_index() == 0 else ():
-            try:
-                way()
-            except ost.SafetensorsError as error:
-                errors[name] = str(error)
-    with mock.patch.object(agreement, "_TIMEOUT_SECONDS", 40):
-        return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs()), expected)}
+    for name, way in ways.items() if jax.process_index() == 0 else ():
+        try:
+            way()
+        except ost.SafetensorsError as error:
+            errors[name] = str(error)
+    return {"errors": errors, "wrong": different_shards(restore(ocp.RestoreArgs()), expected)}

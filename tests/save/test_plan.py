@@ -18,6 +18,7 @@ from orbax_safetensors.checkpoint.leaf import leaves_of
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.devices import sharding as arrays
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.format.layout import file_names
 from orbax_safetensors.save import writers
 from orbax_safetensors.save.contents import Contents
@@ -76,7 +77,7 @@ def real_writes(monkeypatch, checkpoint, partition, process, process_count, max_
     with monkeypatch.context() as patched:
         patched.setattr(writers, "local_holders", local_holders)
         patched.setattr(jax, "process_index", lambda: process)
-        owned = [one for group in writers.written_here(writers.grouped(given)) for one in group]
+        owned = [one for group in writers.written_here(writers.grouped(given), ActiveProcesses.all()) for one in group]
     blocks = [Block(source.view, box, box.shape, source.value.dtype) for source, boxes in owned for box in boxes]
     plan = transfer_plan(blocks, locations(layout).__getitem__, max_gap_bytes=0)
     return plan.moved_bytes, plan.num_requests

@@ -13,7 +13,8 @@ SECONDS = 30
 class Service:
     """The key-value store and the barriers of `jax.distributed`, in memory.
 
-    A key is set once. Nobody waits longer than `SECONDS`, and with `dead` nobody waits at all.
+    A key is set once. Nobody waits longer than `SECONDS` or for a barrier that has failed, and with `dead` nobody waits
+    at all.
     """
 
     def __init__(self, processes):
@@ -39,12 +40,16 @@ class Service:
             for name in [name for name in self.values if name == key or name.startswith(f"{key}/")]:
                 del self.values[name]
 
-    def wait_at_barrier(self, name, milliseconds):
+    def wait_at_barrier(self, name, milliseconds, process_ids=None):
         with self._lock:
-            barrier = self.barriers.setdefault(name, threading.Barrier(self._processes))
+            parties = self._processes if process_ids is None else len(process_ids)
+            barrier = self.barriers.setdefault(name, threading.Barrier(parties))
         if self.dead:
-            raise RuntimeError("DEADLINE_EXCEEDED: a process has died")
-        barrier.wait(SECONDS)
+            raise RuntimeError("UNAVAILABLE: a process has died")
+        try:
+            barrier.wait(min(SECONDS, milliseconds / 1000))
+        except threading.BrokenBarrierError:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out") from None
 
 
 class Processes:
