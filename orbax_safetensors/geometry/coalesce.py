@@ -1,7 +1,7 @@
 """From the copies that read one stored tensor to the byte ranges that the requests to its file name.
 
 Pure arithmetic on sets of bytes. Nothing enumerates single runs: a shard of the inner dimension is one `Runs`,
-however many rows it has. Many tensors have the same geometry, so `gather` caches its results.
+however many rows it has, unless sets may overlap. Many tensors have the same geometry, so `gather` caches its results.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ MAX_STAGED_BYTES = 4 * 2**20
 _TRANSPOSED_ROWS = 128
 _TALLEST = 4  # times as long as other windows
 _LINE_BYTES = 64
+# Runs of one tensor that are looked at one by one to see if sets overlap: in a tenth of a second.
+_COUNTED = 2**20
 _DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer
 
 
@@ -134,9 +136,11 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
     that shards of the leading dimension cost exactly their bytes.
     """
     exact = _union([(source_runs(copy, itemsize), (index,)) for index, (copy, _) in enumerate(copies)], 0)
+    needed_bytes = _distinct_bytes([runs for runs, _ in exact])
+    overlapping = needed_bytes < sum(runs.nbytes for runs, _ in exact)
     widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
     # Disjoint sets can have bytes in common once gaps belong to them.
-    joined = exact if widened == exact else _disjoint(widened)
+    joined = exact if widened == exact and not overlapping else _disjoint(widened)
     ranges: list[Direct] = []
     windowed: list[Direct | Staged] = []
     for runs, members in joined:
@@ -156,7 +160,7 @@ def gather(copies: tuple[tuple[Copy, bool], ...], itemsize: int, max_gap_bytes: 
     return Gather(
         tuple(ranges),
         tuple(windowed),
-        needed_bytes=sum(runs.nbytes for runs, _ in exact),
+        needed_bytes=needed_bytes,
         read_bytes=sum(runs.nbytes for runs, _ in joined),
         num_requests=sum(_requests(reads.runs, reads.pitch) for reads in windowed),
         window_bytes=max((min(reads.pitch, reads.runs.nbytes) for reads in staged), default=0),
@@ -306,6 +310,27 @@ def _adjoin(a: Runs, b: Runs, max_gap_bytes: int) -> Runs | None:
             if len(differing) <= 1 and stride == other and b.begin == a.begin + size * stride:
                 return runs_of(a.begin, a.length, (*a.modes[:at], (size + more, stride), *a.modes[at + 1 :]))
     return None
+
+
+def _distinct_bytes(sets: Sequence[Runs]) -> int:
+    """Return how many bytes some set holds, each counted once; of very many runs, how many all sets hold."""
+    counts = [runs.count for runs in sets]
+    if disjoint(sets) or sum(counts) > _COUNTED:
+        return sum(runs.nbytes for runs in sets)
+    begin = np.concatenate([_begins(runs) for runs in sets])
+    end = begin + np.repeat([runs.length for runs in sets], counts)
+    order = np.argsort(begin)
+    begin, end = begin[order], end[order]
+    reached = np.maximum.accumulate(end)
+    return int(reached[0] - begin[0] + np.maximum(end[1:] - np.maximum(begin[1:], reached[:-1]), 0).sum())
+
+
+def _begins(runs: Runs) -> np.ndarray:
+    """Return where each run begins."""
+    begins = np.array([runs.begin], np.int64)
+    for size, stride in runs.modes:
+        begins = np.add.outer(begins, np.arange(size) * stride).reshape(-1)
+    return begins
 
 
 def disjoint(sets: Sequence[Runs]) -> bool:

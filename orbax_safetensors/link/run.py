@@ -24,7 +24,8 @@ from orbax_safetensors.link.request import CHUNK_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store import OrbaxLeaf
-from orbax_safetensors.orbax_store.addressed_item import item_files, step_files
+from orbax_safetensors.orbax_store.addressed_item import HANDLER, item_files, step_files
+from orbax_safetensors.orbax_store.enclosing_step import record_in_step
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE, note_content
 from orbax_safetensors.orbax_store.ocdbt import merge, write_references
 from orbax_safetensors.storage.memory import peak_bytes
@@ -92,7 +93,8 @@ def link(
     Args:
       source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
       destination: a directory to make, with symbolic links to the files. By default, and always below `gs://`, the
-        index is written beside the files.
+        index is written beside the files. If the directory is an item of a step, as `ROOT/0/state`, the step's record
+        gets the item, for Orbax's managers of steps.
       family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
       mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
       chunk_bytes: the most bytes of a chunk, if its dimensions divide well.
@@ -198,6 +200,7 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # raises if the file has changed since its header was read
     staging.finish()
+    record_in_step(staging.destination, HANDLER, decision.envelope.custom_metadata)
     logger.info(
         "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)
     )

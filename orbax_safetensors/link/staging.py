@@ -131,6 +131,8 @@ class Staging:
         above = os.path.realpath(os.path.dirname(self.destination))
         for file in files:
             link = os.path.join(self.path, os.path.basename(file))
+            if not os.path.isfile(file):  # who opens a link to a pipe waits for ever
+                raise StorageError(f"{file}: is not a regular file")
             try:
                 if self._hard:
                     os.link(os.path.realpath(file), link)  # if `file` is a link, to its target

@@ -28,6 +28,8 @@ from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Entry, Range
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, sharding_file
 
 ARRAYS_FILE = "array_metadatas/process_0"
+# The handler that restores the item.
+HANDLER = ocp.PyTreeCheckpointHandler.typestr()
 STEP_FILES = (STEP_FILE, FINISHED_FILE)
 # The files and directories of an index, besides the data of the database and `STEP_FILES`.
 INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, NOTE_FILE, posixpath.dirname(ARRAYS_FILE))
@@ -188,7 +190,7 @@ def item_files(tree: Any, *, whole: bool) -> dict[str, bytes]:
 
 def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Return the small files by which Orbax knows a finished checkpoint, by their names."""
-    record = step_record(ocp.PyTreeCheckpointHandler().typestr(), custom_metadata, time.time_ns())
+    record = step_record(HANDLER, custom_metadata, time.time_ns())
     return {STEP_FILE: record.encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
 
 

@@ -73,9 +73,9 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
         return _of_item(path)
     directories = names(path, directories=True)
     numbers = {name: int(match[1]) for name in directories if (match := _STEP.fullmatch(name))}
-    items = [name for name in directories if name not in numbers and _is_item(path / name)]
+    items = [name for name in directories if name not in numbers and is_item(path / name)]
     if items or STEP_FILE in inside:
-        items = sorted(items + [name for name in numbers if _is_item(path / name)])
+        items = sorted(items + [name for name in numbers if is_item(path / name)])
         if not items:
             raise StorageError(f"{path}: expected an item, a directory with {TREE_FILE}; found {directories}")
         for name in items:
@@ -88,7 +88,7 @@ def find_finished(path: epath.Path) -> FinishedCheckpoint:
     for name in sorted(numbers, key=numbers.__getitem__, reverse=True):
         if not _is_finished(path / name):
             continue
-        if _is_item(path / name):
+        if is_item(path / name):
             return FinishedCheckpoint(path / name, name, ("",), (), path / name)
         if _is_step(path / name):
             return replace(find_finished(path / name), step=name)
@@ -116,14 +116,15 @@ def step_metadata(directory: epath.Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if not key.endswith("_timestamp_nsecs")}
 
 
-def step_record(handler: str, custom_metadata: Mapping[str, Any] | None, began: int) -> str:
-    """Return the content of `STEP_FILE` for a checkpoint of one item that is finished now.
+def step_record(handlers: str | Mapping[str, str], custom_metadata: Mapping[str, Any] | None, began: int) -> str:
+    """Return the content of `STEP_FILE` for a checkpoint that is finished now.
 
-    `handler` is the `typestr` of the handler that wrote it, and `began` a time in nanoseconds. Raises `TypeError` or
+    `handlers` has the `typestr` of the handler of each item by name, or that of an item alone; `began` is a time in
+    nanoseconds. Raises `TypeError` or
     `ValueError` if Orbax cannot record `custom_metadata`.
     """
     metadata = ocp.metadata.StepMetadata(
-        item_handlers=handler,
+        item_handlers=handlers if isinstance(handlers, str) else dict(handlers),
         init_timestamp_nsecs=began,
         commit_timestamp_nsecs=time.time_ns(),
         custom_metadata=dict(custom_metadata or {}),
@@ -160,7 +161,8 @@ def _of_item(path: epath.Path) -> FinishedCheckpoint:
     return FinishedCheckpoint(parent, parent.name, (path.name,), (), parent)
 
 
-def _is_item(path: epath.Path) -> bool:
+def is_item(path: epath.Path) -> bool:
+    """Return whether a directory is an item that is a tree, and is not unfinished by its name."""
     return UNFINISHED not in path.name and TREE_FILE in names(path)
 
 

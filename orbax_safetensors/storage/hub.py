@@ -12,19 +12,19 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, NoReturn
 
-import obstore
 from obstore import Bytes
-from obstore.store import HTTPStore
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage import hub_path
 from orbax_safetensors.storage.event_loop import Requests
 from orbax_safetensors.storage.hub_api import Contents, HubApi, cached_copy
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
-from orbax_safetensors.storage.links import FileLink, Links, link_to
+from orbax_safetensors.storage.links import FileLink, Links, link_to, timeout_seconds
 from orbax_safetensors.storage.local import LocalFile
+from orbax_safetensors.storage.redirects import Client
 from orbax_safetensors.storage.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
 from orbax_safetensors.storage.retries import Retries, WrongAnswerError
+from orbax_safetensors.storage.secret_reads import link_within
 from orbax_safetensors.storage.store import File, Stamp
 
 
@@ -73,6 +73,7 @@ class HubStore:
         self._contents = contents
         self._client = client
         self._retries = retries
+        self._timeout = timeout_seconds(client, retries)
         self._requests = Requests()
         self._links = Links()
 
@@ -171,9 +172,9 @@ class HubStore:
                 raise changed(path, stamp, f"{now.nbytes} bytes of version {now.version}")
             return link
 
-        async def ranged(objects: HTTPStore) -> Bytes:
+        async def ranged(link: FileLink) -> Bytes:
             try:
-                answer = await obstore.get_async(objects, "", options={"range": (offset, offset + nbytes)})
+                answer = await link.get({"range": (offset, offset + nbytes)})
             except FileNotFoundError:
                 raise WrongAnswerError("the file is not where the Hub said that it is") from None
             if answer.meta["size"] != stamp.nbytes:
@@ -191,7 +192,11 @@ class HubStore:
         async def attempt() -> tuple[Stamp, FileLink]:
             place = await self._api.place(contents.repository, contents.commit, key)
             # Headers are for the Hub: neither they nor the token go to where it sends us.
-            link = link_to("the Hub", place.url, place.headers, self._client, expires=True)
+            if place.headers:
+                client = Client("the Hub", {**self._client, "default_headers": place.headers}, self._timeout)
+                link = link_within("the Hub", place.url, client)
+            else:
+                link = link_to("the Hub", place.url, self._client)
             # The commit fixes the content, whether it comes from the Hub or from a cache.
             return Stamp(place.nbytes, contents.commit), link
 

@@ -34,7 +34,7 @@ from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage.event_loop import in_thread
 from orbax_safetensors.storage.hub_digests import sha256_of
 from orbax_safetensors.storage.hub_path import HubPath
-from orbax_safetensors.storage.links import origin, timeout_seconds
+from orbax_safetensors.storage.links import origin
 from orbax_safetensors.storage.retries import RefusedError, WrongAnswerError
 
 _T = TypeVar("_T")
@@ -72,15 +72,16 @@ class FileAddress:
 class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
-    def __init__(self, endpoint: str, token: Any, client: Mapping[str, Any]) -> None:
+    def __init__(self, endpoint: str, token: Any, client: Mapping[str, Any], timeout: float) -> None:
         """Take the token of `huggingface_hub` if it is None, and none if it is False.
 
-        Of `client`, options of obstore's HTTP client, headers, the name of this program and `read_timeout` count.
+        Of `client`, options of obstore's HTTP client, headers and the name of this program count. The Hub has to send
+        something in `timeout` seconds.
         """
         self._endpoint = endpoint
         self._headers = _headers(token, client)
         self._token = self._headers.get("authorization", "").removeprefix("Bearer ")
-        self._timeout = timeout_seconds(client)
+        self._timeout = timeout
         self._program = client.get("user_agent", "orbax-safetensors")
         self._api = HfApi(endpoint=endpoint, token=False, user_agent=self._program, headers=self._headers)
 

@@ -3,41 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import obstore
+from obstore import Bytes
 from obstore.exceptions import BaseError
 from obstore.store import HTTPStore
 
+from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.storage.paths import HTTP
-from orbax_safetensors.storage.retries import WrongAnswerError, status_of
+from orbax_safetensors.storage.retries import Retries, WrongAnswerError, status_of
+
+if TYPE_CHECKING:  # obstore has these for type checkers only
+    from obstore import GetOptions, ObjectMeta
 
 _T = TypeVar("_T")
 
-_TIMEOUT_SECONDS = 30.0  # in which something has to come
 # What stores say of a link that has expired, which is no fault.
 _EXPIRED = (400, 401, 403)
+# Seconds of obstore's units of a time. A longer unit counts as a day: that is no limit for a request either.
+_UNITS = {
+    **dict.fromkeys(("nsec", "ns"), 1e-9),
+    **dict.fromkeys(("usec", "us"), 1e-6),
+    **dict.fromkeys(("msec", "ms"), 1e-3),
+    **dict.fromkeys(("seconds", "second", "sec", "s"), 1.0),
+    **dict.fromkeys(("minutes", "minute", "min", "m"), 60.0),
+    **dict.fromkeys(("hours", "hour", "hr", "h"), 3600.0),
+}
+
+
+class Ranged(Protocol):
+    """The parts of obstore's `GetResult` that count."""
+
+    @property
+    def meta(self) -> ObjectMeta:
+        """Facts of the whole file."""
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The range that the answer has."""
+
+    async def bytes_async(self) -> Bytes:
+        """Return the bytes of the range."""
+
+
+class MovedError(WrongAnswerError):
+    """A server redirects a request with secrets to another server, which must not have them."""
 
 
 @dataclass(frozen=True, eq=False)
 class FileLink:
-    """Where ranges of a file can be had; with `expires`, until it is refused."""
+    """Where ranges of a file can be had, with `get`; with `expires`, until it is refused."""
 
-    objects: HTTPStore
+    get: Callable[[GetOptions], Awaitable[Ranged]]
     expires: bool
 
 
-def link_to(server: str, url: str, headers: Mapping[str, Any], client: Mapping[str, Any], *, expires: bool) -> FileLink:
-    """Make a link of what `server` has said; `WrongAnswerError` if that is not a URL of a file."""
-    options: Any = {**client, "default_headers": headers}
+def link_to(server: str, url: str, client: Mapping[str, Any]) -> FileLink:
+    """Make a link, without headers, of what `server` has said; `WrongAnswerError` if that is not a URL of a file."""
+    options: Any = {**client, "default_headers": {}}
     try:
         if urlsplit(url).scheme not in HTTP:
             raise ValueError
-        return FileLink(HTTPStore(url, client_options=options, retry_config={"max_retries": 0}), expires)
+        objects = HTTPStore(url, client_options=options, retry_config={"max_retries": 0})
+        return FileLink(lambda options: obstore.get_async(objects, "", options=options), expires=True)
     except Exception:  # which would tell the link
         pass
     raise WrongAnswerError(f"{server} gave a link that cannot be used")
@@ -55,19 +91,21 @@ class Links:
         self._links[key] = link
 
     async def use(
-        self, key: str, find: Callable[[], Awaitable[FileLink]], request: Callable[[HTTPStore], Awaitable[_T]]
+        self, key: str, find: Callable[[], Awaitable[FileLink]], request: Callable[[FileLink], Awaitable[_T]]
     ) -> _T:
-        """Return what `request` does of a link, once more of another link if the first has expired.
+        """Return what `request` does of a link, once more of another link if the first has expired or leads elsewhere.
 
         `find` asks for a link, once for all who wait for it.
         """
         link = await self._link(key, find, None)
         try:
-            return await request(link.objects)
+            return await request(link)
+        except MovedError:
+            pass
         except BaseError as error:
             if not link.expires or status_of(error) not in _EXPIRED:
                 raise
-        return await request((await self._link(key, find, link)).objects)
+        return await request(await self._link(key, find, link))
 
     async def _link(self, key: str, find: Callable[[], Awaitable[FileLink]], refused: FileLink | None) -> FileLink:
         async with self._renewing[key]:
@@ -83,7 +121,20 @@ def origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
-def timeout_seconds(client: Mapping[str, Any]) -> float:
-    """Return the seconds in which a server has to send something, by the options of obstore's HTTP client."""
-    timeout = client.get("read_timeout")
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else _TIMEOUT_SECONDS
+def timeout_seconds(client: Mapping[str, Any], retries: Retries) -> float:
+    """Return the seconds in which a server has to send something.
+
+    That is the shortest of the timeouts of obstore's HTTP client and of the time for retries, if there is any.
+    """
+    limits = [_seconds(client[name]) for name in ("read_timeout", "timeout")]
+    return min(*limits, retries.seconds or math.inf)
+
+
+def _seconds(timeout: timedelta | str) -> float:
+    """Return a timeout in seconds: of text like `1min 30s`, as obstore has it."""
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    parts = re.findall(r"(\d+)\s*([A-Za-z]+)", timeout)
+    if not parts:
+        raise SafetensorsError(f"storage_options: {timeout!r} is not a time, as '30 s' is")
+    return sum(int(count) * _UNITS.get(unit, 86400.0) for count, unit in parts)

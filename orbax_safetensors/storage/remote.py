@@ -22,12 +22,13 @@ from obstore.exceptions import PreconditionError
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.event_loop import Requests
+from orbax_safetensors.storage.links import Ranged
 from orbax_safetensors.storage.retries import ChangedError, Retries, WrongAnswerError, status_of
 from orbax_safetensors.storage.store import UNKNOWN, Cost, Stamp
 from orbax_safetensors.storage.upload import NewRemoteFile
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
-    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore import GetOptions, ObjectMeta
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
@@ -56,7 +57,7 @@ _DELETIONS = 16
 # Error if somebody writes to a read-only server.
 READ_ONLY = "is on a server that files can only be read from"
 
-_NO_DATE = datetime.fromtimestamp(0, UTC)  # obstore's date for an object without a date
+NO_DATE = datetime.fromtimestamp(0, UTC)  # obstore's date for an object without a date
 
 
 # Requests bytes of an object by offset and length, perhaps several times. Returns exactly these bytes or raises
@@ -167,7 +168,7 @@ def _stamp(meta: ObjectMeta) -> Stamp:
     tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
     if tag:
         return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
-    return Stamp(meta["size"], UNKNOWN if modified == _NO_DATE else f"modified {modified.isoformat()}")
+    return Stamp(meta["size"], UNKNOWN if modified == NO_DATE else f"modified {modified.isoformat()}")
 
 
 def changed(path: str, stamp: Stamp, found: str) -> StorageError:
@@ -177,7 +178,7 @@ def changed(path: str, stamp: Stamp, found: str) -> StorageError:
     )
 
 
-async def body(answer: GetResult, offset: int, nbytes: int) -> Bytes:
+async def body(answer: Ranged, offset: int, nbytes: int) -> Bytes:
     """Return the body of an answer; `WrongAnswerError` if it is not the requested range."""
     if tuple(answer.range) != (offset, offset + nbytes):
         raise WrongAnswerError(f"the server sent bytes {answer.range[0]} to {answer.range[1]} instead")
@@ -303,7 +304,7 @@ class RemoteStore:
         found = _stamp(answer.meta)
         return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
 
-    async def _get(self, key: str, options: GetOptions) -> GetResult:
+    async def _get(self, key: str, options: GetOptions) -> Ranged:
         return await obstore.get_async(self.objects, key, options=options)
 
     def cancel(self) -> None:

@@ -16,6 +16,7 @@ from obstore.store import HTTPStore, from_url
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage import credentials, hub_path
+from orbax_safetensors.storage.links import timeout_seconds
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import AZURE, GCS, HTTP, HUB, S3, SCHEMES, PathLike, as_text, is_url, shown
 from orbax_safetensors.storage.remote import RemoteStore
@@ -185,7 +186,8 @@ def _hub(url: str, options: dict[str, Any]) -> tuple[Store, str]:
     client, retries = _client(options, endpoint.startswith("http://"), _HUB_RETRIES)
     if options:
         raise SafetensorsError(f"storage_options: {', '.join(map(repr, options))} are not for the Hub")
-    return hub.hub_store(url, hub_api.HubApi(endpoint, token, client), client, retries)
+    api = hub_api.HubApi(endpoint, token, client, timeout_seconds(client, retries))
+    return hub.hub_store(url, api, client, retries)
 
 
 def _made(root: str, make: Callable[[], _T]) -> _T:

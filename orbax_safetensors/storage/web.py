@@ -7,16 +7,15 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import obstore
-
 from orbax_safetensors.storage.event_loop import in_thread
-from orbax_safetensors.storage.links import FileLink, Links, link_to
+from orbax_safetensors.storage.links import FileLink, Links, Ranged, link_to, timeout_seconds
 from orbax_safetensors.storage.redirects import Client
 from orbax_safetensors.storage.remote import RemoteStore
-from orbax_safetensors.storage.retries import RefusedError, Retries, code_of
+from orbax_safetensors.storage.retries import Retries
+from orbax_safetensors.storage.secret_reads import link_within, refusal
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
-    from obstore import GetOptions, GetResult
+    from obstore import GetOptions
     from obstore.store import HTTPStore
 
 _SERVER = "the server"
@@ -34,15 +33,12 @@ class WebStore(RemoteStore):
         """
         super().__init__(root, objects, lists=False, retries=retries)
         self._query = f"?{query}" if query else ""
-        self._headers = client.get("default_headers", {})
         self._options = client
-        self._client = Client(_SERVER, client)
+        self._client = Client(_SERVER, client, timeout_seconds(client, retries))
         self._links = Links()
 
-    async def _get(self, key: str, options: GetOptions) -> GetResult:
-        return await self._links.use(
-            key, lambda: self._find(key), lambda objects: obstore.get_async(objects, "", options=options)
-        )
+    async def _get(self, key: str, options: GetOptions) -> Ranged:
+        return await self._links.use(key, lambda: self._find(key), lambda link: link.get(options))
 
     async def _find(self, key: str) -> FileLink:
         """Ask where a file is.
@@ -53,10 +49,7 @@ class WebStore(RemoteStore):
         url = f"{self.root}/{quote(key, safe=_PLAIN)}{self._query}"
         answer = await in_thread(lambda: self._client.get(url))
         if answer.link is not None:
-            return link_to(_SERVER, answer.link, {}, self._options, expires=True)
-        if answer.status == HTTPStatus.NOT_FOUND:
-            raise FileNotFoundError
+            return link_to(_SERVER, answer.link, self._options)
         if answer.status != HTTPStatus.OK:
-            code = code_of(answer.refusal.decode(errors="replace"))
-            raise RefusedError(f"{_SERVER} answered {answer.status}{code}", answer.status)
-        return link_to(_SERVER, answer.url, self._headers, self._options, expires=False)
+            raise refusal(_SERVER, answer)
+        return link_within(_SERVER, answer.url, self._client)

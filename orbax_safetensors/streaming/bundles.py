@@ -10,7 +10,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import common, tile_shape, tiles
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.streaming.pipeline import Bundle, Tile, TileSource, tile_bytes
+from orbax_safetensors.streaming.pipeline import BATCHES, Bundle, Tile, TileSource, tile_bytes
 
 # Each bundle takes some hundred bytes of memory.
 _MAX_BUNDLES = 1_000_000
@@ -40,8 +40,10 @@ def bundles(
         else:
             out += [(tile,) for of_leaf in cuts for tile in of_leaf]
         if len(out) > _MAX_BUNDLES:
+            total = sum(prod(fact.shape) * fact.dtype.itemsize for fact in source.leaves.values())
             raise SafetensorsError(
-                f"memory_bytes is {memory_bytes}, too little: arrays would move in more than {_MAX_BUNDLES} parts"
+                f"memory_bytes is {memory_bytes}, too little: arrays would move in more than {_MAX_BUNDLES} parts, and "
+                f"for fewer, more than {BATCHES * total // _MAX_BUNDLES} are needed"
             )
     return out
 

@@ -10,7 +10,7 @@ from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.files_sink import FilesSink
-from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes
+from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, check_tiles
 from orbax_safetensors.streaming.work import Unit
 
 
@@ -34,6 +34,8 @@ class FilesOutput:
 
         Raises `SafetensorsError` if memory does not suffice.
         """
+        groups = list(groups)
+        check_tiles(source, groups, memory_bytes)
         self.path, self.files = path, files.planned
         self.batch_bytes = batch_bytes(memory_bytes)
         self._source, self._files, self._model_files, self._memory_bytes = source, files, model_files, memory_bytes

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.cost.conversion import PlannedArray
 from orbax_safetensors.storage.store import Store
+from orbax_safetensors.streaming.bundles import interleaved
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.file_units import file_units
 from orbax_safetensors.streaming.objects_sink import ObjectsSink
-from orbax_safetensors.streaming.pipeline import TileSource, bundle_bytes
+from orbax_safetensors.streaming.pipeline import TileSource, bundle_bytes, check_tiles
 from orbax_safetensors.streaming.work import Unit
 
 # A batch is half of its limit, because tiles that come early wait beside it.
@@ -36,7 +37,8 @@ class ObjectsOutput:
         model_files: ModelFiles,
         memory_bytes: int,
     ) -> None:
-        """Cut the leaves of `files` into tiles."""
+        """Cut the leaves of `files` into tiles. Raises `SafetensorsError` if memory does not suffice."""
+        check_tiles(source, interleaved(files.views), memory_bytes)
         self.path, self.files = path, files.planned
         self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._source, self._store, self._files, self._model_files = source, store, files, model_files

@@ -17,7 +17,7 @@ from orbax_safetensors.geometry.tiling import chunk_shape
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLayout, OrbaxLeaf, OrbaxSink, array_name
 from orbax_safetensors.streaming.bundles import bundles
 from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink, PlannedOrbaxTileSink
-from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, check_fits, tile_bytes
+from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, check_fits, check_tiles, tile_bytes
 from orbax_safetensors.streaming.work import Unit
 
 
@@ -63,6 +63,7 @@ class OrbaxOutput:
         item = next(iter(content.items)) if len(content.items) == 1 else ""
         self.path = posixpath.join(content.path, item) if item else content.path
         groups = list(groups)
+        check_tiles(source, groups, memory_bytes)
         self.batch_bytes = batch_bytes(memory_bytes)
         of_group = {name: tile_bytes(source, names, memory_bytes) for names in groups for name in names}
 

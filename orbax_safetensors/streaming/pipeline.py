@@ -24,6 +24,11 @@ _T = TypeVar("_T")
 
 MEMORY_BYTES = 2 * 2**30  # all that a conversion or link takes unless the caller says
 _BUNDLES = 4  # that have to fit into memory
+BATCHES = 8  # likewise, each as large as a tile can be
+# Tiles may be as short as a page, as a row, or as this part of their array. Each costs a request and a write to the
+# disk: with shorter tiles, a large array would take for ever.
+_PAGE_BYTES = 4096
+_SHORT_TILES = 1000
 
 
 class Tile(NamedTuple):
@@ -128,7 +133,7 @@ def batch_bytes(memory_bytes: int) -> int:
 
     Three batches, and as much again on their way, leave a quarter for freed memory that libraries keep.
     """
-    return max(memory_bytes // 8, 1)
+    return max(memory_bytes // BATCHES, 1)
 
 
 def tile_bytes(source: TileSource, names: Sequence[str], memory_bytes: int) -> int:
@@ -154,6 +159,26 @@ def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
             f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
             f"{_BUNDLES * nbytes} are needed"
         )
+
+
+def check_tiles(source: TileSource, groups: Iterable[Sequence[str]], memory_bytes: int) -> None:
+    """Raise `SafetensorsError` if memory does not suffice for the shortest tiles of a source's leaves.
+
+    The leaves of each of the `groups` move together. The error has the memory that all of them need.
+    """
+    needed = {name: BATCHES * len(names) * _least_tile_bytes(source, name) for names in groups for name in names}
+    name = max(needed, key=needed.__getitem__, default="")
+    if needed and needed[name] > memory_bytes:
+        raise SafetensorsError(
+            f"memory_bytes is {memory_bytes}: {name!r} is moved in tiles of at least {_least_tile_bytes(source, name)} "
+            f"bytes, for which at least {needed[name]} are needed"
+        )
+
+
+def _least_tile_bytes(source: TileSource, name: str) -> int:
+    shape, dtype = source.leaves[name]
+    row = shape[source.order(name)[0]] if shape else 1
+    return max(min(row * dtype.itemsize, _PAGE_BYTES, prod(shape) * dtype.itemsize // _SHORT_TILES), dtype.itemsize)
 
 
 def is_below(path: str, directory: str) -> bool:

@@ -333,7 +333,7 @@ def test_what_is_in_the_way_is_said_by_the_plan_as_by_the_call(call, there, tmp_
     [
         ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
         ({"to": "orbax", "step": -1}, "step is -1, must be an integer of at least 0"),
-        ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
+        ({"to": "orbax", "memory_bytes": 4}, "is moved in tiles of at least"),
         ({"to": "orbax", "mesh": {"x": 5}, "spec": {"w": ("x",)}}, "16 does not divide by 5"),
         ({"to": "orbax", "process_count": 0}, "process_count is 0, must be an integer of at least 1"),
     ],

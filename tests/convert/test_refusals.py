@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
         ({"to": "orbax", "dtype": {"kernle": "float16"}}, "dtype: 'kernle' is found in none of the"),
         ({"to": "orbax", "family": "maxtext"}, "no family is for"),
         ({"to": "orbax", "variant": {"scan_layers": True}}, "for a family"),
-        ({"to": "orbax", "memory_bytes": 4}, "is moved in chunks of"),
+        ({"to": "orbax", "memory_bytes": 4}, "is moved in tiles of at least"),
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path, arguments, message):
@@ -156,8 +156,33 @@ def test_a_source_that_is_another_file(call, content, tmp_path):
 def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
     checkpoint(tmp_path / "from")
     monkeypatch.setattr(bundles, "_MAX_BUNDLES", 10)
-    with pytest.raises(ost.SafetensorsError, match="memory_bytes is 100, too little"):
-        ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=100)
+    with pytest.raises(ost.SafetensorsError, match="memory_bytes is 1000, too little: .* more than [0-9]+ are needed"):
+        ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=1000)
+
+
+SHORT_OF_MEMORY = {
+    "convert": (ost.convert, ost.plan_convert, {"to": "orbax"}),
+    "reshard": (ost.reshard, ost.plan_reshard, {}),
+    "reshard for a mesh": (
+        ost.reshard,
+        ost.plan_reshard,
+        {"mesh": {"x": 2}, "spec": {"array": (None, "x")}},
+    ),
+}
+
+
+@pytest.mark.parametrize("call", SHORT_OF_MEMORY)
+def test_memory_for_less_than_a_tile(call, tmp_path):
+    """The error has the number that would do: for rows of `narrow`, pages of `wide`, and a thousandth of `small`."""
+    run, plan, arguments = SHORT_OF_MEMORY[call]
+    shapes = {"narrow": (4000, 4), "wide": (2, 600_000), "small": (20, 250)}
+    for name, needed in (("narrow", 8 * 16), ("wide", 8 * 4096), ("small", 8 * 20)):
+        source, to = tmp_path / name, tmp_path / f"from {name}"
+        ost.save(source, {"array": np.zeros(shapes[name], np.float32), "scalar": np.float32(0)}, index=False)
+        for job in (run, plan):
+            with pytest.raises(ost.SafetensorsError, match=f"memory_bytes is {needed - 1}: 'array' .* {needed} are"):
+                job(source, to, memory_bytes=needed - 1, **arguments)
+        plan(source, to, memory_bytes=needed, **arguments)
 
 
 def test_patterns_that_nothing_is_called_like(tmp_path):

@@ -43,8 +43,9 @@ def test_what_is_read_holds_what_is_needed(data, max_gap_bytes, same_bits):
         gathered = gather(tuple(copies), 4, max_gap_bytes)
         parts = (*gathered.ranges, *gathered.windowed)
         read = [byte for part in parts for byte in bytes_of(part.runs)]
-        assert len(read) == gathered.read_bytes
+        assert len(read) == len(set(read)) == gathered.read_bytes
         assert needed(copies, 4) <= set(read)
+        assert gathered.needed_bytes == len(needed(copies, 4))
         for part in parts:
             if isinstance(part, Direct):
                 copy = copies[part.buffer][0]

@@ -75,6 +75,27 @@ def test_files_that_are_linked_already(source):
     ost.link(source, source.with_name("another"))
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("hard_links", [False, True])
+def test_a_pipe_among_the_files(name, hard_links, source, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(pipe)
+    refused(ost.StorageError, f"{name}: is not a regular file", source, tmp_path / "to", hard_links=hard_links)
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("job", [ost.link, ost.plan_link])
+def test_memory_for_less_than_a_tile(job, source, tmp_path):
+    with pytest.raises(
+        ost.SafetensorsError, match="memory_bytes is 10: '[a-z]*' is moved in tiles of at least 2 bytes, .* 16 are"
+    ):
+        job(source, tmp_path / "to", family=FAMILY, memory_bytes=10)
+    assert not (tmp_path / "to").exists()
+    job(source, tmp_path / "to", family=FAMILY, memory_bytes=16)
+
+
 @PLACES
 def test_something_else_where_the_work_is_done(beside, source, tmp_path):
     staging = source / ".link" if beside else tmp_path / "to.link"

@@ -8,6 +8,8 @@ import sys
 from unittest import mock
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
@@ -69,6 +71,24 @@ def of_model(objects):
 def refused(error, message, *args, **keywords):
     with pytest.raises(error, match=message):
         ost.link(*args, **keywords)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_an_item_of_a_step(orbax_gcs, objects, tmp_path):
+    item = f"{orbax_gcs.url}/root/4/state"
+    for path in make(tmp_path / "model").iterdir():
+        (epath.Path(item) / path.name).write_bytes(path.read_bytes())
+    ost.link(item)
+    assert {name for name in objects if "/state/" not in name} == {
+        "root/4/_CHECKPOINT_METADATA",
+        "root/4/commit_success.txt",
+    }
+    record = json.loads(objects["root/4/_CHECKPOINT_METADATA"].data)
+    assert [*record["item_handlers"]] == ["state"]
+    assert open_orbax(f"{orbax_gcs.url}/root").step == 4
+    with ocp.CheckpointManager(f"{orbax_gcs.url}/root") as manager:
+        assert manager.latest_step() == 4
+        assert_same(jax.tree.map(np.asarray, manager.restore(4)["state"]), arrays())
 
 
 def test_beside_the_objects(url, objects):

@@ -1,12 +1,13 @@
 """`SafetensorsOptions(checksums=True)`: a restore compares what it reads whole, and nothing else."""
 
 import logging
+from dataclasses import replace
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
@@ -17,6 +18,7 @@ from tests.support.files import random_bits
 from tests.support.saves import BF16, RNG
 
 TREE = {"a": random_bits(RNG, (16, 64), BF16), "b": random_bits(RNG, (8, 40), BF16), "c": np.arange(5, dtype=np.int32)}
+SINGLE = SingleDeviceSharding(jax.devices()[0])
 CHECKED = ost.SafetensorsOptions(checksums=True)
 
 
@@ -83,6 +85,32 @@ def test_casts_and_transposes(saved, mesh):
     damage(saved, "a")
     with pytest.raises(ost.ChecksumError, match="'a'"):
         ost.load(saved, item, **args)
+
+
+@pytest.mark.parametrize("max_gap_bytes", [0, 2**20])
+def test_leaves_that_share_bytes(saved, max_gap_bytes, caplog):
+    """These are read once, counted once, and compared."""
+    parts = {"left": np.s_[:, :40], "right": np.s_[:, 24:], "middle": np.s_[4:8, 30:50]}
+
+    def halves(config):
+        stored = ost.mapping.tensor("a", TREE["a"].shape)
+        return {name: stored.slice(*part) for name, part in parts.items()}
+
+    family = ost.mapping.Family("toy.halves", (), halves)
+    item = {"left": (16, 40), "right": (16, 40), "middle": (4, 20)}
+    item = {name: jax.ShapeDtypeStruct(shape, BF16, sharding=SINGLE) for name, shape in item.items()}
+    (cost,) = ost.plan_restore(saved, item, family=family).processes
+    assert cost.needed_bytes == cost.read_bytes == TREE["a"].nbytes
+    handler = ost.SafetensorsHandler(options=replace(CHECKED, max_gap_bytes=max_gap_bytes))
+    request = ost.SafetensorsRestore(item, family=family, partial_restore=True)
+    with caplog.at_level(logging.INFO):
+        restored = handler.restore(saved, request)
+    assert "compared 1 of 3 tensors" in caplog.text
+    for name, part in parts.items():
+        assert np.asarray(restored[name]).tobytes() == TREE["a"][part].tobytes()
+    damage(saved, "a")
+    with pytest.raises(ost.ChecksumError, match="'a'"):
+        handler.restore(saved, request)
 
 
 def test_what_is_not_read_whole_is_not_compared(saved, caplog):

@@ -379,12 +379,11 @@ def test_what_the_hub_repeats_is_not_told(hub, opened):
 
 
 def test_credentials_do_not_follow_where_a_small_file_leads_to(hub, opened):
-    file = opened("long.json")
+    file = opened("long.json", default_headers={"X-Auth-Token": "SECRET"})
     hub.server.fail(Answer(302, {"Location": f"{hub.network_server.url}/x"}), times=None)
     with pytest.raises(StorageError):
         read(file, (AT, 3))
-    assert [one.headers["Authorization"] for one in hub.network_server.log] == [None] * len(hub.network_server.log)
-    assert hub.network_server.log
+    assert not hub.network_server.log
 
 
 def test_redirects_without_end(hub, opened):

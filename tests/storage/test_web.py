@@ -1,13 +1,15 @@
 """HTTP servers that are told secrets, and lead elsewhere: what is asked of whom, and who is told what."""
 
 import os
+from datetime import timedelta
+from urllib.request import OpenerDirector
 
 import pytest
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage import remote, retries
 from orbax_safetensors.storage.schemes import store_of
-from tests.support.servers.faults import Answer
+from tests.support.servers.faults import Answer, Cut, IgnoreRange, SetHeader
 from tests.support.servers.files import Files
 from tests.support.servers.server import Server
 
@@ -102,6 +104,99 @@ def test_a_link_that_expires(origin, elsewhere):
     read(file, (AT, 20))
     assert (len(origin.log), [one.status for one in elsewhere.log]) == (2, [206, 403, 206])
     assert "SECRET" not in told(elsewhere)
+
+
+SECRETS = {"default_headers": HEADERS, "path": "d/a%20b.safetensors?private_token=SECRET"}
+
+
+def test_secrets_do_not_follow_when_a_file_moves_between_two_reads(web, origin, elsewhere, tmp_path):
+    stored = (tmp_path / "other").stat()
+    for file in (web.root / "d" / "a b.safetensors", tmp_path / "other"):  # one state of one file
+        os.utime(file, ns=(stored.st_mtime_ns, stored.st_mtime_ns))
+    file = opened(origin, **SECRETS)
+    origin.fail(Answer(302, {"Location": f"{elsewhere.url}/other?Signature=LINK"}), times=None)
+    read(file, (AT, 20), (AT + 100, 30))
+    assert sorted(one.range for one in elsewhere.log) == [(AT, AT + 20), (AT + 100, AT + 130)]
+    assert not any(secret in told(elsewhere) for secret in ("SECRET", "Cookie", "Referer", "token"))
+
+
+def test_another_file_elsewhere_is_a_change(origin, elsewhere):
+    file = opened(origin, **SECRETS)
+    origin.fail(Answer(307, {"Location": f"{elsewhere.url}/other"}), times=None)
+    with pytest.raises(StorageError, match="changed while it was in use"):
+        read(file, (AT, 20))
+    assert "SECRET" not in told(elsewhere)
+
+
+def test_a_server_that_redirects_ranges_only_is_refused(origin, elsewhere):
+    origin.fail(Answer(302, {"Location": f"{elsewhere.url}/other"}), times=None, when=lambda one: one.range)
+    with pytest.raises(StorageError, match="the server leads elsewhere with the ranges of a file, but not with"):
+        opened(origin, **SECRETS)
+    assert not elsewhere.log
+
+
+def test_secrets_follow_within_a_server_between_two_reads(origin):
+    file = opened(origin, **SECRETS)
+    origin.fail(Answer(308, {"Location": "/d/a%20b.safetensors"}), skip=1)
+    read(file, (AT, 20), (AT + 100, 30))
+    assert all(one.headers[name] == value for one in origin.log for name, value in HEADERS.items())
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (IgnoreRange(), "the server ignores the requested range"),
+        (SetHeader("Content-Range", "bytes 0-8/*"), "the server does not say which bytes of the file it sent"),
+        (SetHeader("Content-Range", f"bytes 0-19/{len(DATA)}"), "the server sent bytes 0 to 20 instead"),
+        (Cut(10, "close"), "the connection broke"),
+        (Cut(10, "reset"), "no connection to the server, or it broke"),
+        (Answer(403), "the server answered 403"),
+    ],
+    ids=str,
+)
+def test_wrong_answers_to_requests_with_secrets(origin, fault, said):
+    file = opened(origin, **SECRETS, max_retries=3)
+    origin.fail(fault, times=None)
+    with pytest.raises(StorageError, match=f"reading 20 bytes at offset {AT} failed: {said}"):
+        read(file, (AT, 20))
+
+
+def test_a_change_is_noticed_with_secrets(web, origin):
+    file = opened(origin, **SECRETS)
+    (web.root / "d" / "a b.safetensors").write_bytes(DATA[:-1])
+    with pytest.raises(StorageError, match="changed while it was in use"):
+        read(file, (AT, 20))
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 30),
+        ({"timeout": "12 s"}, 12),
+        ({"timeout": timedelta(seconds=12)}, 12),
+        ({"timeout": "1min 30s", "read_timeout": "1000ms"}, 1),
+        ({"retry_timeout": 12}, 12),
+        ({"retry_timeout": 0}, 30),
+        ({"read_timeout": "2 days", "timeout": "1 week", "retry_timeout": 3600}, 3600),
+    ],
+    ids=str,
+)
+def test_the_look_up_has_the_time_that_options_give(origin, monkeypatch, options, seconds):
+    opening, waited = OpenerDirector.open, []
+
+    def recorded(self, request, timeout):
+        waited.append(timeout)
+        return opening(self, request, timeout=timeout)
+
+    monkeypatch.setattr(OpenerDirector, "open", recorded)
+    opened(origin, default_headers=HEADERS, **options)
+    assert set(waited) == {seconds}
+
+
+def test_a_look_up_ends_in_time(origin):
+    origin.fail(Cut(None, "stall"), times=None)
+    with pytest.raises(StorageError, match="no answer of the server in time"):
+        opened(origin, default_headers=HEADERS, timeout="200 ms", max_retries=0)
 
 
 def test_a_fault_is_not_taken_for_the_file(origin, elsewhere):

@@ -122,6 +122,8 @@ def manager(path, tree):
 def v1(path, tree):
     from orbax.checkpoint import v1
 
+    if Path(path).parent.name.isdecimal():  # v1 opens steps, not their items
+        path = Path(path).parent
     wrong = different(v1.load_pytree(path), tree)
     wrong += different(v1.load_pytree(path, eight_ways(tree)), tree)
     found = v1.pytree_metadata(path).metadata
