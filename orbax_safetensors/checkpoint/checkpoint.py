@@ -73,6 +73,7 @@ class Checkpoint:
       mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
+      is_partial: whether files may be missing, because the caller has said so.
     """
 
     path: str
@@ -82,6 +83,7 @@ class Checkpoint:
     mapped: Mapping[str, View] | None = None
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
+    is_partial: bool = False
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:

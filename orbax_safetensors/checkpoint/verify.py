@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import examine
@@ -51,10 +52,11 @@ def verified(
         return checkpoint, None
     # TensorStore finds an object store without options only.
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
-    faults = _index_faults(checkpoint, index_opens)
+    recorded = read_checksums(checkpoint) or {}
+    faults = [*missing_files(checkpoint, recorded), *_index_faults(checkpoint, index_opens)]
     if not data:
         return faults, None
-    check = check_data(checkpoint, options)
+    check = check_data(checkpoint, recorded, options)
     return [*faults, *check.faults], check
 
 

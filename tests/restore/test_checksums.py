@@ -1,6 +1,7 @@
 """`SafetensorsOptions(checksums=True)`: a restore compares what it reads whole, and nothing else."""
 
 import logging
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -107,6 +108,27 @@ def test_another_file_is_an_error(saved):
     path.write_bytes(content.replace(b'"format":"pt"', b'"format":"tf"'))
     with pytest.raises(ost.ChecksumError, match="is not the file that was saved"):
         ost.load(saved, options=CHECKED)
+
+
+def test_a_file_that_the_save_wrote_and_that_is_gone_is_an_error(tmp_path):
+    ost.save(tmp_path / "saved", TREE, max_file_bytes=400, index=False)
+    for path in (
+        tmp_path / "saved" / "model.safetensors.index.json",
+        ost.open_checkpoint(tmp_path / "saved").files[0].path,
+    ):
+        Path(path).unlink()
+    for number, path in enumerate(sorted((tmp_path / "saved").glob("*.safetensors"))):
+        path.rename(path.with_name(f"{number}.safetensors"))  # no number says how many there were
+    record = tmp_path / "saved" / CHECKSUMS_NAME
+    record.write_text(record.read_text().replace("model-00002-of-00003", "0").replace("model-00003-of-00003", "1"))
+    missing = "model-00001-of-00003.safetensors: is missing, and the save wrote it"
+    with pytest.raises(ost.MissingError, match=missing):
+        ost.load(tmp_path / "saved", options=CHECKED)
+    (fault,) = ost.verify(tmp_path / "saved")
+    assert str(fault).endswith(missing)
+    names = ost.load(tmp_path / "saved").keys()
+    partial = ost.SafetensorsRestore({name: TREE[name] for name in names}, partial_restore=True)
+    assert ost.SafetensorsHandler(options=CHECKED).restore(tmp_path / "saved", partial).keys() == names
 
 
 def test_it_costs_nothing_without(saved):
