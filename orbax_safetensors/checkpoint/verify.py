@@ -9,12 +9,12 @@ from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import examine
-from orbax_safetensors.errors import ChecksumError, SafetensorsError
+from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.directories import is_on_gcs
-from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
+from orbax_safetensors.orbax_store.index_check import TensorRange
 from orbax_safetensors.orbax_store.index_note import read_note
+from orbax_safetensors.orbax_store.item_check import item_faults, step_items
 from orbax_safetensors.storage.paths import PathLike, place
 
 
@@ -46,7 +46,10 @@ def verified(
     if is_orbax(place(path), options.storage_options):
         if data:
             raise ChecksumError(f"{path}: is a checkpoint of Orbax, and data is verified only of safetensors files")
-        return find_step_faults(path), None
+        faults = []
+        for item in step_items(path):
+            faults += item_faults(item) if is_orbax(item) else verified(item, data=False, options=options)[0]
+        return faults, None
     checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):
         return checkpoint, None
@@ -62,11 +65,16 @@ def verified(
 
 def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:
     """Return the faults of the index that makes valid files a checkpoint of Orbax; none if there is no such index."""
-    if checkpoint.is_file or (note := read_note(checkpoint.store, checkpoint.path)) is None:
-        return []
-    changed = note.changed(checkpoint.path, checkpoint.fingerprints)
+    store, path = checkpoint.store, checkpoint.path
+    try:
+        if checkpoint.is_file or (note := read_note(store, path)) is None:
+            return []
+        faults: list[SafetensorsError] = list(note.altered(store, path))
+    except StorageError as fault:
+        return [fault]
+    changed = note.changed(path, checkpoint.fingerprints)
     if changed or not index_opens:
-        return list(changed)
+        return [*changed, *faults]
     tensors = {
         posixpath.basename(file.path): [
             TensorRange(file.header.data_start + entry.begin, file.header.data_start + entry.end, name)
@@ -74,4 +82,4 @@ def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[Safetensors
         ]
         for file in checkpoint.files
     }
-    return list(index_faults(checkpoint.path, tensors, names_tensors=note.names_tensors))
+    return [*faults, *item_faults(path, tensors, names_tensors=note.names_tensors)]

@@ -183,8 +183,8 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         merge(staging.made, staging.path)
         staging.keep_data()
     checkpoint = decision.checkpoint
-    staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, names_tensors=checkpoint.mapped is None))
     small = item_files(decision.tree(made), whole=decision.whole)
+    staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, checkpoint.mapped is None, small))
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.in_source:

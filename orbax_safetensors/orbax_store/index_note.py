@@ -8,27 +8,35 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.store import Store, read_small
 
-# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and from a save `"saved": {...}`.
+# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and from a
+# save `"saved": {...}`.
 NOTE_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
+_MAX_INDEX_BYTES = 2**30
 
 
 def note_content(
-    files: Mapping[str, Mapping[str, Any]], names_tensors: bool, saved: Mapping[str, Any] | None = None
+    files: Mapping[str, Mapping[str, Any]],
+    names_tensors: bool,
+    index: Mapping[str, bytes],
+    saved: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Return the content of `NOTE_FILE`, given the `fingerprint` of each file, and how a save made them, if one did.
 
-    `names_tensors` says that arrays in the index have the names of stored tensors, as without a family.
+    `names_tensors` says that arrays in the index have the names of stored tensors, as without a family. `index` are
+    files of the index whose content nobody changes, by name.
     """
-    note = {"files": files, "names_tensors": names_tensors} | ({} if saved is None else {"saved": saved})
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
+    note = {"files": files, "names_tensors": names_tensors, "index": digests}
+    note |= {} if saved is None else {"saved": saved}
     return json.dumps(note, indent=1).encode()
 
 
@@ -44,11 +52,13 @@ class IndexNote:
     Attributes:
       files: the `fingerprint` of each file, by name.
       names_tensors: whether the names of arrays in the index are those of the tensors in the files.
+      index: the SHA-256 of files of the index, by name; none if Orbax or an earlier version wrote them.
       saved: how the tree was saved; None for a link.
     """
 
     files: Mapping[str, Mapping[str, Any]]
     names_tensors: bool
+    index: Mapping[str, str]
     saved: Mapping[str, Any] | None
 
     def changed(self, directory: str, present: Mapping[str, Mapping[str, Any]]) -> list[StorageError]:
@@ -65,6 +75,15 @@ class IndexNote:
             if present.get(name) != expected
         ]
 
+    def altered(self, store: Store, directory: str) -> Iterator[StorageError]:
+        """Yield an error for each file of the index in a directory that is missing or not what was written."""
+        for name, digest in self.index.items():
+            path = posixpath.join(directory, name)
+            if (file := store.find(path)) is None:
+                yield MissingError(f"{path}: is missing, and the index has it")
+            elif (found := hashlib.sha256(read_small(file, _MAX_INDEX_BYTES)).hexdigest()) != digest:
+                yield StorageError(f"{path}: has changed since the index was written: expected {digest}, found {found}")
+
 
 def read_note(store: Store, directory: str) -> IndexNote | None:
     """Return the note beside the index in a directory, or None if there is none.
@@ -79,11 +98,14 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
     try:
         document = json.loads(content)
         files, names_tensors, saved = document["files"], document["names_tensors"], document.get("saved")
-        if not isinstance(files, dict) or type(names_tensors) is not bool or not isinstance(saved, dict | None):
+        index = document.get("index", {})
+        if not (isinstance(files, dict) and type(names_tensors) is bool and isinstance(index, dict)):
+            raise TypeError(f"expected dicts, found {document!r:.80}")
+        if not isinstance(saved, dict | None):
             raise TypeError(f"expected dicts, found {document!r:.80}")
         family, variant = (saved or {}).get("family"), (saved or {}).get("variant")
         if not isinstance(family, str | None) or not isinstance(variant, dict | None):
             raise TypeError(f"expected a name and a dict, found {saved!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
-    return IndexNote(files, names_tensors, saved)
+    return IndexNote(files, names_tensors, index, saved)
