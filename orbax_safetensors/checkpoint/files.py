@@ -21,7 +21,7 @@ from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
-from orbax_safetensors.orbax_store.index_note import fingerprint
+from orbax_safetensors.orbax_store.index_note import fingerprint, read_note
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Stamp, Store
@@ -78,10 +78,12 @@ def checkpoint_files(
     index_name = _index_name(path, names)
     index = None if index_name is None else _read_index(store.open(posixpath.join(path, index_name)))
     files = _file_names(path, names, index, report)
-    for incomplete in _incomplete_sets(files) if index is None else ():
+    incomplete = [] if index is not None else list(_incomplete_sets(files))
+    if incomplete and not _are_linked(store, path, files):
         # Objects appear one by one, each whole, and last the index: a save may not have ended.
         kind = MissingError if store.is_local else IndexFileError
-        report(kind(f"{path}: is not complete: {incomplete}"))
+        for lacking in incomplete:
+            report(kind(f"{path}: is not complete: {lacking}"))
     return [posixpath.join(path, name) for name in files], index
 
 
@@ -115,6 +117,12 @@ def _incomplete_sets(names: Sequence[str]) -> Iterator[str]:
             listed = [f"{stem}-{number:0{len(count)}}-of-{count}{SUFFIX}" for number in islice(missing, _NAMED)]
             more = f" and {lacking - len(listed)} more" if lacking > len(listed) else ""
             yield f"{lacking} of {int(count)} files are missing, and there is no index: {', '.join(listed)}{more}"
+
+
+def _are_linked(store: Store, path: str, names: Sequence[str]) -> bool:
+    """Return whether a link or a save has made the directory `path` for just these files; a link may be of one."""
+    note = read_note(store, path)
+    return note is not None and note.files.keys() == set(names)
 
 
 def _index_name(path: str, names: Sequence[str]) -> str | None:
