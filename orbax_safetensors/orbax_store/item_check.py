@@ -8,15 +8,14 @@ from types import MappingProxyType
 
 from etils import epath
 
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.orbax_store._compat import ArrayMetadataStore, run_sync
-from orbax_safetensors.orbax_store.directories import names, read_bytes, read_json
+from orbax_safetensors.orbax_store.directories import names, read_json
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.orbax_store.operations import Budget, storage_errors
-from orbax_safetensors.orbax_store.reader import ARRAY_METADATAS, PROCESS, find, open_item, uses_ocdbt
-from orbax_safetensors.orbax_store.recorded_tree import RecordedTree
+from orbax_safetensors.orbax_store.reader import ARRAY_METADATAS, PROCESS, find, open_item
 from orbax_safetensors.storage.paths import PathLike
 
 
@@ -47,15 +46,16 @@ def item_faults(
 def _array_faults(
     item: str, tensors: Mapping[str, Sequence[TensorRange]], *, names_tensors: bool
 ) -> list[SafetensorsError]:
-    """Return what is wrong with arrays and strings; raises the fault that none of them can be read with."""
-    directory = epath.Path(item)
-    faults: list[SafetensorsError] = []
-    tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
+    """Return what is wrong with arrays and strings; raises the fault that keeps all of them from being read."""
+    if TREE_FILE not in names(epath.Path(item)):
+        raise MissingError(f"{item}/{TREE_FILE}: is missing")
     finished = find(item)
-    if uses_ocdbt(tree, directory) and any(leaf.kind != STRING for leaf in tree.leaves.values()):
+    opening: list[SafetensorsError] = []
+    checkpoint = open_item(finished, finished.items[0], Budget(1), opening.append, opening.append)
+    faults: list[SafetensorsError] = []
+    if checkpoint.ocdbt and (opening or any(leaf.kind != STRING for leaf in checkpoint.leaves.values())):
         faults += index_faults(item, tensors, names_tensors=names_tensors)
-    checkpoint = open_item(finished, finished.items[0], Budget(1), faults.append)
-    faults += checkpoint.incomplete()
+    faults += [*opening, *checkpoint.incomplete()]
     for name, leaf in checkpoint.leaves.items():
         try:
             if leaf.kind == STRING:

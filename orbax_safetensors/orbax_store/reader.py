@@ -42,7 +42,7 @@ from orbax_safetensors.orbax_store.leaf import (
 )
 from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
 from orbax_safetensors.orbax_store.recorded_tree import RecordedLeaf, RecordedTree
-from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
+from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings, warn
 from orbax_safetensors.storage.paths import PathLike
 
 _STRINGS_FILE = "_strings.json"
@@ -275,22 +275,24 @@ def _refuse(fault: SafetensorsError) -> None:
     raise fault
 
 
-def uses_ocdbt(tree: RecordedTree, directory: epath.Path) -> bool:
-    """Return whether the arrays of an item are in Orbax's database."""
-    if tree.ocdbt is not None:
-        return tree.ocdbt
-    with storage_errors(os.fspath(directory)):
-        return bool(ocp.type_handlers.is_ocdbt_checkpoint(directory))
-
-
 def open_item(
-    finished: FinishedCheckpoint, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
+    finished: FinishedCheckpoint,
+    name: str,
+    budget: Budget,
+    report: Callable[[SafetensorsError], None] = _refuse,
+    unknown: Callable[[StorageError], None] = warn,
 ) -> OrbaxCheckpoint:
-    """Return the item `name`, without arrays that do not open; passes the fault of each of these to `report`."""
+    """Return the item `name`, without arrays that do not open, each of whose faults is passed to `report`.
+
+    `unknown` is as for `parse_shardings`.
+    """
     directory = finished.item(name)
     item = os.fspath(directory)
     tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
-    ocdbt = uses_ocdbt(tree, directory)
+    ocdbt = tree.ocdbt
+    if ocdbt is None:
+        with storage_errors(item):
+            ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(directory)
     context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
     opening = {}
     for name, leaf in tree.leaves.items():
@@ -318,7 +320,7 @@ def open_item(
         except StorageError as fault:
             report(fault)
     with storage_errors(item):
-        shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item)
+        shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item, unknown)
         random_keys = _random_keys(directory)
     leaves = {
         name: _leaf(leaf, stores.get(name), shardings.get(name), random_keys.get(name))
