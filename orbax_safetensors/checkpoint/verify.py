@@ -21,8 +21,8 @@ from orbax_safetensors.storage.paths import PathLike, place
 def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Return every fault of a checkpoint: of headers, sizes, the index and its files. The list is empty if it is valid.
 
-    If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, and each address of
-    that index has to be in a tensor.
+    If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, each address of that
+    index has to be in a tensor, and Orbax has to be able to read its files.
 
     The format has no checksums, so any bytes of tensors are valid. With `data`, they are read, in memory that does not
     grow with the files, and compared with the checksums that a save has recorded, and with the SHA-256 that the Hugging
@@ -31,7 +31,7 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
 
     `path` is as for `open_checkpoint`. Of `options`, `storage_options` count, and with `data` also `threads`, `direct`
     and `in_flight_bytes`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is checked.
-    There, each array has to open, and chunks are not read; with `data`, that is an error.
+    Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
 
     Raises `StorageError` if there is no checkpoint or it was never finished. Raises `ChecksumError` if the record of
     checksums is damaged, or if `data` is set and `path` is a checkpoint of Orbax.

@@ -183,9 +183,9 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         merge(staging.made, staging.path)
         staging.keep_data()
     checkpoint = decision.checkpoint
-    small = step_files(decision.envelope.custom_metadata) | item_files(decision.tree(made), whole=decision.whole)
+    small = item_files(decision.tree(made), whole=decision.whole)
     staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, checkpoint.mapped is None, small))
-    for name, content in small.items():
+    for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.in_source:
         staging.link_files([*(file.path for file in checkpoint.files), *_model_files(decision.request)])

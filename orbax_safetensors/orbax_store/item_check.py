@@ -40,7 +40,8 @@ def item_faults(
         faults += _array_faults(item, tensors, names_tensors=names_tensors)
     except SafetensorsError as fault:
         faults.append(fault)
-    return [*faults, *_metadata_faults(epath.Path(item))]
+    faults += _metadata_faults(epath.Path(item))
+    return list({str(fault): fault for fault in faults}.values())  # two readers may find the same
 
 
 def _array_faults(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from tests.support import stock_orbax
 from tests.support.damage import damages
 from tests.support.files import random_bits, write
@@ -93,6 +94,57 @@ def is_data(directory, name, what):
 @pytest.mark.parametrize("kind", MAKE)
 def test_an_index_without_damage_has_no_faults(directories, kind):
     assert ost.verify(directories[kind]) == []
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"], ids=["deleted", "empty", "cut"])
+@pytest.mark.parametrize("name", ["_METADATA", "_sharding", "array_metadatas/process_0", "manifest.ocdbt", "d"])
+def test_a_damaged_file_is_one_fault_and_not_one_for_each_array(directories, tmp_path, name, content):
+    good = directories["a save"]
+    name = name if name != "d" else next(good.glob("d/*")).relative_to(good).as_posix()
+    faults = ost.verify(damaged(good, name, content, tmp_path / "damaged"))
+    assert 1 <= len(faults) <= 2  # a digest that differs, and what that does to Orbax
+    assert {type(fault) for fault in faults} <= {ost.MissingError, ost.StorageError}
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"files": {}, "names_tensors": true, "index": 3}'])
+def test_a_damaged_note_is_a_fault(directories, tmp_path, content):
+    (fault,) = ost.verify(damaged(directories["a save"], NOTE_FILE, content, tmp_path / "damaged"))
+    assert "is not what a link or a save has written" in str(fault)
+
+
+def test_an_index_of_an_earlier_version_has_no_digests(directories, tmp_path):
+    note = json.loads((directories["a save"] / NOTE_FILE).read_text())
+    del note["index"]
+    path = damaged(directories["a save"], NOTE_FILE, json.dumps(note).encode(), tmp_path / "earlier")
+    assert ost.verify(path) == []
+    (path / "_sharding").write_text('{"dw==": "{}"}')
+    (fault,) = ost.verify(path)
+    assert "_sharding: is not what Orbax writes" in str(fault)
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_a_checkpoint_that_orbax_has_written(tmp_path, ocdbt):
+    array = jax.device_put(RNG.standard_normal((64, 64)).astype(F4))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        checkpointer.save(tmp_path / "stock", {"w": array, "name": "x"})
+    assert ost.verify(tmp_path / "stock") == []
+    largest = max((tmp_path / "stock").rglob("*"), key=lambda path: path.stat().st_size)
+    if ocdbt:
+        os.truncate(largest, largest.stat().st_size // 2)
+    else:
+        largest.unlink()
+    (fault,) = ost.verify(tmp_path / "stock")
+    assert ("expected at least" if ocdbt else "'w': chunks are missing") in str(fault)
+    (tmp_path / "stock" / "_strings.json").unlink()
+    assert len(ost.verify(tmp_path / "stock")) == 2
+
+
+def test_a_step_of_safetensors_is_checked_as_they_are(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_handlers=ost.SafetensorsHandler()) as manager:
+        manager.save(3, args=ost.SafetensorsSave({"w": W}, index=True))
+    assert ost.verify(tmp_path) == ost.verify(tmp_path / "3") == []
+    os.truncate(tmp_path / "3" / "default" / "model.safetensors", 100)
+    assert [type(fault) for fault in ost.verify(tmp_path)] == [ost.HeaderError]
 
 
 @pytest.mark.process
