@@ -19,8 +19,9 @@ from orbax_safetensors.orbax_store.directories import absolute, kvstore, size
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
 from orbax_safetensors.orbax_store.operations import storage_errors
 
-# Where a value lies, as `ts.ocdbt.dump` writes it: the path as in a URL, offset and length.
-_LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
+# Where a value lies, as `ts.ocdbt.dump` writes it: both parts of the path as in a URL, offset and length. The first
+# part is the directory of another database that this one was merged from, if it was.
+_LOCATION = re.compile(r"value:([^:]*):(.*):(\d+):(\d+)", re.DOTALL)
 
 # Files that TensorStore has written: of this database, of arrays that a link made, and of each process of Orbax.
 _DATA = re.compile(rf"((made|{re.escape(PROCESS_SUBDIR_PREFIX)}[^/]*)/)*d/[^/]*", re.DOTALL)
@@ -87,5 +88,5 @@ def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
                 if "location" in entry:
                     nodes.append(entry["location"])
                 elif location := _LOCATION.fullmatch(entry.get("indirect_value", "")):
-                    file = os.fsdecode(unquote_to_bytes(location[1]))
-                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(location[2]), int(location[3]))
+                    file = os.fsdecode(unquote_to_bytes(location[1] + location[2]))
+                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(location[3]), int(location[4]))
