@@ -79,3 +79,8 @@ __all__ = [
     "unregister",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the rooms of the package that their imports have left here."""
+    return [*__all__, "__version__"]

@@ -11,11 +11,12 @@ _MAX_MESSAGE = 4000
 class SafetensorsError(ValueError):
     """Base of every error that this package raises about a checkpoint or a request.
 
-    A message that is too long loses its middle: the file is at its beginning, the found value at its end.
+    A message that is too long loses its middle: the file is at its beginning, the found value at its end. It is one
+    line, and what a terminal would act upon is escaped: names of files and tensors may have any characters.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(bounded(message))
+        super().__init__(printable(bounded(message)))
 
 
 def bounded(message: str, most: int = _MAX_MESSAGE) -> str:
@@ -24,6 +25,13 @@ def bounded(message: str, most: int = _MAX_MESSAGE) -> str:
     if left_out <= 0:
         return message
     return f"{message[: most // 2]}... ({left_out} characters) ...{message[-(most // 2) :]}"
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters and the like escaped."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class HeaderError(SafetensorsError):
@@ -36,6 +44,10 @@ class IndexFileError(SafetensorsError):
 
 class TensorMismatchError(SafetensorsError):
     """A requested name, shape or dtype differs from the stored one."""
+
+
+class TargetTypeError(TensorMismatchError, TypeError):
+    """A target, or a leaf of one, is of a Python type that describes no array. Also a `TypeError`."""
 
 
 class ChecksumError(SafetensorsError):

@@ -1,11 +1,13 @@
 """The rooms of the package, and the rule who may enter them: an arrow may skip floors, never climb."""
 
 import ast
+import functools
 import re
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import orbax_safetensors
 
@@ -29,14 +31,17 @@ MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 
 
-def imports(module: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str) -> frozenset[str]:
     """Absolute names of all that a module imports, wherever in it."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(names)
 
 
 def room_of(name: str) -> str:
@@ -109,6 +114,15 @@ def test_every_public_name_is_there():
     for name in orbax_safetensors.__all__:
         assert getattr(orbax_safetensors, name) is not None
     assert orbax_safetensors.__all__ == sorted(orbax_safetensors.__all__)
+    assert set(dir(orbax_safetensors)) == {*orbax_safetensors.__all__, "__version__"}
+
+
+def test_a_call_of_the_restore_package_names_load():
+    import orbax_safetensors.restore.run
+
+    assert orbax_safetensors.restore.run.restore
+    with pytest.raises(TypeError, match=r"orbax_safetensors\.restore is a package; .* orbax_safetensors\.load"):
+        orbax_safetensors.restore("/models/qwen3")
 
 
 def test_tests_share_only_what_is_in_support():

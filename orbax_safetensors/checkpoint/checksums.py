@@ -58,7 +58,7 @@ class Comparison:
         if len(changed) == 1:
             raise changed[0]
         if changed:
-            raise ChecksumError(f"{len(changed)} tensors have changed: {some(changed, separator='; ')}")
+            raise ChecksumError(f"{len(changed)} tensors differ from their checksums: {some(changed, separator='; ')}")
         logger.info(
             "%s: compared %d of %d tensors with the checksums of their save",
             self._checkpoint.path,
@@ -94,8 +94,8 @@ def other_file(checkpoint: Checkpoint, number: int, recorded: FileChecksums) -> 
     if stored.fingerprint == recorded.fingerprint and stored.header.tensors.keys() == recorded.tensors.keys():
         return None
     return ChecksumError(
-        f"{stored.path}: is not the file that was saved: expected {dict(recorded.fingerprint)}, found "
-        f"{dict(stored.fingerprint)}"
+        f"{stored.path}: is not the file that {CHECKSUMS_NAME} records: expected {dict(recorded.fingerprint)}, "
+        f"found {dict(stored.fingerprint)}"
     )
 
 
@@ -112,8 +112,8 @@ def changed_tensors(
         if is_whole and (found := crc_of(part, entry.nbytes)) != (expected := recorded.tensors[name]):
             faults.append(
                 ChecksumError(
-                    f"{stored.path}: tensor {name!r}: its bytes have changed since the save: expected CRC-32 "
-                    f"{expected:08x}, found {found:08x}"
+                    f"{stored.path}: tensor {name!r}: its bytes are not those that {CHECKSUMS_NAME} records: "
+                    f"expected CRC-32 {expected:08x}, found {found:08x}"
                 )
             )
     return faults, int(whole.sum())

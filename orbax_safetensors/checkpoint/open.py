@@ -25,9 +25,9 @@ def open_checkpoint(
     """Read the index and all headers of a checkpoint, and validate them.
 
     `path` is one `.safetensors` file or a directory: if it has an index (`*.safetensors.index.json`), the files and
-    tensors that it names, otherwise all `.safetensors` files that are not hidden. With a family, or one registered for
-    the architecture in `config.json`, the checkpoint's `leaves` are the model's tree; see `SafetensorsRestore`. Of
-    `options`, `dequantize` and `storage_options` count.
+    tensors that it names, otherwise all `.safetensors` files that are not hidden. A `~` at its beginning is the home
+    directory. With a family, or one registered for the architecture in `config.json`, the checkpoint's `leaves` are the
+    model's tree; see `SafetensorsRestore`. Of `options`, `dequantize` and `storage_options` count.
 
     `path` may be a URL as well: of an object store (`gs://`, `s3://`, `az://`, `abfs://`), of a plain server
     (`https://`, `http://`) or on the Hugging Face Hub (`hf://owner/name[@revision][/path]`). A plain server, which does

@@ -20,6 +20,7 @@ from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.replace import recover
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import UNKNOWN
 
@@ -67,6 +68,8 @@ def _read(
 ) -> Checkpoint:
     """Read a checkpoint, and pass each fault to `report` that does not prevent looking for more."""
     store, path = store_of(path, storage_options)
+    if store.is_local:
+        recover(path)
     paths, index = checkpoint_files(store, path, report)
     files = []
     usual = index is None and not store.lists and paths != [path]

@@ -25,8 +25,10 @@ import numpy as np
 from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.heat_map import draw, stretches
-from orbax_safetensors.cli.tables import Printer, Share, Size, clean
+from orbax_safetensors.cli.tables import Printer, Share, Size
 from orbax_safetensors.cost.heat import Heat
+from orbax_safetensors.errors import printable
+from orbax_safetensors.storage.paths import as_text, place
 
 PROCESSES = 2
 DEVICES = 4  # of each process
@@ -74,8 +76,8 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         raise SafetensorsError(
             "the demo compares with the safetensors package, which is not installed: pip install safetensors"
         )
-    path = os.path.abspath(args.path or installed_weights())
-    picture = Path(args.output)
+    path = place(args.path or installed_weights())
+    picture = Path(as_text(args.output))
     if not picture.absolute().parent.is_dir():
         raise StorageError(f"{picture}: there is no directory to write it to")
     checkpoint = read_checkpoint(path)
@@ -155,7 +157,7 @@ def _raise_failure(workers: list[subprocess.Popen[bytes]], logs: list[Path]) -> 
 def _failure(number: int, what: str, logs: list[Path]) -> SafetensorsError:
     """Return the error to raise for a worker, once the end of its output is shown."""
     for line in logs[number].read_text(errors="replace").splitlines()[-_SHOWN_LINES:]:
-        print(f"process {number}: {clean(line)}", file=sys.stderr)
+        print(f"process {number}: {printable(line)}", file=sys.stderr)
     return SafetensorsError(f"process {number} of the demo {what}; the end of its output is above")
 
 
@@ -211,7 +213,7 @@ def drawn(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[st
         f"What {PROCESSES} processes have read to restore {len(checkpoint.tensors):,} arrays, sharded over "
         f"{PROCESSES * DEVICES} devices."
     )
-    lines = "<br>".join(escape(clean(line)) for line in faults or [_all_equal(reports)])
+    lines = "<br>".join(escape(printable(line)) for line in faults or [_all_equal(reports)])
     verdict = f'<p class="{"bad" if faults else "good"}">{lines}</p>'
     return draw(checkpoint, Heat(needed, read), summary=summary, facts=facts, verdict=verdict)
 

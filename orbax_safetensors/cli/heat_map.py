@@ -18,8 +18,9 @@ import numpy as np
 
 from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.heat_page import PAGE
-from orbax_safetensors.cli.tables import clean, human_bytes
+from orbax_safetensors.cli.tables import human_bytes
 from orbax_safetensors.cost.heat import Heat
+from orbax_safetensors.errors import printable
 
 # Rows of a box, stretches of the longest file if every file has a line of its own, and of all files if not.
 _ROWS = 64
@@ -49,7 +50,7 @@ def draw(
     rows = _rows(processes)
     sizes = np.concatenate([np.diff(cut) for cut in cuts])
     first = np.cumsum([0, *(len(cut) - 1 for cut in cuts)]).tolist()
-    names = [clean(posixpath.basename(file.path)) for file in checkpoint.files]
+    names = [printable(posixpath.basename(file.path)) for file in checkpoint.files]
     lines = len(cuts) <= _LINES
     longest = max(file.header.file_bytes for file in checkpoint.files)
     data: dict[str, Any] = {
@@ -65,11 +66,11 @@ def draw(
     }
     low, high = _ROW_HEIGHTS
     fields = {
-        "title": escape(clean(checkpoint.path)),
+        "title": escape(printable(checkpoint.path)),
         "summary": escape(summary),
         "verdict": verdict,
         "facts": "".join(
-            f'<tr><td class="left">{escape(name)}</td><td>{escape(clean(text))}</td></tr>\n' for name, text in facts
+            f'<tr><td class="left">{escape(name)}</td><td>{escape(printable(text))}</td></tr>\n' for name, text in facts
         ),
         "least": f"1/{2 * processes:,}",
         "widths": ", to scale" if lines else "",
@@ -127,7 +128,9 @@ def _tensors(checkpoint: Checkpoint, cuts: Sequence[np.ndarray]) -> list[tuple[s
         stop = np.searchsorted(begin, cut[1:], "left").tolist()
         for low, high in zip(first, stop, strict=True):
             none = low >= high
-            out.append(("", "", 0) if none else (clean(entries[low][2]), clean(entries[high - 1][2]), high - low))
+            out.append(
+                ("", "", 0) if none else (printable(entries[low][2]), printable(entries[high - 1][2]), high - low)
+            )
     return out
 
 

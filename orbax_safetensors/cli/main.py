@@ -12,8 +12,9 @@ from orbax_safetensors import SafetensorsError
 from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.partition import UsageError
 from orbax_safetensors.cli.progress import Warnings
-from orbax_safetensors.cli.tables import Printer, clean
+from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.devices.rules import RuleError
+from orbax_safetensors.errors import printable
 
 _COMMANDS = {
     "inspect": inspect,
@@ -63,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except UsageError as error:
-        command.error(clean(str(error)))
+        command.error(printable(str(error)))
     except RuleError as error:  # which begins with the name of the option
-        command.error(clean(f"--{error}"))
+        command.error(printable(f"--{error}"))
     except BrokenPipeError:
         # The reader has all it wanted. What is still buffered must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (SafetensorsError, OSError) as error:
-        print(f"error: {clean(str(error))}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -40,12 +40,13 @@ from orbax_safetensors.cli.partition import (
 )
 from orbax_safetensors.cli.plan_picture import draw_plan
 from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
-from orbax_safetensors.cli.tables import Printer, clean
+from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
 from orbax_safetensors.cost.estimate import estimate
+from orbax_safetensors.errors import printable
 from orbax_safetensors.restore.plan import distribution
 from orbax_safetensors.storage.memory import no_collection
-from orbax_safetensors.storage.paths import place
+from orbax_safetensors.storage.paths import as_text, place
 
 # Arrays that a warning lists before it says how many more there are.
 _LISTED = 3
@@ -132,8 +133,10 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             raise UsageError(f"--{option} is for one --mesh")
     if args.save and args.picture is not None:
         raise UsageError("--picture is of a restore, and --save asks for a save")
-    if args.picture is not None and not Path(args.picture).absolute().parent.is_dir():
-        raise StorageError(f"{args.picture}: there is no directory to write it to")
+    if args.picture is not None:
+        args.picture = as_text(args.picture)
+        if not Path(args.picture).absolute().parent.is_dir():
+            raise StorageError(f"{args.picture}: there is no directory to write it to")
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
@@ -280,4 +283,6 @@ def _refusal(scenario: Scenario) -> str:
     uneven, shapes, axes = scenario.uneven, scenario.shapes, scenario.axes
     named = [f"{name!r} of shape {shapes[name]} by {axes_text(axes[name])}" for name in uneven[:_LISTED]]
     more = f" and {len(uneven) - _LISTED:,} more" if len(uneven) > _LISTED else ""
-    return clean(f"JAX has no arrays with shards of unequal size, so a restore is refused: {', '.join(named)}{more}")
+    return printable(
+        f"JAX has no arrays with shards of unequal size, so a restore is refused: {', '.join(named)}{more}"
+    )

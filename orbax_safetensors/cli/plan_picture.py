@@ -7,9 +7,10 @@ from html import escape
 from orbax_safetensors.cli.heat_map import draw, stretches
 from orbax_safetensors.cli.partition import mesh_text
 from orbax_safetensors.cli.plan_tables import Scenario, worst_leaves
-from orbax_safetensors.cli.tables import clean, human_bytes
+from orbax_safetensors.cli.tables import human_bytes
 from orbax_safetensors.cli.units import human_seconds
 from orbax_safetensors.cost.heat import heat
+from orbax_safetensors.errors import printable
 
 _WORST = 20
 
@@ -51,7 +52,7 @@ def _leaves(scenario: Scenario) -> str:
     if not rows:
         return ""
     cells = "".join(
-        f'<tr><td class="left name">{escape(clean(row.text))}</td><td>{human_bytes(row.needed_bytes)}</td>'
+        f'<tr><td class="left name">{escape(printable(row.text))}</td><td>{human_bytes(row.needed_bytes)}</td>'
         f"<td>{human_bytes(row.read_bytes)}</td><td>{row.over_read:.2f}</td>"
         + (
             "<td></td><td></td></tr>\n"

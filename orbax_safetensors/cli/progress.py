@@ -8,8 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from orbax_safetensors.cli.tables import clean, human_bytes
+from orbax_safetensors.cli.tables import human_bytes
 from orbax_safetensors.cli.units import human_seconds
+from orbax_safetensors.errors import printable
 
 # All that the package logs.
 _LOGGER = logging.getLogger(__package__.partition(".")[0])
@@ -26,7 +27,7 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
-        self._say(f"{record.levelname.lower()}: {clean(record.getMessage())}")
+        self._say(f"{record.levelname.lower()}: {printable(record.getMessage())}")
 
     def __enter__(self) -> Self:
         self._before = _LOGGER.handlers, _LOGGER.propagate

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import humanize
 
 from orbax_safetensors.cli.units import human_seconds
+from orbax_safetensors.errors import printable
 
 # Spaces between the columns of a listing.
 _GAP = 2
@@ -38,13 +39,6 @@ def human_bytes(nbytes: int) -> str:
     return humanize.naturalsize(nbytes, binary=True)
 
 
-def clean(text: str) -> str:
-    """Return `text` on one line, with control characters and the like escaped: a stored name may hold any character."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def shape_text(shape: Sequence[int]) -> str:
     """Return a shape as JSON writes it, without spaces."""
     return "[" + ",".join(map(str, shape)) + "]"
@@ -62,11 +56,11 @@ def _for_people(cell: Cell) -> str:
             return f"{cell:.2f}"
         case int():
             return f"{cell:,}"
-    return clean(cell)
+    return printable(cell)
 
 
 def _for_programs(cell: Cell) -> str:
-    return clean(cell) if isinstance(cell, str) else f"{cell:.6g}" if isinstance(cell, float) else str(int(cell))
+    return printable(cell) if isinstance(cell, str) else f"{cell:.6g}" if isinstance(cell, float) else str(int(cell))
 
 
 class Printer:
@@ -89,7 +83,7 @@ class Printer:
 
     def line(self, text: str) -> None:
         """Print one line of text, control characters escaped; on a terminal it may wrap."""
-        print(clean(text), file=self._stream)
+        print(printable(text), file=self._stream)
         self._blocks += 1
 
     def json(self, document: object) -> None:
@@ -165,7 +159,7 @@ class Printer:
             ]
             self._line(f" {(' ' * _GAP).join((name.ljust(room), *cells))}", style)
             for line in extra:
-                self._line(f"   {clean(line)}", note_style)
+                self._line(f"   {printable(line)}", note_style)
             if not number:
                 self._line(" " + "─" * (self._console.width - 2), "")
 

@@ -1,7 +1,11 @@
-"""`safetensors.checksums.json`: the checksum of every tensor that a save has written, which no header can hold."""
+"""`safetensors.checksums.json`: the checksum of every tensor that a save has written, which no header can hold.
+
+The record has a digest of itself, so that damage to it is not taken for damage to a tensor.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -27,13 +31,11 @@ class FileChecksums:
 
 def encode(files: Mapping[str, FileChecksums]) -> bytes:
     """Return the content of `CHECKSUMS_NAME` for files by name."""
-    document = {
-        "algorithm": _ALGORITHM,
-        "files": {
-            name: {**of_file.fingerprint, "tensors": {tensor: f"{crc:08x}" for tensor, crc in of_file.tensors.items()}}
-            for name, of_file in files.items()
-        },
+    facts = {
+        name: {**of_file.fingerprint, "tensors": {tensor: f"{crc:08x}" for tensor, crc in of_file.tensors.items()}}
+        for name, of_file in files.items()
     }
+    document = {"algorithm": _ALGORITHM, "files_sha256": _digest(facts), "files": facts}
     return f"{json.dumps(document, indent=1)}\n".encode()
 
 
@@ -43,9 +45,16 @@ def parse(content: bytes, *, path: str) -> dict[str, FileChecksums]:
         document = json.loads(content)
         if (algorithm := document["algorithm"]) != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM}, found {algorithm!r:.80}")
+        digest = _digest(document["files"])
+        if document.get("files_sha256", digest) != digest:  # earlier versions did not write it
+            raise ValueError("the record was changed: its files_sha256 is not that of its files")
         return {name: _of_file(dict(facts)) for name, facts in document["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ChecksumError(f"{path}: does not have the checksums of a save: {error!r:.200}") from error
+
+
+def _digest(files: Any) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _of_file(facts: dict[str, Any]) -> FileChecksums:

@@ -155,13 +155,17 @@ def header_length(prefix: bytes, file_nbytes: int, *, file: str) -> int:
     Raises HeaderError if there are not 8, or if `N` is over the limit or reaches beyond the file: so many bytes are
     safe to allocate.
     """
-    not_safetensors = f"{file}: is not a safetensors file"  # most other files begin with text, which makes a huge `N`
+    not_safetensors = f"{file}: is not a safetensors file"  # others begin with text or a mark, which makes a huge `N`
     if len(prefix) < PREFIX_BYTES or file_nbytes < PREFIX_BYTES:
         found = min(len(prefix), file_nbytes)
         raise HeaderError(f"{not_safetensors}: expected at least {PREFIX_BYTES} bytes, found {found}")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if length > max(MAX_HEADER_BYTES, file_nbytes - PREFIX_BYTES):
+        raise HeaderError(
+            f"{not_safetensors}: expected the length of a header in its first bytes, found {prefix[:PREFIX_BYTES]!r}"
+        )
     if length > MAX_HEADER_BYTES:
-        raise HeaderError(f"{not_safetensors}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
+        raise HeaderError(f"{file}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
     if PREFIX_BYTES + length > file_nbytes:
         raise HeaderError(
             f"{file}: expected {PREFIX_BYTES + length} bytes up to the data, found a file of {file_nbytes}"

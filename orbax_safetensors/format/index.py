@@ -15,6 +15,9 @@ from orbax_safetensors.format.json_reader import JsonReader
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
+UNFINISHED = b'{"unfinished": "a save"}\n'
+"""What stands in the place of an index until the files that it names are complete; no reader takes it for an index."""
+
 _FILE_SUFFIX = ".safetensors"
 _TOTAL_SIZE = "total_size"
 _DEPTH = 2  # level of nesting of the values in an index
@@ -79,6 +82,8 @@ class Index:
                         reader.texts(weight_map)
                 elif key == "metadata":
                     metadata = _read_metadata(reader)
+                elif key == "unfinished":
+                    raise IndexFileError("is of a save or a conversion that is at work, or was interrupted")
                 else:
                     reader.skip(_DEPTH)
             reader.end()
@@ -123,13 +128,11 @@ def check_file_name(name: str, *, file: str) -> None:
     """Check that `name`, from the index `file`, is the plain name of a `.safetensors` file beside the index.
 
     Judges the string and does not follow links: Hugging Face's caches consist of symlinks out of the directory.
-    Raises IndexFileError for a path, a URL, a hidden name, or a value that is not a name at all.
+    Raises IndexFileError for a path, a URL, a hidden or unprintable name, or a value that is not a name at all.
     """
     if type(name) is not str:
         raise IndexFileError(f"{file}: expected the name of a file, found {shown(name)}")
-    # A colon ends a scheme or a Windows drive. A surrogate has no bytes for a name on a disk.
-    is_plain = not any(part in name for part in ("/", "\\", "..", ":", "\0")) and not any(
-        "\ud800" <= character <= "\udfff" for character in name
-    )
+    # A colon ends a scheme or a Windows drive. What is not printable may look like another name.
+    is_plain = name.isprintable() and not any(part in name for part in ("/", "\\", "..", ":"))
     if not is_plain or name.startswith(".") or not name.endswith(_FILE_SUFFIX):
         raise IndexFileError(f"{file}: expected one plain file name that ends in {_FILE_SUFFIX}, found {shown(name)}")

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from orbax_safetensors.errors import printable
 from orbax_safetensors.format.header import shown
 
 _T = TypeVar("_T")
@@ -23,7 +24,7 @@ _NEAR = 20
 def some(items: Sequence[_T], text: Callable[[_T], str] = str, separator: str = ", ") -> str:
     """Return the first few of `items`, each as its `text`, and how many more there are."""
     more = len(items) - _LISTED
-    return separator.join(text(item) for item in items[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(printable(text(item)) for item in items[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def same(name: str, names: Container[str]) -> str:

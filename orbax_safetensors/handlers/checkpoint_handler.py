@@ -53,7 +53,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
     def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:
         """Restore the item in `directory`; see `SafetensorsRestore`."""
-        args = SafetensorsRestore() if args is None else _checked(args, SafetensorsRestore)
+        args = SafetensorsRestore() if args is None else checked(args, SafetensorsRestore)
         return restore(
             directory,
             args.item,
@@ -104,12 +104,8 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
-    def clear(self, directory: epath.PathLike, args: SafetensorsSave) -> None:
-        """Delete what is in `directory`, once `args` have been checked for a save to it. Every process calls this."""
-        self._prepare(directory, args, "deleted")
-
     def _prepare(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
-        args = _checked(args, SafetensorsSave)
+        args = checked(args, SafetensorsSave)
         return prepare_save(
             args.item,
             args.save_args,
@@ -224,7 +220,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     index: bool | None = None
 
 
-def _checked(args: Any, kind: type[_Args]) -> _Args:
+def checked(args: Any, kind: type[_Args]) -> _Args:
     """Return `args`; those of another handler may have fields of the same names, and more that would be lost."""
     if not isinstance(args, kind):
         raise SafetensorsError(f"expected orbax_safetensors.{kind.__name__}, found {type(args).__name__}")

@@ -13,17 +13,26 @@ import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
-from orbax_safetensors.handlers.checkpoint_handler import SafetensorsHandler, SafetensorsRestore, SafetensorsSave
+from orbax_safetensors.handlers.checkpoint_handler import (
+    SafetensorsHandler,
+    SafetensorsRestore,
+    SafetensorsSave,
+    checked,
+)
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, step_record
+from orbax_safetensors.save.destination import check_replaceable, replace_checkpoint
 from orbax_safetensors.save.write import read_beside, write_beside
-from orbax_safetensors.storage.paths import as_text, is_url
+from orbax_safetensors.storage.paths import is_url, place
+from orbax_safetensors.storage.replace import recover, remove
 
 _Args = TypeVar("_Args")
 
@@ -59,48 +68,72 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
     ) -> None:
         """Save with the arguments of `SafetensorsSave` or an instance of it. Every process calls this.
 
-        With `force`, all that is in `directory` is deleted once the tree has been checked; without it, a directory that
-        exists is an error before anything is written. `metadata` returns `custom_metadata`.
+        With `force`, the new checkpoint takes the place of all that is in `directory`, once it is complete and on the
+        disk; without it, a directory that exists is an error before anything is written. A save that fails leaves
+        `directory` as it was, and nothing beside it. `metadata` returns `custom_metadata`.
 
         Raises:
           SafetensorsError: the tree or the metadata cannot be stored.
-          StorageError: `directory` is a URL and holds something, or cannot be written.
+          StorageError: `directory` is a URL and holds something, or cannot be written or replaced.
           ValueError: `directory` is a path and exists.
         """
-        if (url := _url(directory)) is None:
-            if force and os.path.isdir(directory):  # which Orbax would delete before it looks at the tree
-                self._handler.clear(directory, _as_args(SafetensorsSave, args, kwargs))
-            super().save(directory, *args, force=force, custom_metadata=custom_metadata, **kwargs)
+        directory = place(directory)
+        if not is_url(directory):
+            save_args = _as_args(SafetensorsSave, args, kwargs)
+            self._save_to_path(os.path.realpath(directory), save_args, force=force, custom_metadata=custom_metadata)
             return
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
-        self._handler.save(url, _as_args(SafetensorsSave, args, kwargs), existing="deleted" if force else "refused")
-        finished = f"Checkpoint commit was successful to {url}"
+        self._handler.save(
+            directory, _as_args(SafetensorsSave, args, kwargs), existing="replaced" if force else "refused"
+        )
+        finished = f"Checkpoint commit was successful to {directory}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
-        write_beside(url, files, options=self._options)
+        write_beside(directory, files, options=self._options)
+
+    def _save_to_path(self, path: str, args: Any, *, force: bool, custom_metadata: dict[str, Any] | None) -> None:
+        """Let Orbax save to `path`, or with `force` beside it, and then exchange the two.
+
+        What lies beside has a name that Orbax gives unfinished checkpoints, and goes if the save fails. If the save is
+        killed, the next one deletes it.
+        """
+        recover(path)
+        beside = f"{path}{ocp.path.atomicity.TMP_DIR_SUFFIX}"
+        if force:
+            check_replaceable(path, args.config, args.like)
+        destination = epath.Path(beside if force else path)
+        try:
+            super().save(destination, args=args, force=force, custom_metadata=custom_metadata)
+            if force:
+                together(new_key("replace", path), lambda: replace_checkpoint(beside, path))
+        except BaseException:
+            if jax.process_index() == 0 and (force or not os.path.lexists(path)):
+                remove(os.fspath(self.get_temporary_path(destination).get()))
+                remove(beside)
+            raise
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""
+        directory = place(directory)
         if not _is_ours(directory):
+            recover(directory)
             return super().restore(directory, *args, **kwargs)
-        return self._handler.restore(
-            _url(directory) or epath.Path(directory), _as_args(SafetensorsRestore, args, kwargs)
-        )
+        return self._handler.restore(directory, _as_args(SafetensorsRestore, args, kwargs))
 
     def metadata(self, directory: epath.PathLike) -> Any:
         """Return the metadata of a directory or one file, with the tensors in `item_metadata`."""
-        url = _url(directory)
+        directory = place(directory)
         # If this raised inside of Orbax, Orbax would go on without it.
-        item_metadata = self._handler.metadata(url or epath.Path(directory))
+        item_metadata = self._handler.metadata(directory)
         if not _is_ours(directory):
             return super().metadata(directory)
-        text = None if url is None else read_beside(url, STEP_FILE, options=self._options)
+        text = read_beside(directory, STEP_FILE, options=self._options) if is_url(directory) else None
         if text is None:
             return ocp.metadata.StepMetadata(item_metadata=item_metadata)
         try:
             return deserialize_step_metadata(json.loads(text), item_metadata=item_metadata)
         except (TypeError, ValueError, RecursionError) as error:
-            raise StorageError(f"{url}: {STEP_FILE}: {error}") from error
+            raise StorageError(f"{directory}: {STEP_FILE}: {error}") from error
 
     def _step_file(self, began: int, custom_metadata: dict[str, Any] | None) -> str:
         """Return the record of a step that is finished now; raises `SafetensorsError` if Orbax cannot record it."""
@@ -114,16 +147,10 @@ def _as_args(kind: type[_Args], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the arguments of a handler as `ocp.Checkpointer` takes them: one by one, or an instance of `kind`."""
     for arg in (*args, *kwargs.values()):
         if isinstance(arg, ocp.args.CheckpointArgs):
-            return arg
+            return checked(arg, kind)
     return kind(*args, **kwargs)
 
 
-def _url(path: epath.PathLike) -> str | None:
-    """Return a path that is a URL as text, the same for `epath.Path` and `str`; None for any other path."""
-    text = as_text(path)
-    return text if is_url(text) else None
-
-
-def _is_ours(path: epath.PathLike) -> bool:
+def _is_ours(path: str) -> bool:
     """Return whether Orbax refuses a path: a file, which it takes for an unfinished checkpoint, or a URL."""
-    return _url(path) is not None or os.path.isfile(os.fspath(path))
+    return is_url(path) or os.path.isfile(path)

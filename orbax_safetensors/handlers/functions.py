@@ -17,6 +17,7 @@ from orbax_safetensors.restore.request import of_target
 from orbax_safetensors.restore.run import restore
 from orbax_safetensors.storage.local import check_makeable
 from orbax_safetensors.storage.paths import PathLike, is_url, place
+from orbax_safetensors.storage.replace import recover
 
 
 def load(
@@ -71,7 +72,8 @@ def save(
       path: a directory that does not exist, or the URL of one on an object store.
       tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
       family, variant, config, like, metadata, max_file_bytes, index: as for `SafetensorsSave`.
-      force: delete what is in `path` once the tree has been checked.
+      force: put the new checkpoint in the place of all that is in `path`, once it is complete. On a file system, `path`
+        is there at every moment, and a save that fails changes nothing.
       options: how bytes are moved.
 
     Raises:
@@ -81,6 +83,7 @@ def save(
     directory = place(path)
     if not is_url(directory):
         check_makeable(directory)
+        recover(directory)
         if not force and os.path.lexists(directory):
             raise StorageError(f"{directory}: already exists; pass force=True to replace it")
     args = SafetensorsSave(

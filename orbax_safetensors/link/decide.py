@@ -151,7 +151,7 @@ def decide(request: LinkRequest) -> Decision:
         if spec not in records:
             records[spec] = named_sharding(partition.mesh, spec)
         sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
-        if reason := misread(name):
+        if reason := misread(name, view.shape):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
         addresses = "it has to be decoded" if quantized else addressed_array(view, sharded[name], request.chunk_bytes)

@@ -57,7 +57,7 @@ class LinkRequest:
             raise SafetensorsError(
                 f"chunk_bytes is {self.chunk_bytes!r}, must be an integer of at least {_LEAST_CHUNK_BYTES}"
             )
-        if self.in_source and _SNAPSHOT.fullmatch(self.destination):
+        if self.in_source and _SNAPSHOT.fullmatch(os.path.realpath(self.destination)):
             raise StorageError(
                 f"{self.destination}: is a snapshot in the Hub's cache, where nothing may be added; pass a destination"
             )

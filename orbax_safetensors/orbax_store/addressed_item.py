@@ -34,6 +34,8 @@ INDEX_NAMES = (TREE_FILE, SHARDING_FILE, MANIFEST, NOTE_FILE, posixpath.dirname(
 
 # A key is the name of an array and the position of a chunk, and has 65,535 bytes at most.
 _MAX_NAME_BYTES = 60_000
+# The most dimensions of an array of TensorStore.
+_MAX_RANK = 32
 # Orbax's numbers of the kinds of nodes: a key is of one of them.
 _SEQUENCE, _DICT = 1, 2
 
@@ -50,8 +52,10 @@ class AddressedArray(NamedTuple):
         return self.chunks.count == prod(self.chunks.grid)
 
 
-def misread(name: str) -> str | None:
-    """Return why Orbax would not find an array of this name in an index; None if it would."""
+def misread(name: str, shape: tuple[int, ...]) -> str | None:
+    """Return why Orbax would not read an array of this name and shape from an index; None if it would."""
+    if len(shape) > _MAX_RANK:
+        return f"it has {len(shape)} dimensions, and TensorStore, by which Orbax reads, at most {_MAX_RANK}"
     if name.endswith("/"):
         return "its name ends in a slash, which TensorStore leaves out"
     if len(name.encode("utf-8", "surrogateescape")) > _MAX_NAME_BYTES:

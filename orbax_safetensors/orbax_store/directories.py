@@ -22,7 +22,7 @@ from orbax_safetensors.errors import StorageError
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore
-from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.paths import PathLike, is_url, place
 
 _REMOTE = "gs://"
 # `epath` reaches an object store with either of them.
@@ -44,17 +44,13 @@ def absolute(path: PathLike) -> str:
 
     Raises `StorageError` if it is a URL of another kind, if no library reaches it, or if Orbax would take another path.
     """
-    path = os.fsdecode(path)
-    if "://" not in path:
-        path = os.path.abspath(path)
-        check_literal(path)
-        return path
-    if not path.removeprefix(_REMOTE).strip("/") or not is_on_gcs(path):
+    path = place(path)
+    if is_url(path) and not is_on_gcs(path):
         raise StorageError(f"{path}: Orbax has checkpoints in file systems and below {_REMOTE}bucket only")
-    if not any(importlib.util.find_spec(name) for name in _CLIENTS):
+    if is_url(path) and not any(importlib.util.find_spec(name) for name in _CLIENTS):
         raise StorageError(f"{path}: Orbax needs gcsfs for {_REMOTE}: pip install 'orbax-safetensors[gcs]'")
-    check_literal(path.rstrip("/"))
-    return path.rstrip("/")
+    check_literal(path)
+    return path
 
 
 def check_literal(path: str) -> None:

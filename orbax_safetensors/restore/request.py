@@ -18,7 +18,7 @@ from jax.experimental.layout import Format
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import default_sharding, is_abstract
 from orbax_safetensors.devices.trees import empty_nodes, flatten, is_random
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import by_path, by_same, hint, some
 from orbax_safetensors.restore.target import LeafRequest, Resolver, Target, as_stored, leaf_request
@@ -141,7 +141,7 @@ def resolve(checkpoint: Checkpoint, item: Any, restore_args: Any, *, partial: bo
             continue
         args_of_leaf = args.get(name, no_args)
         if not isinstance(args_of_leaf, ocp.RestoreArgs):
-            raise TensorMismatchError(f"{name!r}: expected ocp.RestoreArgs in restore_args, found {args_of_leaf!r}")
+            raise TargetTypeError(f"{name!r}: expected ocp.RestoreArgs in restore_args, found {args_of_leaf!r}")
         out.append(resolver.target(name, leaf if item is not None else None, args_of_leaf))
     return Request(tuple(out), structure)
 
@@ -187,7 +187,7 @@ def exact_shape(args: ocp.RestoreArgs) -> tuple[int, ...] | None:
 def of_target(target: Any) -> tuple[Any, Any, ShardingOf | None]:
     """Return what a target is, and None for the others: an item, restore arguments, or a function to shardings.
 
-    Raises `TensorMismatchError` if it is something else, such as a mesh, which is no sharding yet, or a class.
+    Raises `TargetTypeError` if it is something else, such as a mesh, which is no sharding yet, or a class.
     """
     if isinstance(target, jax.sharding.Sharding | Format):
         return None, None, lambda name, shape: target
@@ -196,9 +196,7 @@ def of_target(target: Any) -> tuple[Any, Any, ShardingOf | None]:
     if is_leaf and callable(target) and not is_other:
         return None, None, target
     if is_leaf and (is_other or not (hasattr(target, "shape") or isinstance(target, ocp.RestoreArgs))):
-        raise TensorMismatchError(
-            f"target: expected a tree, a sharding or a function that returns one, found {target!r}"
-        )
+        raise TargetTypeError(f"target: expected a tree, a sharding or a function that returns one, found {target!r}")
     return (None, target, None) if are_restore_args(target) else (target, None, None)
 
 

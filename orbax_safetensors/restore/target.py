@@ -18,17 +18,14 @@ from jax.experimental.layout import Format, Layout
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
 from orbax_safetensors.devices.trees import is_random
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.storage.memory import check_holdable
 
 # NumPy's scalar types that tensors can have; not `np.number` and the like, which do not have one dtype.
 _SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
-
-# The most dimensions of a NumPy array, and its most bytes.
-_MAX_RANK = 64
-_MAX_BYTES = 2**63 - 1
 
 
 @dataclass(slots=True)  # frozen, it would take five times as long to make, and a model has 45,000
@@ -78,14 +75,8 @@ def as_stored(checkpoint: Checkpoint, name: str, view: View) -> Target:
 
     Raises `TensorMismatchError` if NumPy cannot hold it.
     """
-    _check_holdable(view.shape, view.dtype, lambda: f"{checkpoint.path}: {name!r}")
+    check_holdable(view.shape, view.dtype, f"{checkpoint.path}: {name!r}")
     return Target(name, view, view.shape, view.dtype, np.ndarray, None, lossless=False)
-
-
-def _check_holdable(shape: tuple[int, ...], dtype: np.dtype, where: Callable[[], str]) -> None:
-    # NumPy counts the bytes of an empty array as if its dimensions of size 0 were not there.
-    if len(shape) > _MAX_RANK or prod(size for size in shape if size) * dtype.itemsize > _MAX_BYTES:
-        raise TensorMismatchError(f"{where()}: NumPy cannot have an array of shape {shape}")
 
 
 class _Form(NamedTuple):
@@ -151,14 +142,14 @@ class Resolver:
 
 def _form(view: View, packed: DType | None, leaf: Any, args: ocp.RestoreArgs, where: str) -> _Form:
     """Check a request for a leaf that is filled from `view`."""
-    _check_holdable(view.shape, view.dtype, lambda: where)
+    check_holdable(view.shape, view.dtype, where)
     kind = _kind(leaf, args, where)
     sharding = _sharding(len(view.shape), leaf, args, where) if kind is jax.Array else None
     if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
         kind = np.ndarray
     dtype, lossless = _dtype(packed, view.dtype, kind, leaf, args, where)
     shape = _shape(view, kind, leaf, args, where)
-    _check_holdable(shape, dtype, lambda: where)
+    check_holdable(shape, dtype, where)
     return _Form(
         shape=shape,
         dtype=dtype,
@@ -215,7 +206,7 @@ def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
             for kind in (jax.Array, np.ndarray, bool, int, float):
                 if issubclass(requested, kind):
                     return kind
-        raise TensorMismatchError(
+        raise TargetTypeError(
             f"{where}: restore_type is {requested!r}, can be jax.Array, np.ndarray, a scalar type of NumPy, int, float "
             "or bool"
         )
@@ -229,7 +220,7 @@ def _kind(leaf: Any, args: ocp.RestoreArgs, where: str) -> type:
             return kind
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.Array
-    raise TensorMismatchError(f"{where}: a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}")
+    raise TargetTypeError(f"{where}: a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}")
 
 
 def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs, where: str) -> tuple[int, ...]:
@@ -320,7 +311,7 @@ def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs, where: str) ->
         if isinstance(sharding, jax.sharding.Sharding):
             return sharding
         if sharding is not None:
-            raise TensorMismatchError(f"{where}: expected a sharding, found {sharding!r}")
+            raise TargetTypeError(f"{where}: expected a sharding, found {sharding!r}")
     return None
 
 

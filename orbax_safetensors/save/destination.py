@@ -1,8 +1,8 @@
 """The directory that a save goes to: which files may already be there, and what happens to them.
 
-On a file system, `ocp.Checkpointer` gives a save a temporary directory, and renames it when the save is complete.
-Objects have their final names from the beginning, and so do the files of a handler without a checkpointer. There, files
-of an earlier save could mix with those of this one into a checkpoint that nobody saved.
+On a file system, a checkpointer gives a save a temporary directory, and renames it when the save is complete. Objects
+have their final names when they appear, and so do the files of a handler without a checkpointer. There, files of an
+earlier save could mix with those of this one into a checkpoint that nobody saved.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
+from orbax_safetensors.orbax_store.directories import flush, flush_names
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
+from orbax_safetensors.orbax_store.operations import storage_errors
+from orbax_safetensors.storage.paths import place
 from orbax_safetensors.storage.remote import READ_ONLY
+from orbax_safetensors.storage.replace import remove, remove_aside, replace
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.streaming.pipeline import is_below
 
 # What happens to files that are already there: "kept", but files of a checkpoint are an error; "refused": any file is
-# an error; "deleted", with all that is below the directory.
-Existing = Literal["kept", "refused", "deleted"]
+# an error; "replaced", with all that is below the directory, once all processes have sent their data.
+Existing = Literal["kept", "refused", "replaced"]
 
 
 def make_room(store: Store, directory: str, existing: Existing) -> None:
     """Make sure that a save to `directory` meets no file of another save; one process calls it before any write.
 
-    Raises `StorageError` if there is such a file and `existing` does not delete it, or if nothing can be written there.
+    Raises `StorageError` if there is such a file and `existing` is not "replaced", or if nothing can be written there.
     """
     if store.is_local:  # a file system
         _check_text(directory)
@@ -39,23 +46,52 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
             return
     if not store.writes:
         raise StorageError(f"{directory}: {READ_ONLY}")
-    if existing == "deleted":
-        store.delete(directory)
+    if existing == "replaced":
+        store.delete(directory, ())  # raises if all of a bucket is to be replaced
         return
     names = store.list(directory) or []
     in_the_way = names if existing == "refused" else _of_checkpoints(names)
     if in_the_way:
         instead = "delete these files, or save elsewhere"
         if existing == "refused":
-            instead = "save elsewhere, or with force=True, which deletes all that is there"
+            instead = "save elsewhere, or with force=True, which replaces all that is there"
         raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}; {instead}")
 
 
-def check_kept(directory: str, existing: Existing, *sources: Any) -> None:
-    """Raise `StorageError` if a save reads one of `sources`, as far as these are paths, and would delete it before."""
+def check_kept(directory: str, *sources: Any) -> None:
+    """Raise `StorageError` if a save that replaces `directory` reads one of `sources`, as far as these are paths."""
     for source in sources:
-        if existing == "deleted" and isinstance(source, str | os.PathLike) and is_below(os.fsdecode(source), directory):
+        if isinstance(source, str | os.PathLike) and is_below(place(source), directory):
             raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")
+
+
+def check_replaceable(path: str, *sources: Any) -> None:
+    """Raise `StorageError` if a save can replace no directory at `path`, or must not, because it reads a source there.
+
+    `path` is absolute, without symbolic links, and need not exist.
+    """
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise StorageError(f"{path}: is a file, which a save does not replace; save elsewhere")
+    if os.path.ismount(path):
+        raise StorageError(f"{path}: is a mount point, which cannot be renamed; save to a directory in it")
+    check_kept(path, *sources)
+
+
+def replace_checkpoint(new: str, path: str) -> None:
+    """Put the complete checkpoint `new` in the place of `path`, then delete what was there; the first process does so.
+
+    `new` is on the disk before, and the names before anything is deleted: a crash of the machine loses neither. Raises
+    `StorageError` if `new` cannot be put there; what was there is then as it was.
+    """
+    if jax.process_index() != 0:
+        return
+    with storage_errors(f"{path}: cannot be replaced", OSError):
+        (epath.Path(new) / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {path}")
+        flush(new)
+        remove_aside(path)
+        replace(new, path)
+        flush_names(os.path.dirname(path))
+    remove(new)
 
 
 def _check_text(directory: str) -> None:

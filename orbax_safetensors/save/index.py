@@ -119,7 +119,7 @@ def saved_index(
     reasons = {}
     for leaf in leaves:
         view = leaf.view if leaf.view.dtype == leaf.dtype else replace(leaf.view, dtype=leaf.dtype)
-        array = misread(leaf.name) or addressed_array(
+        array = misread(leaf.name, leaf.shape) or addressed_array(
             view, _leaf(leaf, _kind(values[leaf.name])), _CHUNK_BYTES, zarr3=zarr3
         )
         if isinstance(array, str):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,7 @@ from orbax_safetensors.save.index import NO_INDEX, IndexAs, SavedIndex, saved_in
 from orbax_safetensors.save.pieces import Views, files_of_process, numbered, places_in, unnamed
 from orbax_safetensors.save.whole import Delivery, assign_files, deliveries, part_of_process
 from orbax_safetensors.save.writers import Owned, grouped, in_file_order, written_here
-from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.transfer.plan import Location, locations
@@ -62,6 +61,7 @@ class Save:
     views: Views | None  # of pieces, if this process alone writes the files of `layout`
     index: SavedIndex | None = None  # written by process 0
     deliveries: tuple[Delivery, ...] | None = None  # of whole tensors, to the processes that write them
+    replaces: bool = False  # objects that are there
 
 
 def prepare_save(
@@ -87,11 +87,12 @@ def prepare_save(
     Raises `TensorMismatchError`, `MappingError` or `HeaderError`, in every process, if the tree or the metadata cannot
     be stored or differs between processes, and `StorageError` if `make_room` refuses `directory`.
     """
-    directory = os.fspath(directory)
+    directory = as_text(directory)
     key = new_key("save", directory)
 
     def shared_save() -> _SharedSave:
-        check_kept(directory, existing, config, like)
+        if existing == "replaced":
+            check_kept(directory, config, like)
         contents = contents_of(
             directory,
             item,
@@ -106,8 +107,12 @@ def prepare_save(
         )
         layout = contents.layout(max_file_bytes, options.alignment)
         groups = tuple(written_here(grouped(contents.leaves)))
-        save = Save(layout, contents.model_files, groups, key, options, locations(layout), None)
-        plan = _SharedSave(contents, save, *store_of(directory, options.storage_options))
+        store, path = store_of(directory, options.storage_options)
+        replaces = existing == "replaced" and not store.is_local
+        save = Save(
+            layout, contents.model_files, groups, key, options, locations(layout), views=None, replaces=replaces
+        )
+        plan = _SharedSave(contents, save, store, path)
         if not plan.store.is_local and jax.process_count() > 1:
             return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))

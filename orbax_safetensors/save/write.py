@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import posixpath
 import time
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
-from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.options import Progress, SafetensorsOptions
 from orbax_safetensors.orbax_store.addressed_item import ARRAYS_FILE
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
 from orbax_safetensors.save import checksums
+from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.save.prepare import Save
 from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.storage.local import rename
-from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
+from orbax_safetensors.storage.store import NewFile, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once
-from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.plan import transfer_plan
 from orbax_safetensors.transfer.progress import Meter, passing
 from orbax_safetensors.transfer.sums import Sums
@@ -48,112 +48,132 @@ _UNFINISHED = f"{TREE_FILE}.unfinished"
 
 
 def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
-    """Write the files of a save into `directory`, which exists and is empty; all processes do so together.
+    """Write the files of a save into `directory`, which exists; all processes do so together.
 
-    Raises `StorageError` in every process if one fails; no file is then valid.
+    Raises `StorageError` in every process if one fails. What this save has written is then deleted, unless it replaces
+    objects, which nobody can bring back.
     """
     started = time.perf_counter()
-    directory = os.fspath(directory)
+    directory = as_text(directory)
+    key, is_first = save.key, jax.process_index() == 0
+    with contextlib.ExitStack() as stack:
 
-    def data() -> tuple[Store, str, Counters]:
-        store, path = store_of(directory, save.options.storage_options)
-        if not store.is_local and jax.process_index() == 0:
-            save.model_files.write(store, path, sync=save.options.fsync)
-        sums = Sums(with_gaps=True)
-        counters = _write_data(save, shards, path, store, sums, progress)
-        post(f"{save.key}/sums", checksums.part_of_process(save, sums, shared=store.is_local))
-        return store, path, counters
+        def data() -> tuple[NewFiles, Writer]:
+            files = stack.enter_context(NewFiles(save, directory))
+            sums = Sums(with_gaps=True)
+            writer = stack.enter_context(_writer(save, files, sums))
+            _write_data(save, shards, writer, progress)
+            if files.store.is_local:
+                if save.options.fsync:
+                    writer.sync()
+                writer.close()  # some file systems report a failed write only now
+            post(f"{key}/sums", checksums.part_of_process(save, sums, shared=files.store.is_local))
+            return files, writer
 
-    def facts() -> None:
-        if jax.process_index() == 0:
-            record = checksums.record(save, posted(f"{save.key}/sums"), shared=store.is_local)
-            _write_small(save, path, CHECKSUMS_NAME, record, store)
-            _write_facts(save, path, store)
+        def beside() -> bytes:
+            record = checksums.record(save, posted(f"{key}/sums"), shared=files.store.is_local)
+            files.names.update(parse(record, path=CHECKSUMS_NAME), save.model_files.names)
+            if save.replaces:
+                files.begin_to_replace()
+            else:
+                save.model_files.write(files.store, files.path, sync=save.options.fsync)
+            return record
 
-    with passing(save.options.progress) as progress:
-        store, path, counters = together(f"{save.key}/data", data)
-    together(f"{save.key}/facts", facts)
-    for part in ("plan", "pieces", "files", "copies", "data", "sums"):  # all processes are past these agreements
-        forget(f"{save.key}/{part}")
+        with passing(save.options.progress) as progress:
+            files, writer = together(f"{key}/data", data)
+        record = together(f"{key}/beside", lambda: beside() if is_first else b"")
+        if isinstance(writer, WholeFileWriter):  # until now, nobody sees its files
+            together(f"{key}/objects", lambda: writer.finish(range(len(save.layout.files))))
+        together(f"{key}/facts", lambda: _write_facts(save, files, record) if is_first else None)
+    for part in (
+        "plan",
+        "pieces",
+        "files",
+        "copies",
+        "data",
+        "sums",
+        "beside",
+        "objects",
+    ):  # all processes are past these
+        forget(f"{key}/{part}")
     seconds = time.perf_counter() - started
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
         "Saved %d tensors to %s: %d bytes written here in %d requests, %.2f s, %.2f GB/s",
         sum(len(header.tensors) for _, header in save.layout.files),
         directory,
-        counters.nbytes,
-        counters.num_requests,
+        writer.counters.nbytes,
+        writer.counters.num_requests,
         seconds,
-        counters.nbytes / max(seconds, 1e-9) / 1e9,
+        writer.counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
 
 
-def _write_data(
-    save: Save, shards: Shards, directory: str, store: Store, sums: Sums, progress: Progress | None
-) -> Counters:
-    meter = None if progress is None else Meter(progress, shards.nbytes)
-    options = save.options
+def _writer(save: Save, files: NewFiles, sums: Sums) -> Writer:
+    store, options = files.store, save.options
     requests = store.cost.affordable(options.threads or store.cost.requests, options.in_flight_bytes)
     _, of_each = files_at_once(requests)
 
     def create(number: int) -> NewFile:
         name, header = save.layout.files[number]
-        file = store.create(posixpath.join(directory, name), header.file_bytes, of_each, sync=options.fsync)
+        # Objects appear when all processes have sent theirs, and not before: a save that fails replaces none.
+        sync = options.fsync or not store.is_local
+        file = store.create(files.place(name), header.file_bytes, of_each, sync=sync)
         if not store.is_local:
             file.write(0, [memoryview(header.encoded)])
         return file
 
+    return (Writer if store.is_local else WholeFileWriter)(create, requests, sums)
+
+
+def _write_data(save: Save, shards: Shards, writer: Writer, progress: Progress | None) -> None:
+    meter = None if progress is None else Meter(progress, shards.nbytes)
     num_writes = 0
-    with (Writer if store.is_local else WholeFileWriter)(create, requests, sums) as writer:
-        for batch in shards.batches(save.options.in_flight_bytes):
-            blocks = [block for block, _ in batch]
-            plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
-            if meter is not None:
-                meter.begin(sum(memory.nbytes for _, memory in batch))
-            writer.run(plan, blocks, [memory for _, memory in batch], None if meter is None else meter.moved)
-            num_writes += plan.num_requests
-            del batch, blocks  # before the next batch comes to the host
-        if isinstance(writer, WholeFileWriter):
-            writer.finish(range(len(save.layout.files)))
-        elif save.options.fsync:
-            writer.sync()
+    for batch in shards.batches(save.options.in_flight_bytes):
+        blocks = [block for block, _ in batch]
+        plan = transfer_plan(blocks, save.places.__getitem__, max_gap_bytes=0)
         if meter is not None:
-            meter.end()
-        counters = writer.counters
-    jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(counters.nbytes))
+            meter.begin(sum(memory.nbytes for _, memory in batch))
+        writer.run(plan, blocks, [memory for _, memory in batch], None if meter is None else meter.moved)
+        num_writes += plan.num_requests
+        del batch, blocks  # before the next batch comes to the host
+    if meter is not None:
+        meter.end()
+    jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(writer.counters.nbytes))
     jax.monitoring.record_scalar(EVENT_NUM_WRITES, float(num_writes))
-    jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(counters.num_requests))
-    return counters
+    jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(writer.counters.num_requests))
 
 
-def _write_facts(save: Save, directory: str, store: Store) -> None:
-    """Write the model's files, indexes and headers, the last of which makes the files a checkpoint.
+def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
+    """Write the checksums, indexes and headers, the last of which makes the files a checkpoint.
 
-    On a store whose files appear whole, all except the indexes is there already.
+    On a store whose files appear whole, the headers are there already, and the index of several files is last.
     """
-    if not store.is_local:
-        _write_index(save, directory, store)
-        if save.index is not None:
-            save.index.write(directory, lambda name, content: _write_small(save, directory, name, content, store))
-        return
-    save.model_files.write(store, directory, sync=save.options.fsync)
+    store, is_local = files.store, files.store.is_local
+    files.write(CHECKSUMS_NAME, record)
     if save.index is not None:
-        below = [posixpath.join(directory, name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
+        below = [files.place(name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
         for path in below:
             store.make(path)
-        renamed = {TREE_FILE: _UNFINISHED}
-        save.index.write(
-            directory, lambda name, content: _write_small(save, directory, renamed.get(name, name), content, store)
-        )
+        renamed = {TREE_FILE: _UNFINISHED} if is_local else {}
+        save.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
         for path in below if save.options.fsync else ():
             store.sync(path)
-    _write_index(save, directory, store)
+    if save.layout.index is not None:
+        files.names.add(INDEX_NAME)
+    if save.replaces:
+        save.model_files.write(store, files.path, sync=save.options.fsync)
+        files.delete_others()
+    if save.layout.index is not None:
+        files.write(INDEX_NAME, save.layout.index.encode())
+    if not is_local:
+        return
     for name, header in save.layout.files:
-        _write_small(save, directory, name, header.encoded, store)
+        files.write(name, header.encoded)
     if save.index is not None and save.index.tree is not None:
-        rename(posixpath.join(directory, _UNFINISHED), posixpath.join(directory, TREE_FILE))
+        rename(files.place(_UNFINISHED), files.place(TREE_FILE))
     if save.options.fsync:
-        store.sync(directory)
+        store.sync(files.path)
 
 
 def write_beside(directory: PathLike, files: Mapping[str, str], *, options: SafetensorsOptions) -> None:
@@ -161,7 +181,7 @@ def write_beside(directory: PathLike, files: Mapping[str, str], *, options: Safe
 
     One process writes. Raises `StorageError` in every process if that one fails.
     """
-    directory = os.fspath(directory)
+    directory = as_text(directory)
 
     def written() -> None:
         if jax.process_index() == 0:
@@ -177,15 +197,6 @@ def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) 
 
     Raises `StorageError` if the file cannot be read.
     """
-    store, path = store_of(os.fspath(directory), options.storage_options)
+    store, path = store_of(directory, options.storage_options)
     file = None if path.endswith(SUFFIX) else store.find(posixpath.join(path, name))
     return None if file is None else read_small(file, _MAX_BESIDE_BYTES)
-
-
-def _write_index(save: Save, directory: str, store: Store) -> None:
-    if save.layout.index is not None:
-        _write_small(save, directory, INDEX_NAME, save.layout.index.encode(), store)
-
-
-def _write_small(save: Save, directory: str, name: str, content: bytes, store: Store) -> None:
-    write_small(store, posixpath.join(directory, name), content, sync=save.options.fsync)

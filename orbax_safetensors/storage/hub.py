@@ -7,7 +7,7 @@ Hub has one request for each file and not one for each range.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, NoReturn
@@ -143,7 +143,11 @@ class HubStore:
     def make(self, path: str) -> None:
         """Nothing to do, see `Store.make`."""
 
-    def delete(self, path: str) -> NoReturn:
+    def below(self, path: str) -> NoReturn:
+        """Refuse, as `create` does."""
+        raise StorageError(f"{path}: {READ_ONLY}")
+
+    def delete(self, path: str, names: Iterable[str]) -> NoReturn:
         """Refuse, as `create` does."""
         raise StorageError(f"{path}: {READ_ONLY}")
 

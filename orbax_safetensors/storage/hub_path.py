@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -14,6 +15,8 @@ _FORM = "hf://owner/name[@revision][/path]"
 _OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
 # Revisions with a slash that need not be escaped.
 _REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)")
+# A path that may stand for a repository, and not for a file.
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
 _PART = re.compile(r"[\w.-]+", re.ASCII)
 
 
@@ -53,3 +56,14 @@ def parse(url: str) -> HubPath:
     if not named or not revision or any(part in ("", ".", "..") for part in path.split("/") if path):
         raise StorageError(f"{url}: expected {_FORM}")
     return HubPath(repository, revision, path)
+
+
+def missing(path: str) -> str:
+    """Return what is wrong with a path that does not exist, with the URL of the repository that it may stand for."""
+    try:
+        name = os.path.relpath(path)
+    except OSError:  # the working directory was deleted
+        name = path
+    if _NAME.fullmatch(name):
+        return f"no such directory; for the Hub write {SCHEME}://{name}"
+    return "no such file or directory"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
+from orbax_safetensors.storage.hub_path import missing
 from orbax_safetensors.storage.store import Cost, Stamp
 
 # Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
@@ -36,6 +37,7 @@ _MAX_BUFFERS = 1024
 _preadv = ctypes.CDLL(None, use_errno=True).preadv
 _preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 _preadv.restype = ctypes.c_ssize_t
+_access = ctypes.CDLL(None, use_errno=True).access
 # Errors of file systems that do not flush directories, such as some network and FUSE file systems.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 # Linux has it, Python does not.
@@ -69,7 +71,7 @@ class LocalFile:
             raise StorageError(f"{self.path}: its state cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(facts.st_mode):
             raise StorageError(f"{self.path}: is not a regular file")
-        return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
+        return _stamp(facts)
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill the buffers of each range in turn. Continues a short read; the file's end is an error."""
@@ -137,6 +139,10 @@ def _move_all(
             offset, missing = offset + count, missing - count
             if missing:
                 here = after(here, count)
+
+
+def _stamp(facts: os.stat_result) -> Stamp:
+    return Stamp(facts.st_size, f"modified at {facts.st_mtime_ns} ns (inode {facts.st_ino})")
 
 
 def _error(error: OSError | ValueError) -> type[StorageError]:
@@ -265,8 +271,10 @@ class LocalStore:
                 return sorted(entry.name for entry in entries)
         except NotADirectoryError:
             return None
+        except FileNotFoundError as error:
+            raise MissingError(f"{path}: {missing(path)}") from error
         except (OSError, ValueError) as error:
-            raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
+            raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
@@ -301,15 +309,22 @@ class LocalStore:
         except OSError as error:
             raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
 
-    def delete(self, path: str) -> None:
-        """Delete everything in the directory `path`; the directory stays."""
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Return the states of all files in the directory `path` and in its subdirectories."""
         try:
-            with os.scandir(path) as entries:
-                for entry in list(entries):
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
+            found = [os.path.join(at, name) for at, _, names in os.walk(path, onerror=_raise) for name in names]
+            return {os.path.relpath(file, path): _stamp(os.lstat(file)) for file in found}
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Delete files below the directory `path`, and subdirectories that they leave empty."""
+        try:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+                    while (name := os.path.dirname(name)) and not os.listdir(os.path.join(path, name)):
+                        os.rmdir(os.path.join(path, name))
         except OSError as error:
             raise StorageError(f"{error.filename or path}: cannot be deleted: {error.strerror}") from error
 
@@ -330,15 +345,15 @@ class LocalStore:
             os.close(descriptor)
 
 
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
 def check_makeable(path: str) -> None:
     """Raise `StorageError` if nothing can be made at an absolute path, such as a path below a file."""
     above = os.path.dirname(path)
     while not os.path.lexists(above):
         above = os.path.dirname(above)
-    if not os.path.isdir(above):
-        why = errno.ENOTDIR
-    elif not os.access(above, os.W_OK | os.X_OK):
-        why = errno.EACCES
-    else:
-        return
-    raise StorageError(f"{path}: cannot be made: {above}: {os.strerror(why)}")
+    # With `/.` what is not a directory has an error, too. `os.access` would not say why.
+    if _access(os.fsencode(f"{above}/."), os.W_OK | os.X_OK):
+        raise StorageError(f"{path}: cannot be made: {above}: {os.strerror(ctypes.get_errno())}")

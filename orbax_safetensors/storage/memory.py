@@ -8,10 +8,11 @@ import gc
 import mmap
 import resource
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import numpy as np
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, TensorMismatchError
 
 # XLA's CPU client takes a NumPy buffer without a copy if its address is a multiple of this.
 ALIGNMENT = 64
@@ -20,6 +21,9 @@ ALIGNMENT = 64
 ARENA_BYTES = 128 * 2**20
 
 
+# The most dimensions of a NumPy array, and its most bytes.
+_MAX_RANK = 64
+_MAX_BYTES = 2**63 - 1
 # What direct reads are aligned to: the blocks of a disk divide it.
 PAGE_BYTES = 4096
 # Shorter reads are not made directly: reading their first and last pages whole would cost too much.
@@ -71,6 +75,13 @@ def _map(nbytes: int) -> np.ndarray:
     with contextlib.suppress(OSError):  # a kernel without huge pages refuses the hint
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
+
+
+def check_holdable(shape: tuple[int, ...], dtype: np.dtype, where: str) -> None:
+    """Raise `TensorMismatchError`, which begins with `where`, if NumPy cannot have such an array."""
+    # NumPy counts the bytes of an empty array as if its dimensions of size 0 were not there.
+    if len(shape) > _MAX_RANK or prod(size for size in shape if size) * dtype.itemsize > _MAX_BYTES:
+        raise TensorMismatchError(f"{where}: NumPy cannot have an array of shape {shape}")
 
 
 def resident() -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.storage import hub_path
 
 PathLike = str | os.PathLike[str]
@@ -23,7 +23,10 @@ _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
 
 
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    """Return a path or URL; `StorageError` if it is empty, or a URL in which `pathlib` has left out a slash."""
+    """Return a path, with the home directory for `~`, or a URL.
+
+    Raises `StorageError` if it is empty, or a URL in which `pathlib` has left out a slash.
+    """
     text = os.fsdecode(path)
     if not text:
         raise StorageError("expected a path or a URL, found an empty text")
@@ -33,7 +36,7 @@ def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
             f"{shown(text)}: is what pathlib makes of {shown(f'{scheme}://{rest}')}; pass a URL as a str, and a path "
             f"with this beginning as ./{shown(text)}"
         )
-    return text
+    return os.path.expanduser(text)
 
 
 def shown(path: str) -> str:
@@ -49,9 +52,10 @@ def is_url(path: str) -> bool:
 
 
 def place(path: PathLike) -> str:
-    """Return an absolute path, or a URL without a slash at its end.
+    """Return an absolute path without `..`, or a URL without a slash at its end.
 
-    Raises `StorageError` if a URL has only a scheme, or if the working directory of a relative path is gone.
+    A symbolic link at the end stays. Raises `StorageError` if a URL has only a scheme, if the working directory of a
+    relative path is gone, or if a `..` follows something other than a directory.
     """
     path = as_text(path)
     if is_url(path):
@@ -60,9 +64,29 @@ def place(path: PathLike) -> str:
             raise StorageError(f"{path}: expected a name after {scheme}://")
         return path.rstrip("/")
     try:
-        return os.path.abspath(path)
+        return os.path.abspath(_without_parents(path))
+    except MissingError:
+        raise
     except FileNotFoundError as error:
         raise StorageError(f"{path}: is in the working directory, which was deleted") from error
+
+
+def _without_parents(path: str) -> str:
+    """Return a path without `..`: as for the kernel, it is the parent of what a link before it leads to.
+
+    `os.path.abspath` would take away the name of the link instead.
+    """
+    parts = path.split("/")
+    if ".." not in parts:
+        return path
+    end = len(parts) - parts[::-1].index("..")
+    above = "/".join(parts[:end])
+    try:
+        os.stat(above)  # `realpath` takes `..` for the parent of a file and of nothing, too
+    except (OSError, ValueError) as error:
+        kind = MissingError if isinstance(error, FileNotFoundError) else StorageError
+        raise kind(f"{path}: {above}: {getattr(error, 'strerror', error)}") from error
+    return "/".join((os.path.realpath(above), *parts[end:]))
 
 
 def check_one_store(storage_options: Mapping[str, Any] | None, *paths: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import obstore
@@ -29,6 +29,8 @@ from orbax_safetensors.storage.upload import NewRemoteFile
 if TYPE_CHECKING:  # obstore has these for type checkers only
     from obstore import GetOptions, GetResult, ObjectMeta
     from obstore.store import ObjectStore
+
+_T = TypeVar("_T")
 
 # Bytes that opening an object reads, in the hope that nothing else is needed: an index, a config and most headers are
 # shorter. They take no longer than the request itself.
@@ -234,12 +236,7 @@ class RemoteStore:
 
             return await self.retries.run(path, "listing", attempt)
 
-        try:
-            return self._requests.run(listed()) or None
-        except FileNotFoundError:
-            raise MissingError(f"{path}: there is no such bucket") from None
-        except CancelledError:
-            raise StorageError(f"{path}: listing was cancelled") from None
+        return self._run(path, "listing", listed()) or None
 
     def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
         """Open an object with a request for its first bytes, or without a request if its state is known."""
@@ -314,47 +311,56 @@ class RemoteStore:
         self._requests.cancel()
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewRemoteFile:
-        """Begin an object of `nbytes` bytes; nobody sees it before it is whole."""
+        """Begin an object of `nbytes` bytes; nobody sees it before it is whole, and with `sync` before it is synced."""
         if self._writing is None:
             raise StorageError(f"{path}: {READ_ONLY}")
         if nbytes is None:
             raise StorageError(f"{path}: an object of unknown size cannot be written")
         if self._objects_for_writing is None:
             self._objects_for_writing = self._writing()
-        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests)
+        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests, waits=sync)
 
     def make(self, path: str) -> None:
         """Do nothing: objects have no directories."""
 
-    def delete(self, path: str) -> None:
-        """Delete the objects below `path`, with one request for each and many requests at once."""
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Return the states of all objects below `path`."""
+        prefix = self._key(path)
+
+        async def listed() -> Sequence[ObjectMeta]:
+            return await obstore.list(self.objects, prefix or None).collect_async()
+
+        found = self._run(path, "listing", self.retries.run(path, "listing", listed))
+        return {meta["path"][len(prefix) :].lstrip("/"): _stamp(meta) for meta in found}
+
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Delete objects below `path`, with one request for each and many requests at once."""
         if not self.writes:
             raise StorageError(f"{path}: {READ_ONLY}")
         prefix = self._key(path)
         if not prefix:
             raise StorageError(f"{path}: is a whole bucket, whose objects are not deleted")
 
-        async def listed() -> Sequence[ObjectMeta]:
-            return await obstore.list(self.objects, prefix).collect_async()
-
-        async def gone(key: str) -> None:
+        async def gone(name: str) -> None:
             async with deleting:
                 with contextlib.suppress(FileNotFoundError):  # an attempt whose answer was lost
                     await self.retries.run(
-                        f"{self.root}/{key}", "deleting", lambda: obstore.delete_async(self.objects, key)
+                        f"{path}/{name}", "deleting", lambda: obstore.delete_async(self.objects, f"{prefix}/{name}")
                     )
 
-        async def deleted() -> None:
-            found = await self.retries.run(path, "listing", listed)
-            await asyncio.gather(*(gone(meta["path"]) for meta in found))
+        async def all_gone() -> None:
+            await asyncio.gather(*map(gone, names))
 
         deleting = asyncio.Semaphore(_DELETIONS)
+        self._run(path, "deleting", all_gone())
+
+    def _run(self, path: str, verb: str, request: Coroutine[Any, Any, _T]) -> _T:
         try:
-            self._requests.run(deleted())
+            return self._requests.run(request)
         except FileNotFoundError:
             raise MissingError(f"{path}: there is no such bucket") from None
         except CancelledError:
-            raise StorageError(f"{path}: deleting was cancelled") from None
+            raise StorageError(f"{path}: {verb} was cancelled") from None
 
     def sync(self, path: str) -> None:
         """Do nothing: an object is durable when the store has answered."""

@@ -163,17 +163,20 @@ class Store(Protocol):
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
         `nbytes` is the final size, which only a local store can do without. In others, at most `requests` requests may
-        hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: bytes then begin to go to the
-        disk as they are written.
+        hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: in a local store, bytes then
+        begin to go to the disk as they are written; in others, the file does not appear before.
         """
 
     def make(self, path: str) -> None:
         """Make the directory `path`, if this store has directories without files."""
 
-    def delete(self, path: str) -> None:
-        """Delete everything in the directory `path` and in its subdirectories; `StorageError` on failure.
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Return the states of all files in the directory `path` and in its subdirectories, by their paths below it."""
 
-        Raises `StorageError` also if `path` is a whole bucket.
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Delete files by their paths below the directory `path`, and subdirectories that they leave empty.
+
+        Files that do not exist are no error. Raises `StorageError` on failure, or if `path` is a whole bucket.
         """
 
     def sync(self, path: str) -> None:

@@ -1,16 +1,19 @@
 """Objects that are being written: parts go out in order while the next ones are made, and the object appears whole.
 
 Nobody sees an unfinished object. An upload that is given up is aborted, so that the store deletes its parts. Parts that
-a killed process leaves behind may cost money until a rule of the bucket removes them.
+a killed process leaves behind may cost money until a rule of the bucket removes them. An object can also wait with its
+last part until it is synced, so that several objects appear, or replace others, once all of them have been sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
@@ -78,10 +81,13 @@ class NewRemoteFile:
     Bytes that come too early are kept until the bytes before them come. The object appears with its last byte.
     """
 
-    def __init__(self, path: str, key: str, objects: ObjectStore, nbytes: int, requests: int) -> None:
+    def __init__(
+        self, path: str, key: str, objects: ObjectStore, nbytes: int, requests: int, *, waits: bool = False
+    ) -> None:
         """Begin an object of `nbytes` bytes. `objects` retries requests after temporary failures.
 
-        At most `requests` parts of `PART_BYTES` are in memory, or three parts if these are more.
+        At most `requests` parts of `PART_BYTES` are in memory, or three parts if these are more. An object that `waits`
+        keeps its last part in memory, and appears when `sync` is called.
         """
         self.path = path
         self._key = key
@@ -92,13 +98,17 @@ class NewRemoteFile:
         self._part = _NOTHING
         self._filled = 0  # of the part
         self._received = 0  # of the object
+        self._waits = waits
+        self._last_part: np.ndarray | None = None
+        self._sending = 0  # parts that obstore has got
+        self._sent: asyncio.Queue[None] = asyncio.Queue()  # an item for each of these that it has sent
         self._ahead: dict[int, np.ndarray] = {}
         self._parts: asyncio.Queue[np.ndarray | None] = asyncio.Queue(1)
         self._upload: asyncio.Task[None] | None = None
         self._requests = Requests()
         self._lock = threading.Lock()
         if nbytes == 0:
-            self._send(self._part, last=True)
+            self._take(self._part)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Copy `buffers`, which the caller may then reuse, and wait while many parts are in flight.
@@ -127,11 +137,22 @@ class NewRemoteFile:
             self._filled, self._received, data = self._filled + count, self._received + count, data[count:]
             if self._filled == self._part.size:
                 part, self._part, self._filled = self._part, _NOTHING, 0
-                self._send(part, last=self._received == self._nbytes)
+                self._take(part)
+
+    def _take(self, part: np.ndarray) -> None:
+        last = self._received == self._nbytes
+        if last and self._waits:
+            self._last_part = part
+            self._run(self._all_sent())  # memory is for the next object then
+        else:
+            self._send(part, last=last)
 
     def _send(self, part: np.ndarray, *, last: bool) -> None:
+        self._run(self._enqueue(part, last=last))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            self._requests.run(self._enqueue(part, last=last))
+            self._requests.run(work)
             return
         except CancelledError:
             fault = "was cancelled"
@@ -147,16 +168,31 @@ class NewRemoteFile:
             if last:
                 await self._upload
                 return
-        for item in (part, None) if last else (part,):
-            taken = asyncio.ensure_future(self._hand_over(item))
-            try:
-                await asyncio.wait((taken, self._upload), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                taken.cancel()
-            if self._upload.done():
-                self._upload.result()
+        if self._waits:  # obstore lets go of a part when it has sent it, in a thread of its own
+            weakref.finalize(part, _note, asyncio.get_running_loop(), self._sent).atexit = False
+            self._sending += 1
+        queued: list[np.ndarray | None] = [part, None] if last else [part]
+        del part
+        while queued:
+            await self._unless_failed(self._hand_over(queued.pop(0)))
         if last:
             await self._upload
+
+    async def _all_sent(self) -> None:
+        while self._sending:
+            await self._unless_failed(self._sent.get())
+            self._sending -= 1
+
+    async def _unless_failed(self, waiting: Coroutine[Any, Any, None]) -> None:
+        """Wait, but not for an upload that has ended: raise its error."""
+        assert self._upload is not None
+        task = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.wait((task, self._upload), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+        if self._upload.done():
+            self._upload.result()
 
     async def _hand_over(self, part: np.ndarray | None) -> None:
         await self._parts.put(part)
@@ -180,12 +216,21 @@ class NewRemoteFile:
             self._parts.task_done()
             if not part.size:
                 raise _AbortedError  # obstore then aborts the upload
-            yield part.data
+            data = [part.data]
+            del part
+            yield data.pop()  # which is then obstore's alone
 
     def sync(self) -> None:
-        """Raise `StorageError` if bytes are missing. The write of the last byte has waited for the whole upload."""
+        """Return when the object is there; raise `StorageError` if bytes are missing.
+
+        The write of the last byte has waited for the whole upload, unless the object itself waits.
+        """
         if self._received < self._nbytes:
             raise StorageError(f"{self.path}: expected {self._nbytes} bytes, got {self._received}")
+        with self._lock:
+            if self._last_part is not None:
+                part, self._last_part = self._last_part, None
+                self._send(part, last=True)
 
     def cancel(self) -> None:
         """Make pending writes of other threads fail soon, and all later writes."""
@@ -196,9 +241,9 @@ class NewRemoteFile:
         self._requests.cancel()
         with self._lock:
             upload, self._upload = self._upload, None
-            self._part = _NOTHING
+            self._part, self._last_part = _NOTHING, None
             self._ahead.clear()
-        if upload is not None and not upload.done():
+        if upload is not None:
             Requests().run(self._abort(upload))
 
     async def _abort(self, upload: asyncio.Task[None]) -> None:
@@ -209,4 +254,9 @@ class NewRemoteFile:
         upload.cancel()
         await asyncio.wait((upload,))
         if not upload.cancelled():
-            upload.exception()  # already raised by a write, or an `_AbortedError`
+            upload.exception()  # already raised by a write, or of no interest any more
+
+
+def _note(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+        loop.call_soon_threadsafe(queue.put_nowait, None)

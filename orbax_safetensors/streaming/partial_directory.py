@@ -36,7 +36,7 @@ class PartialDirectory:
 
     def __init__(self, destination: str, digest: str, run: str) -> None:
         """Touch nothing. `digest` identifies the content that is written, `run` this run."""
-        self.destination = os.path.abspath(destination)
+        self.destination = destination
         self.path = f"{self.destination}.partial"
         self._run_path = os.path.join(self.path, f"{_RUN}{run}")
         self.directory = os.path.join(self._run_path, _FILES)

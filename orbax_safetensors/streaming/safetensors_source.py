@@ -14,6 +14,7 @@ from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
+from orbax_safetensors.storage.memory import check_holdable
 from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.transfer.reader import Reader, memory_for
@@ -37,8 +38,11 @@ class SafetensorsSource:
     ) -> None:
         """Take leaves: `views` of the checkpoint, by any name. Requests take a share of `memory_bytes`.
 
-        `direct` is as in `SafetensorsOptions`, of all bytes of the checkpoint.
+        `direct` is as in `SafetensorsOptions`, of all bytes of the checkpoint. Raises `TensorMismatchError` if NumPy
+        cannot hold a leaf.
         """
+        for name, view in views.items():
+            check_holdable(view.shape, view.dtype, f"{checkpoint.path}: {name!r}")
         self.path = checkpoint.path
         self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]

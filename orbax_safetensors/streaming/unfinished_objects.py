@@ -66,7 +66,7 @@ class UnfinishedObjects:
                 )
             return
         if begun is not None:
-            self._store.delete(self._path)
+            self._store.delete(self._path, self._store.below(self._path))
         record = {"unfinished": self.digest, "names": self._all_names}
         write_small(self._store, self._record, json.dumps(record).encode())
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 
 import numpy as np
@@ -209,14 +210,63 @@ def test_faults_are_found_together(tmp_path):
     assert [type(fault) for fault in faults] == [ost.MissingError, ost.HeaderError, ost.IndexFileError]
 
 
+@pytest.mark.parametrize("open_path", [ost.load, ost.open_checkpoint, ost.verify, ost.link, ost.plan_link])
+def test_a_name_on_the_hub_without_its_scheme(open_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("Qwen/Qwen3-0.6B", tmp_path / "Qwen" / "Qwen3-0.6B"):
+        with pytest.raises(ost.MissingError, match="no such directory; for the Hub write hf://Qwen/Qwen3-0.6B$"):
+            open_path(path)
+    for path in ("model", "./a/b/c", "../a/b", "runs/x.safetensors", "/a/b", "a b/c"):
+        with pytest.raises(ost.MissingError, match="no such file or directory$"):
+            open_path(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"model_type": "qwen3"}'),
+        ("model.npz", b"PK\3\4\x14\0\0\0\0\0\0\0"),
+        ("pytorch_model.bin", b"\x80\2\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."),
+        ("model.h5", b"\x89HDF\r\n\x1a\n\0\0\0\0"),
+    ],
+)
+def test_a_file_of_another_format_is_called_that(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ost.HeaderError, match=f"{name}: is not a safetensors file: ") as caught:
+        ost.load(tmp_path / name)
+    assert repr(content[:8]) in str(caught.value)
+    assert "100000000" not in str(caught.value)
+
+
+HOSTILE = "a\x1b[31m\n\r\u202e\u2028.safetensors"
+
+
+def test_messages_are_one_printable_line(tmp_path, caplog):
+    """Files and tensors may have any names, which a terminal must not act upon."""
+    write(tmp_path / HOSTILE, {"t\n\u202e": np.ones(2)})
+    write(tmp_path / f"b{HOSTILE}", {"t\n\u202e": np.ones(2)})
+    (tmp_path / "c").mkdir()
+    write(tmp_path / "c" / "\x1b\u202e-00001-of-00002.safetensors", {"x": np.ones(2)})
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / HOSTILE).write_bytes(b"no safetensors")
+    with caplog.at_level(logging.INFO, "orbax_safetensors"):
+        errors = [*ost.verify(tmp_path), *ost.verify(tmp_path / "d"), *ost.verify(tmp_path / "c")]
+    assert [type(error) for error in errors] == [ost.IndexFileError, ost.HeaderError]
+    for error in errors:
+        assert str(error).isprintable()
+        assert "a\\x1b[31m\\n\\r\\u202e\\u2028.safetensors" in str(error)
+    assert caplog.messages
+    assert all(message.isprintable() for message in caplog.messages)
+
+
 def test_no_such_path_and_remote_paths(tmp_path):
-    with pytest.raises(ost.StorageError, match="cannot be listed: No such file"):
+    with pytest.raises(ost.StorageError, match="no such file or directory"):
         ost.open_checkpoint(tmp_path / "missing")
     with pytest.raises(ost.StorageError, match="ftp://host/x: expected a path or one of s3://"):
         ost.open_checkpoint("ftp://host/x")
     with pytest.raises(ost.StorageError, match="cannot be listed: .*null"):
         ost.open_checkpoint("/tmp/a\0b")
-    with pytest.raises(ost.StorageError, match="cannot be listed: No such file"):
+    with pytest.raises(ost.StorageError, match="no such file or directory"):
         ost.open_checkpoint(bytes(tmp_path / "missing"))
 
 

@@ -1,6 +1,7 @@
 """Checkpoints at paths with characters that mean something to somebody: each is a name, or is refused at once."""
 
 import os
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -150,6 +151,90 @@ def test_names_of_sources_that_orbax_does_not_take_for_names(saved, tmp_path, na
     same(ost.SafetensorsHandler().restore(epath.Path(tmp_path / name / "st"), ost.SafetensorsRestore(TREE)))
     ost.reshard(tmp_path / name / "st", tmp_path / "to", **MESH)
     same(ours(tmp_path / "to"))
+
+
+LOADS = {
+    "load": ost.load,
+    "open": lambda path: dict.fromkeys(ost.open_checkpoint(path).leaves),
+    "checkpointer": lambda path: ost.SafetensorsCheckpointer().restore(path),
+    "handler": lambda path: ost.SafetensorsHandler().restore(path),
+    "converted": lambda path: stock(Path(ost.convert(path, "converted", to="orbax").path).parents[1]),
+    "resharded": lambda path: ost.load(ost.reshard(path, "resharded").path),
+    "linked": lambda path: ocp.PyTreeCheckpointer().restore(ost.link(path, "linked").path),
+    "planned": lambda path: {array.name: None for array in ost.plan_link(path, "linked").arrays},
+}
+
+
+@pytest.fixture
+def linked(tmp_path, monkeypatch):
+    """A working directory with `link`, which leads to `other/deep`: to the kernel, `link/..` is `other`."""
+    os.makedirs(tmp_path / "other" / "deep")
+    os.makedirs(tmp_path / "here")
+    os.symlink(tmp_path / "other" / "deep", tmp_path / "here" / "link")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+@pytest.mark.parametrize("load", list(LOADS))
+def test_every_job_reads_behind_links_what_the_kernel_reads(load, linked):
+    ost.save(linked / "here" / "m", {"wrong": np.ones(3)}, index=False)
+    ost.save(linked / "other" / "m", {"right": np.ones(3)}, index=False)
+    assert list(LOADS[load]("link/../m")) == ["right"]
+
+
+def test_orbax_checkpoints_are_found_behind_links(linked):
+    ost.save(linked / "other" / "st", TREE)
+    ost.convert(linked / "other" / "st", linked / "other" / "m", to="orbax")
+    assert ost.verify("link/../m") == []
+    assert main(["inspect", "link/../m"]) == main(["verify", "link/../m"]) == 0
+    assert main(["plan", "link/../m", "--mesh", "x=2", "--spec", ".=x"]) == 0
+    same(stock(Path(ost.reshard("link/../m", "again", **MESH).path).parents[1]))
+
+
+SAVES = {
+    "save": lambda path: ost.save(path, TREE),
+    "force": lambda path: ost.save(path, TREE, force=True),
+    "checkpointer": lambda path: ost.SafetensorsCheckpointer().save(path, TREE),
+    "convert": lambda path: ost.convert("../source", path, to="safetensors"),
+    "reshard": lambda path: ost.reshard("../source", path),
+    "link": lambda path: ost.link("../source", path),
+}
+
+
+@pytest.mark.parametrize("save", list(SAVES))
+def test_every_job_writes_behind_links_where_the_kernel_writes(save, linked):
+    ost.save(linked / "source", TREE, index=False)
+    if save == "convert":
+        ost.convert(linked / "source", linked / "orbax", to="orbax")
+        os.rename(linked / "source", linked / "safetensors")
+        os.rename(linked / "orbax", linked / "source")
+    (linked / "here" / "m").mkdir()
+    (linked / "here" / "m" / "precious").touch()
+    SAVES[save]("link/../m")
+    assert os.listdir(linked / "here" / "m") == ["precious"]
+    same(ours(linked / "other" / "m"))
+
+
+def test_a_link_as_a_destination_is_not_followed(linked):
+    for save in SAVES.keys() - {"force"}:
+        with pytest.raises((OSError, ValueError), match="link"):
+            SAVES[save]("../here/link")
+    assert os.listdir(linked / "other" / "deep") == []
+    assert os.path.islink(linked / "here" / "link")
+
+
+def test_the_home_directory(linked, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(linked / "other"))
+    ost.save("~/m", TREE)
+    assert sorted(os.listdir(linked / "other")) == ["deep", "m"]
+    same(ost.load("~/m"))
+    assert ost.verify("~/m") == []
+    ost.convert("~/m", "~/orbax", to="orbax")
+    assert main(["verify", "~/orbax"]) == main(["inspect", "~/m"]) == 0
+    assert main(["plan", "~/m", "--mesh", "x=1", "--picture", "~/plan.html"]) == 0
+    assert (linked / "other" / "plan.html").stat().st_size
+    ost.save("~/like", TREE, like="~/m")
+    assert os.listdir(linked / "here") == ["link"]
 
 
 def test_a_save_whose_path_is_no_text(tmp_path):

@@ -60,7 +60,9 @@ def test_every_flipped_bit_is_found_with_the_tensor(directory):
         if at >= 0:
             (name,) = [name for name, entry in file.header.tensors.items() if entry.begin <= at < entry.end]
             assert len(found) == 1
-            assert found[0].startswith(f"{file.path}: tensor {name!r}: its bytes have changed since the save")
+            assert found[0].startswith(
+                f"{file.path}: tensor {name!r}: its bytes are not those that safetensors.checksums.json records"
+            )
         else:
             assert found
     assert messages(directory) == []
@@ -94,7 +96,7 @@ def test_another_file_of_the_same_name(directory):
     header = ost.open_checkpoint(directory).files[0].header
     write(directory / name, {tensor: TREE[tensor] for tensor in header.tensors}, {"a": "b"})
     (found,) = messages(directory)
-    assert found.startswith(f"{directory / name}: is not the file that was saved")
+    assert found.startswith(f"{directory / name}: is not the file that {CHECKSUMS_NAME} records")
 
 
 def test_one_file_of_several(directory):
@@ -113,6 +115,7 @@ def test_nothing_to_check_against(directory):
 
 def test_a_file_that_the_record_lacks_and_one_that_the_checkpoint_lacks(directory):
     record = json.loads((directory / CHECKSUMS_NAME).read_text())
+    del record["files_sha256"]
     record["files"]["other.safetensors"] = record["files"].pop("model-00002-of-00004.safetensors")
     (directory / CHECKSUMS_NAME).write_text(json.dumps(record))
     lacking, missing = sorted(messages(directory))
@@ -128,6 +131,39 @@ def test_a_damaged_record(directory, content):
     (directory / CHECKSUMS_NAME).write_bytes(content)
     with pytest.raises(ost.ChecksumError, match=f"{CHECKSUMS_NAME}: does not have the checksums of a save"):
         messages(directory)
+
+
+def test_a_flipped_bit_of_the_record_blames_the_record(directory):
+    rng = np.random.default_rng(2)
+    path = directory / CHECKSUMS_NAME
+    content = path.read_bytes()
+    begin = content.index(b'"files"')
+    for bit in rng.integers(8 * begin, 8 * len(content), 60).tolist():
+        if not content[bit // 8 : bit // 8 + 1].isspace():  # between values, other spaces mean the same
+            flip(path, bit)
+            with pytest.raises(ost.ChecksumError, match=f"{CHECKSUMS_NAME}: does not have the checksums of a save"):
+                messages(directory)
+            path.write_bytes(content)
+    record = json.loads(content)
+    record["files"]["model-00001-of-00004.safetensors"]["tensors"]["long"] = "00000000"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ost.ChecksumError, match="the record was changed: its files_sha256"):
+        messages(directory)
+
+
+def test_a_record_without_a_digest_of_itself(directory):
+    """Earlier versions wrote none. What differs may be the tensor or the record, and the message blames neither."""
+    path = directory / CHECKSUMS_NAME
+    record = json.loads(path.read_text())
+    del record["files_sha256"]
+    path.write_text(json.dumps(record))
+    assert messages(directory) == []
+    tensors = record["files"]["model-00001-of-00004.safetensors"]["tensors"]
+    name, found = next(iter(tensors.items()))
+    tensors[name] = "00000000"
+    path.write_text(json.dumps(record))
+    (fault,) = messages(directory)
+    assert fault.endswith(f"{CHECKSUMS_NAME} records: expected CRC-32 00000000, found {found}")
 
 
 def test_a_read_that_fails_is_a_fault(directory, monkeypatch):

@@ -113,8 +113,8 @@ def test_reshard_of_safetensors(cli, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["convert", "none", "to", "--to", "orbax"], "none: cannot be listed: No such file or directory"),
-        (["reshard", "none", "to"], "none: cannot be listed: No such file or directory"),
+        (["convert", "none", "to", "--to", "orbax"], "none: no such file or directory"),
+        (["reshard", "none", "to"], "none: no such file or directory"),
         (
             ["convert", "empty", "to", "--to", "orbax"],
             "empty: holds no finished checkpoint of Orbax, and no .safetensors file",

@@ -187,7 +187,7 @@ def test_reads_that_were_not_planned_are_a_fault(key):
 def test_a_worker_that_fails_is_shown_and_none_is_left(tmp_path, capfd):
     with pytest.raises(SafetensorsError, match=r"process [01] of the demo ended with status 1"):
         demo.work(str(tmp_path / "none"), timeout_s=100)
-    assert re.search(r"process [01]: orbax_safetensors.errors.MissingError: .*none: cannot be", capfd.readouterr().err)
+    assert re.search(r"process [01]: orbax_safetensors.errors.MissingError: .*none: no such", capfd.readouterr().err)
 
 
 @pytest.mark.process

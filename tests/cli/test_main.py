@@ -100,7 +100,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, argv):
     path = tmp_path / "no\nsuch"
     result = cli(*argv, path)
     assert (result.status, result.out) == (1, "")
-    assert result.err == f"error: {tmp_path}/no\\nsuch: cannot be listed: No such file or directory\n"
+    assert result.err == f"error: {tmp_path}/no\\nsuch: no such file or directory\n"
 
 
 @pytest.mark.parametrize("columns", [80, 100])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from orbax_safetensors.cli.tables import Printer, Share, Size, clean, human_bytes
+from orbax_safetensors.cli.tables import Printer, Share, Size, human_bytes
 
 
 class Terminal(io.StringIO):
@@ -27,11 +27,6 @@ class Terminal(io.StringIO):
 )
 def test_human_bytes(nbytes, text):
     assert human_bytes(nbytes) == text
-
-
-def test_clean():
-    assert clean("naïve 模型") == "naïve 模型"
-    assert clean("a\nb\x1b[0m\x9b\u2028\udc80") == "a\\nb\\x1b[0m\\x9b\\u2028\\udc80"
 
 
 def test_programs_get_exact_numbers():

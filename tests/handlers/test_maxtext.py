@@ -17,6 +17,7 @@ from tests.multiprocess.workers_families import (
 from tests.support.maxtext_trees import (
     DIMENSIONS,
     EACH_TREE,
+    EACH_TREE_OFTEN,
     ON_TWO_AXES,
     assert_restored,
     assert_same_bits,
@@ -62,7 +63,7 @@ def test_sharded_over_each_dimension(sample, mode, line):
             assert cost["num_reads"] == cost["storage_reads"] == [planned.num_requests]
 
 
-@EACH_TREE
+@EACH_TREE_OFTEN
 def test_sharded_over_two_axes(sample, mode, mesh):
     """With `ArrayRestoreArgs` in the place of an item."""
     directory, expected = stored_directory(sample), made_by_maxtext(sample, mode)

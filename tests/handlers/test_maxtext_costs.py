@@ -79,7 +79,7 @@ def positions(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("processes", [8, 4])
+@pytest.mark.parametrize("processes", cross([8, 4], {4}))
 def test_every_process_needs_what_its_shards_are_made_of(positions, mode, processes, line, mesh):
     tree = positions.restored(mode)
     layouts = [(line, on_one_axis(dimension)) for dimension in DIMENSIONS]

@@ -22,6 +22,7 @@ from tests.support.maxtext_trees import (
     COVER,
     DIMENSIONS,
     EACH_TREE,
+    EACH_TREE_OFTEN,
     MODES,
     MOVED,
     assert_same_bits,
@@ -102,7 +103,7 @@ def test_there_and_back_in_bfloat16(tmp_path, sample):
     assert content(tmp_path / "cast") == content(tmp_path / "narrow")
 
 
-@EACH_TREE
+@EACH_TREE_OFTEN
 def test_the_bytes_do_not_depend_on_how_the_tree_is_sharded(tmp_path, sample, mode, line, mesh):
     tree = made_by_maxtext(sample, mode)
     layouts = [(line, on_one_axis(dimension)) for dimension in DIMENSIONS]

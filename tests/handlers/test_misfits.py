@@ -72,6 +72,32 @@ def test_restore_args_that_do_not_fit(directory, checkpointer, mesh, make, messa
         checkpointer.restore(directory, restore_args={"layer": {"w": make(mesh)}}, partial_restore=True)
 
 
+@pytest.mark.parametrize("leaf", ["text", b"bytes", 3j, {1}, np.dtype("f4"), P("x")], ids=repr)
+def test_a_leaf_of_another_type_is_a_type_error(directory, mesh, leaf):
+    target = {"layer": {"w": struct(W, sharding=NamedSharding(mesh, P("x"))), "b": leaf}, "step": 0}
+    for error in (TypeError, ost.TensorMismatchError):
+        with pytest.raises(error, match=f"'layer.b': a leaf of type {type(leaf).__name__} cannot be restored"):
+            ost.load(directory, target)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "text",
+        3,
+        int,
+        dict.fromkeys(TENSORS, ocp.RestoreArgs(restore_type=str)),
+        dict.fromkeys(TENSORS, ocp.ArrayRestoreArgs(sharding=P("x"))),
+        lambda name, shape: P("x"),
+    ],
+    ids=["text", "number", "class", "restore_type", "sharding", "sharding of a function"],
+)
+def test_a_target_of_another_type_is_a_type_error(directory, target):
+    for error in (TypeError, ost.TensorMismatchError):
+        with pytest.raises(error):
+            ost.load(directory, target)
+
+
 def test_restore_args_for_leaves_that_are_not_there(directory, checkpointer):
     args = {"layer.w": ocp.RestoreArgs(), "layer.x": ocp.RestoreArgs()}
     with pytest.raises(ost.TensorMismatchError, match=r"item and restore_args differ: item does not have 'layer\.x'"):

@@ -1,7 +1,9 @@
 """Links that cannot be made, and links that are killed: one error, nothing lost, and nothing half made."""
 
 import contextlib
+import ctypes
 import errno
+import itertools
 import os
 import shutil
 import tempfile
@@ -13,9 +15,11 @@ import pytest
 import orbax_safetensors as ost
 from orbax_safetensors.link import run
 from orbax_safetensors.link.staging import Staging
+from orbax_safetensors.storage import local
 from orbax_safetensors.storage.lock import Lock
 from tests.support.files import nothing_left
 from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
+from tests.support.tiers import cross
 
 PLACES = pytest.mark.parametrize("beside", [True, False], ids=["beside", "elsewhere"])
 MADE_BYTES = sum(mapped()[name].nbytes for name in MADE)
@@ -110,13 +114,18 @@ def test_arguments_that_cannot_be_meant(args, keywords, error, message, source, 
 
 
 @PLACES
-def test_a_directory_that_is_read_only(beside, source, tmp_path):
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_directory_that_is_read_only(beside, code, source, tmp_path):
     above = source if beside else tmp_path
-    real = os.access
-    with mock.patch.object(os, "access", lambda path, *more, **rest: path != str(above) and real(path, *more, **rest)):
-        refused(
-            ost.StorageError, f"cannot be made: {above}: Permission denied", source, None if beside else tmp_path / "to"
-        )
+    to = None if beside else tmp_path / "to"
+
+    def access(path, mode):
+        assert os.path.samefile(path, above)
+        ctypes.set_errno(code)
+        return -1
+
+    with mock.patch.object(local, "_access", access):
+        refused(ost.StorageError, f"cannot be made: {above}: {os.strerror(code)}", source, to)
     assert set(os.listdir(tmp_path)) == {"model"}
 
 
@@ -218,8 +227,10 @@ def lasting(files):
     return {name: text for name, text in files.items() if not name.startswith(varying)}
 
 
-@PLACES
-@pytest.mark.parametrize("kind", ["killed", "failed"])
+@pytest.mark.parametrize(
+    ("kind", "beside"),
+    cross(itertools.product(["killed", "failed"], [True, False]), {("killed", True), ("failed", False)}),
+)
 def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
     """Leaves that have been made are not made again."""
     whole = make(tmp_path / "whole" / "model")

@@ -70,6 +70,23 @@ def test_no_leaves(tmp_path):
         ost.link(model(tmp_path / "hf"), tmp_path / "to")
 
 
+def test_more_dimensions_than_orbax_can_read(tmp_path):
+    shape = (2,) + (1,) * 31
+    source = model(tmp_path / "hf", a=A, w=np.ones(shape, np.float32))
+    ost.link(source, tmp_path / "to")
+    assert stock(tmp_path / "to")["w"].shape == shape
+    for rank in (33, 64, 65, 100):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1] * rank, "data_offsets": [0, 4]}}).encode()
+        (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        for make in (ost.link, ost.plan_link):
+            with pytest.raises(ost.TensorMismatchError, match=f"hf: 'w': it has {rank} dimensions, and TensorStore"):
+                make(source, tmp_path / "more")
+    tree = {"a": A, "w": np.ones((1,) * 33)}
+    ost.save(tmp_path / "saved", tree)
+    assert not (tmp_path / "saved" / "_METADATA").exists()
+    np.testing.assert_array_equal(ost.load(tmp_path / "saved")["w"], tree["w"])
+
+
 @pytest.mark.parametrize(("name", "why"), [("a/", "ends in a slash"), ("n" * 70_000, "longer than 60000 bytes")])
 def test_names_that_an_index_cannot_hold(tmp_path, name, why):
     source = model(tmp_path / "hf", a=A, **{name: -A})

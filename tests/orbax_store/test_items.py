@@ -161,9 +161,10 @@ def test_where_nothing_is(tmp_path):
     with pytest.raises(StorageError, match="found a file"):
         open_orbax(tmp_path / "file")
     for nowhere in ("s3://bucket/0", "gs://", "https://host/0"):
-        with pytest.raises(StorageError, match="in file systems and below gs://bucket only"):
+        why = "in file systems and below gs://bucket only|expected a name after gs://"
+        with pytest.raises(StorageError, match=why):
             open_orbax(nowhere)
-        with pytest.raises(StorageError, match="in file systems and below gs://bucket only"):
+        with pytest.raises(StorageError, match=why):
             OrbaxSink(nowhere, {"items": OrbaxItem(tree_of(leaf_of))})
 
 

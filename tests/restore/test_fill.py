@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import direct
-from tests.support.disks import chill, skip_if_refused
+from tests.support.disks import page_cache, skip_if_refused
 from tests.support.files import write
 from tests.support.saves import assert_same_bits
 
@@ -61,8 +61,8 @@ def sharded(path, spec):
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("x"), PartitionSpec(None, "x")], ids=str)
-def test_cold_files_are_read_directly_in_every_layout(path, spec, direct_bytes):
-    chill(path)
+def test_cold_files_are_read_directly_in_every_layout(path, spec, direct_bytes, monkeypatch):
+    page_cache(monkeypatch, full=False)
     tree = sharded(path, spec)
     for name, expected in load_file(path).items():
         assert_same_bits(tree[name], expected)
@@ -70,14 +70,15 @@ def test_cold_files_are_read_directly_in_every_layout(path, spec, direct_bytes):
 
 
 @pytest.mark.parametrize("path", [64], indirect=True, ids=["aligned"])
-def test_aligned_files_are_read_straight_into_arrays(path, direct_bytes):
-    chill(path)
+def test_aligned_files_are_read_straight_into_arrays(path, direct_bytes, monkeypatch):
+    page_cache(monkeypatch, full=False)
     sharded(path, PartitionSpec("x"))
     assert direct_bytes["all"] > 0
     assert direct_bytes["copied"] < 4096  # the number at the end, which lies elsewhere in memory
 
 
-def test_warm_files_are_read_from_the_page_cache(path, direct_bytes):
+def test_warm_files_are_read_from_the_page_cache(path, direct_bytes, monkeypatch):
+    page_cache(monkeypatch, full=True)
     expected = load_file(path)
     tree = sharded(path, PartitionSpec("x"))
     assert all(np.array_equal(tree[name], array) for name, array in expected.items())
@@ -87,7 +88,7 @@ def test_warm_files_are_read_from_the_page_cache(path, direct_bytes):
 @pytest.mark.parametrize(("pages", "is_direct"), [(1000, True), (100_000, False)])
 def test_auto_compares_the_shards_of_the_process_with_the_memory(path, direct_bytes, monkeypatch, pages, is_direct):
     monkeypatch.setattr(direct.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.__getitem__)
-    chill(path)
+    page_cache(monkeypatch, full=False)
     ost.load(path)
     assert (direct_bytes["all"] > 0) is is_direct
 
@@ -95,7 +96,7 @@ def test_auto_compares_the_shards_of_the_process_with_the_memory(path, direct_by
 def test_conversions_read_large_checkpoints_directly(path, tmp_path, direct_bytes, monkeypatch):
     monkeypatch.setattr(direct.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
     expected = load_file(path)
-    chill(path)
+    page_cache(monkeypatch, full=False)
     ost.convert(path, tmp_path / "out", to="orbax", compression=False)
     assert direct_bytes["all"] > 0
     again = ocp.StandardCheckpointer().restore(tmp_path / "out" / "0" / "items")

@@ -94,15 +94,26 @@ class AnyOperations(RuleBasedStateMachine):
             with pytest.raises(StorageError, match="changed while it was in use"):
                 self.store.open(self.at(path), stamp).read([(0, [memoryview(bytearray(1))])])
 
-    @rule(directory=st.sampled_from(DIRECTORIES))
-    def deletes(self, directory):
+    @rule(directory=st.sampled_from(DIRECTORIES), data=st.data())
+    def deletes(self, directory, data):
         if self.store.is_local and directory not in self.directories:
-            with pytest.raises(StorageError, match="cannot be deleted"):
-                self.store.delete(self.at(directory))
+            with pytest.raises(StorageError, match="cannot be listed"):
+                self.store.below(self.at(directory))
             return
-        self.store.delete(self.at(directory))
-        self.files = {path: held for path, held in self.files.items() if not path.startswith(f"{directory}/")}
-        self.directories = {other for other in self.directories if not other.startswith(f"{directory}/")}
+        below = {path.removeprefix(f"{directory}/"): path for path in self.files if path.startswith(f"{directory}/")}
+        found = self.store.below(self.at(directory))
+        assert {name: stamp.nbytes for name, stamp in found.items()} == {
+            name: len(self.files[path]) for name, path in below.items()
+        }
+        names = data.draw(st.lists(st.sampled_from(sorted({*below, "x"})), unique=True))
+        self.store.delete(self.at(directory), names)
+        for name in {*names} & {*below}:
+            del self.files[below[name]]
+            above = below[name].rpartition("/")[0]
+            if above != directory and not any(
+                path.startswith(f"{above}/") for path in (*self.files, *self.directories)
+            ):
+                self.directories.discard(above)
 
     @invariant()
     def lists(self):

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 
 import obstore
 import pytest
@@ -72,14 +71,14 @@ SKIP = r'storage_options={"skip_signature": True}'
         ("az://c/x", {"account_name": "a", "endpoint": f"http://{NOWHERE}"}, "storage_options, AZURE_STORAGE_ACCOUNT"),
     ],
 )
-def test_none(url, options, places):
+def test_none(url, options, places, monkeypatch):
+    monkeypatch.setattr(retries, "_METADATA_SECONDS", 0)  # or they are looked for again until then
     store, path = store_of(url, options)
-    began = time.monotonic()
     with pytest.raises(
         StorageError, match=rf"^{url}: opening failed: found no credentials in {places}.*, or a role of this machine; "
     ) as caught:
         store.open(path)
-    assert time.monotonic() - began < 5
+    assert "attempts" not in str(caught.value)
     assert SKIP in str(caught.value)
     assert "(no connection (ConnectionRefused))" in str(caught.value)
 

@@ -17,7 +17,7 @@ from orbax_safetensors.storage.direct import DirectFile, DirectStore, reading
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.memory import PAGE_BYTES, allocate
 from orbax_safetensors.storage.schemes import store_of
-from tests.support.disks import chill, skip_if_refused
+from tests.support.disks import page_cache, skip_if_refused
 from tests.support.files import nothing_left
 
 MIB = 2**20
@@ -37,6 +37,11 @@ def file(path):
     file = DirectFile(path)
     yield file
     file.close()
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    page_cache(monkeypatch, full=False)
 
 
 @pytest.fixture
@@ -90,9 +95,9 @@ def test_any_range_into_any_memory(path, data):
         left -= nbytes
         shift = data.draw(st.sampled_from([0, 64, 8, 1, offset % PAGE_BYTES]))
         buffers.append(allocate([nbytes + PAGE_BYTES])[0][shift : shift + nbytes])
-    if data.draw(st.booleans()):
-        chill(path)
     file = DirectFile(path)
+    if data.draw(st.booleans()):  # as many pages as the kernel lets go
+        os.posix_fadvise(file._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         read(file, offset, *buffers)
     finally:
@@ -100,9 +105,9 @@ def test_any_range_into_any_memory(path, data):
     check(offset, buffers)
 
 
-def test_whole_blocks_go_straight_to_memory_that_agrees_with_the_file(file, path, calls):
+@pytest.mark.usefixtures("cold")
+def test_whole_blocks_go_straight_to_memory_that_agrees_with_the_file(file, calls):
     for offset in (0, 8 * 64, PAGE_BYTES, 12345 * 64):
-        chill(path)
         calls.clear()
         (buffer,) = of(offset, MIB)
         read(file, offset, buffer)
@@ -112,16 +117,16 @@ def test_whole_blocks_go_straight_to_memory_that_agrees_with_the_file(file, path
         assert calls == [(offset + first, blocks, address(buffer) + first)]
 
 
-def test_buffers_that_follow_one_another_are_read_at_once(file, path, calls):
-    chill(path)
+@pytest.mark.usefixtures("cold")
+def test_buffers_that_follow_one_another_are_read_at_once(file, calls):
     buffers = of(PAGE_BYTES, 100, 64, 2 * MIB, 3, MIB)
     read(file, PAGE_BYTES, *buffers)
     check(PAGE_BYTES, buffers)
     assert [call[:2] for call in calls] == [(PAGE_BYTES, 3 * MIB)]
 
 
-def test_other_memory_is_filled_from_a_buffer(file, path, calls):
-    chill(path)
+@pytest.mark.usefixtures("cold")
+def test_other_memory_is_filled_from_a_buffer(file, calls):
     buffers = [allocate([size])[0] for size in (100, 3 * MIB, 5)]
     read(file, 8, *buffers)
     check(8, buffers)
@@ -129,19 +134,16 @@ def test_other_memory_is_filled_from_a_buffer(file, path, calls):
     assert len({call[2] for call in calls}) == 1
 
 
-def test_what_is_in_the_page_cache_is_read_from_there(file, path, calls):
-    chill(path)
-    with open(path, "rb") as usual:
-        usual.seek(MIB)
-        usual.read(2 * MIB)
+def test_what_is_in_the_page_cache_is_read_from_there(file, calls, monkeypatch):
+    page_cache(monkeypatch, full=True)
     (buffer,) = of(MIB, 2 * MIB)
     read(file, MIB, buffer)
     check(MIB, [buffer])
     assert calls == []
 
 
-def test_short_reads_go_through_the_page_cache(file, path, calls):
-    chill(path)
+@pytest.mark.usefixtures("cold")
+def test_short_reads_go_through_the_page_cache(file, calls):
     (buffer,) = of(0, 2**16 - 1)
     read(file, 0, buffer)
     check(0, [buffer])
@@ -179,8 +181,9 @@ def test_a_file_system_that_refuses_direct_reads_is_read_as_usual(path, monkeypa
     check(0, [buffer])
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("aligned", [True, False])
-def test_direct_reads_that_end_early_or_fail_are_continued_as_usual(file, path, monkeypatch, aligned):
+def test_direct_reads_that_end_early_or_fail_are_continued_as_usual(file, monkeypatch, aligned):
     real, left = os.preadv, iter([PAGE_BYTES, 3 * PAGE_BYTES + 17])
 
     def short(descriptor, buffers, offset, *flags):
@@ -192,15 +195,14 @@ def test_direct_reads_that_end_early_or_fail_are_continued_as_usual(file, path, 
         return min(count, real(descriptor, buffers, offset))
 
     monkeypatch.setattr(direct.os, "preadv", short)
-    chill(path)
     (buffer,) = of(0 if aligned else 8, 3 * MIB)
     read(file, 0, buffer)
     check(0, [buffer])
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("shift", [0, 8])
 def test_the_end_of_the_file_is_an_error(file, path, shift):
-    chill(path)
     offset = 4 * MIB
     (buffer,) = of(offset + shift, 2 * MIB)
     with pytest.raises(
@@ -219,8 +221,8 @@ def test_a_disk_that_fails_is_reported_by_the_usual_read(file, path, monkeypatch
         read(file, 0, buffer)
 
 
+@pytest.mark.usefixtures("cold")
 def test_direct_reads_are_of_the_file_that_was_opened(file, path, tmp_path, calls):
-    chill(path)
     name = tmp_path / "renamed"
     os.rename(path, name)
     try:
@@ -234,10 +236,10 @@ def test_direct_reads_are_of_the_file_that_was_opened(file, path, tmp_path, call
     assert calls
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_file_has_one_descriptor_between_reads(path):
     with nothing_left(path):
         file = DirectFile(path)
-        chill(path)
         read(file, 0, *of(0, MIB))
         descriptors = os.listdir("/proc/self/fd")  # other threads may open and close theirs
         assert [os.path.realpath(f"/proc/self/fd/{descriptor}") for descriptor in descriptors].count(path) == 1
@@ -249,20 +251,19 @@ def test_a_directory_is_refused_and_closed(tmp_path):
         DirectFile(str(tmp_path))
 
 
-def test_runs_of_memory_are_filled_from_the_page_cache_only(file, path):
+def test_runs_of_memory_are_filled_from_the_page_cache_only(file, monkeypatch):
     (buffer,) = of(0, MIB)
     runs = np.array([[address(buffer), 1000], [address(buffer) + 2000, MIB - 3000]], np.uintp)
-    chill(path)
+    page_cache(monkeypatch, full=False)
     assert not file.scatter(7, runs)
     assert not buffer.any()
-    with open(path, "rb") as usual:
-        usual.read(2 * MIB)
+    page_cache(monkeypatch, full=True)
     assert file.scatter(7, runs)
     check(7, [buffer[:1000], buffer[2000 : MIB - 1000]])
 
 
-def test_threads_have_their_buffers(file, path):
-    chill(path)
+@pytest.mark.usefixtures("cold")
+def test_threads_have_their_buffers(file):
     buffers = [allocate([MIB])[0] for _ in range(4)]
     threads = [
         threading.Thread(target=read, args=(file, 8 + number * MIB, buffer)) for number, buffer in enumerate(buffers)

@@ -165,7 +165,7 @@ def test_listing(tmp_path, path):
     (tmp_path / "a").touch()
     assert LocalStore().list(str(tmp_path)) == ["a", "data"]
     assert LocalStore().list(path) is None
-    with pytest.raises(StorageError, match="missing: cannot be listed: No such file"):
+    with pytest.raises(StorageError, match="missing: no such file or directory"):
         LocalStore().list(str(tmp_path / "missing"))
 
 

@@ -1,5 +1,6 @@
 """Local files that are written: short writes, many buffers, modes, and disks that fail."""
 
+import ctypes
 import errno
 import os
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage import local
-from orbax_safetensors.storage.local import LocalStore, NewLocalFile
+from orbax_safetensors.storage.local import LocalStore, NewLocalFile, check_makeable
 from tests.support.files import nothing_left
 
 BYTES = bytes(range(256)) * 64
@@ -227,3 +228,16 @@ def test_closing_that_fails(path, monkeypatch):
     monkeypatch.setattr(local.os, "close", close)
     with pytest.raises(StorageError, match=f"{path}: closing failed: Disk quota exceeded"):
         file.close()
+
+
+def test_what_the_system_says_of_a_place(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    os.symlink("nowhere", tmp_path / "dangling")
+    os.symlink("loop", tmp_path / "loop")
+    check_makeable(f"{tmp_path}/a/b/c")
+    for name, code in {"file": errno.ENOTDIR, "dangling": errno.ENOENT, "loop": errno.ELOOP}.items():
+        with pytest.raises(StorageError, match=f"a/b: cannot be made: {tmp_path}/{name}: {os.strerror(code)}"):
+            check_makeable(f"{tmp_path}/{name}/a/b")
+    monkeypatch.setattr(local, "_access", lambda path, mode: ctypes.set_errno(errno.EROFS) or -1)
+    with pytest.raises(StorageError, match=f"cannot be made: {tmp_path}: Read-only file system"):
+        check_makeable(f"{tmp_path}/a")

@@ -193,7 +193,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(kind, source, tmp_path):
     assert sorted(made) == [str(tmp_path), str(tmp_path / "new")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cross(KINDS, {"to_safetensors", MANY_FILES}))
 def test_recorded_tiles_outlive_a_crash(kind, source, tmp_path):
     """Right after each record, while another thread is writing the next batch."""
     path, destination = source(kind), tmp_path / "to"
@@ -363,7 +363,7 @@ def test_all_of_orbax_is_on_the_disk_before_it_has_its_name(kind, source, tmp_pa
     assert [event for event, _ in flushed.events].count("rename") == 1
 
 
-@pytest.mark.parametrize("kind", TO_ORBAX)
+@pytest.mark.parametrize("kind", cross(TO_ORBAX, {"to_orbax"}))
 def test_whatever_fails_the_next_one_to_orbax_goes_on(kind, source, tmp_path):
     path = source(kind)
     with watched(Flushed(), tmp_path / "whole" / "0") as counts:

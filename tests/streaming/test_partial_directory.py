@@ -229,6 +229,7 @@ def test_a_destination_that_comes_meanwhile(draft, tmp_path):
 @pytest.mark.parametrize("name", ["to/", "to//", "there/../to", "new/directories/to", "new/directories/to/", "ö\n to"])
 def test_ways_to_name_a_destination(tmp_path, name):
     source = make_source(KIND, tmp_path / "from")
+    (tmp_path / "there").mkdir()
     result = CALLS[KIND](source, f"{tmp_path}/{name}")
     check(KIND, tmp_path / os.path.normpath(name))
     assert result.path == str(tmp_path / os.path.normpath(name))

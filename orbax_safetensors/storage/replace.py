@@ -1,0 +1,110 @@
+"""A complete directory takes the place of another one, whose name is there at every moment, also after a kill.
+
+Linux exchanges two names in one step. On file systems that cannot (NFS, say), the old directory goes aside for a
+moment, and whoever next looks for it puts it back if a kill has left it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import shutil
+
+from orbax_safetensors.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+# Linux has it, Python does not.
+_RENAMEAT2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# Errors of kernels and file systems that do not exchange names.
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def replace(new: str, path: str) -> None:
+    """Give the directory `new` the name `path`, and what had that name, if anything, the name `new`.
+
+    Both lie in one directory. Raises `StorageError`, with all as it was, if the file system refuses.
+    """
+    try:
+        if not os.path.lexists(path):
+            os.rename(new, path)
+            return
+        try:
+            _exchange(new, path)
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+            _rename_in_turn(new, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be replaced: {error.strerror}") from error
+
+
+def recover(path: str) -> None:
+    """Put back what a killed `replace` has left aside, if nothing has the name `path`. Several processes may call this.
+
+    Raises `StorageError` if the file system refuses.
+    """
+    if os.path.exists(path):
+        return
+    path = os.path.realpath(path)
+    if not os.path.lexists(aside := _aside(path)):
+        return
+    try:
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(aside, path)
+            logger.warning("%s: was put back, after a save that replaced it was killed", path)
+    except OSError as error:
+        raise StorageError(f"{aside}: cannot be renamed to {path}: {error.strerror}") from error
+
+
+def remove(path: str) -> None:
+    """Delete a directory, a link or a file that nobody needs any more; a warning if that fails."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
+    except OSError as error:
+        logger.warning("%s is not needed any more and cannot be deleted: %s", path, error)
+
+
+def remove_aside(path: str) -> None:
+    """Delete what `replace` has left aside if it was killed when `path` was complete already."""
+    if os.path.lexists(path):
+        remove(_aside(path))
+
+
+def _exchange(one: str, other: str) -> None:
+    if _RENAMEAT2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _RENAMEAT2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
+
+
+def _rename_in_turn(new: str, path: str) -> None:
+    aside = _aside(path)
+    os.rename(path, aside)
+    try:
+        while True:
+            try:
+                os.rename(new, path)
+                break
+            except OSError:
+                if os.path.lexists(aside):
+                    raise
+            os.rename(path, aside)  # again, because a reader has put it back
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    os.rename(aside, new)
+
+
+def _aside(path: str) -> str:
+    """Return a name that neither Orbax nor a program that lists steps takes for a checkpoint, or for rubbish."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.replaced")

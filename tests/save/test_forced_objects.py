@@ -1,0 +1,145 @@
+"""Forced saves to object stores: what is there stays whole until all of the new checkpoint has been sent."""
+
+import numpy as np
+import obstore
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.storage import retries, upload
+from tests.support.files import random_bits
+from tests.support.servers import gcs as google
+from tests.support.servers.faults import Answer, Call
+
+RNG = np.random.default_rng(0)
+MIB = 2**20
+# Each of two files is of several parts.
+OLD = {name: random_bits(RNG, (12 * MIB,), np.dtype(np.uint8)) for name in "ab"}
+NEW = {name: random_bits(RNG, (12 * MIB,), np.dtype(np.uint8)) for name in "ab"}
+ONE = {"max_file_bytes": 5_000_000_000}
+TWO = {"max_file_bytes": 13 * MIB}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Short waits, and the shortest parts that S3 takes."""
+    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(upload, "PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(google, "MIN_PART_BYTES", 5 * MIB)
+
+
+@pytest.fixture(params=["s3", "gcs", "azure"])
+def place(request):
+    return request.getfixturevalue(request.param)
+
+
+def options(place, **more):
+    return ost.SafetensorsOptions(storage_options={**place.options, **more})
+
+
+def save(place, tree, force=True, retries=1, **more):
+    ost.save(f"{place.url}/x", tree, force=force, options=options(place, max_retries=retries), **more)
+
+
+def load(place):
+    return ost.load(f"{place.url}/x", options=options(place))
+
+
+def holds(place, tree):
+    found = load(place)
+    assert found.keys() == tree.keys()
+    assert all(np.array_equal(found[name], array) for name, array in tree.items())
+    assert ost.verify(f"{place.url}/x", data=True, options=options(place)) == []
+
+
+def objects(place):
+    return {
+        one["path"]: bytes(obstore.get(place.store(), one["path"]).bytes())
+        for one in obstore.list(place.store()).collect()
+    }
+
+
+@pytest.mark.parametrize("new", [ONE, TWO])
+@pytest.mark.parametrize("old", [ONE, TWO])
+def test_nothing_changes_until_all_is_sent(place, old, new):
+    """A part that the store refuses, of the first file or of the last."""
+    save(place, OLD, **old)
+    before = objects(place)
+    for skip in (0, 3):
+        place.server.fail(
+            Answer(403), method="PUT", when=lambda request: len(request.body) > MIB, skip=skip, times=None
+        )
+        with pytest.raises(ost.StorageError, match="403"):
+            save(place, NEW, **new)
+        place.server.clear()
+        assert objects(place) == before
+    save(place, NEW, **new)
+    holds(place, NEW)
+    files = [name for name in objects(place) if name.endswith(".safetensors")]
+    assert len(files) == (1 if new is ONE else 2)
+
+
+@pytest.mark.parametrize("new", [ONE, TWO])
+@pytest.mark.parametrize("old", [ONE, TWO])
+def test_a_reader_sees_the_old_or_the_new_tensors_or_an_error(s3, old, new):
+    """It looks before each request of the save that changes something."""
+    save(s3, OLD, **old)
+    seen = []
+
+    def look():
+        looking.append(True)
+        try:
+            found = load(s3)
+            seen.append(
+                {
+                    name: next(k for k, tree in (("old", OLD), ("new", NEW)) if np.array_equal(tree[name], found[name]))
+                    for name in found
+                }
+            )
+        except ost.SafetensorsError as error:
+            seen.append(str(error))
+        finally:
+            looking.clear()
+
+    looking = []
+    s3.server.fail(
+        Call(look),
+        when=lambda request: request.method != "GET" and request.method != "HEAD" and not looking,
+        times=None,
+    )
+    save(s3, NEW, **new)
+    s3.server.clear()
+    whole = [{*values.values()} for values in seen if isinstance(values, dict)]
+    assert {"old"} in whole
+    assert all(len(values) == 1 for values in whole), seen
+    assert all(values.keys() == NEW.keys() for values in seen if isinstance(values, dict)), seen
+    errors = {text for text in seen if isinstance(text, str)}
+    print(len(seen), errors)
+    holds(s3, NEW)
+
+
+def completes(request):
+    return request.method == "POST" and "uploadId" in request.query
+
+
+def test_a_save_that_ends_between_its_files_is_no_checkpoint_until_the_next(s3):
+    save(s3, OLD, **TWO)
+    s3.server.fail(Answer(403), when=completes, skip=1, times=None)
+    with pytest.raises(ost.StorageError, match="403"):
+        save(s3, NEW, **TWO)
+    s3.server.clear()
+    with pytest.raises(ost.IndexFileError, match="is of a save or a conversion that is at work, or was interrupted"):
+        load(s3)
+    assert "x/commit_success.txt" not in objects(s3)
+    save(s3, NEW, **TWO)
+    holds(s3, NEW)
+
+
+@pytest.mark.parametrize("new", [ONE, TWO])
+def test_a_new_save_that_fails_leaves_nothing(place, new):
+    """Also if the store refuses what follows the tensors."""
+    for refused in ("*checksums*", "*model*"):
+        place.server.fail(Answer(403), method="PUT", path=refused, times=None)
+        with pytest.raises(ost.StorageError, match="403"):
+            save(place, NEW, force=False, **new)
+        place.server.clear()
+        assert objects(place) == {}

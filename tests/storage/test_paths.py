@@ -1,0 +1,68 @@
+"""Paths as the kernel takes them: `..` behind symbolic links, links at the end, and the home directory."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.storage.paths import as_text, place
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with `link`, which leads to `other/deep`."""
+    os.makedirs(tmp_path / "here")
+    os.makedirs(tmp_path / "other" / "deep")
+    os.symlink(tmp_path / "other" / "deep", tmp_path / "here" / "link")
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("m", "here/m"),
+        ("./a//b/./c/", "here/a/b/c"),
+        ("..", ""),
+        ("../m", "m"),
+        ("link/..", "other"),
+        ("link/../m", "other/m"),
+        ("link/../../m", "m"),
+        ("link/../deep/../m/./n", "other/m/n"),
+        ("../here/link/../m", "other/m"),
+        ("link/m", "here/link/m"),
+        ("link", "here/link"),
+        ("../here/link", "here/link"),
+        ("..m/m..", "here/..m/m.."),
+    ],
+)
+def test_a_path_names_what_it_names_to_the_kernel(here, path, expected):
+    assert place(path) == place(Path(path)) == os.path.normpath(here / expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "why"),
+    [
+        ("nowhere/../m", MissingError, "nowhere/..: No such file or directory"),
+        ("file/../m", StorageError, "file/..: Not a directory"),
+        ("a\0b/../m", StorageError, "null byte"),
+    ],
+)
+def test_a_parent_of_what_is_not_a_directory(here, path, error, why):
+    with pytest.raises(error, match=why):
+        place(path)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "https://host/a/../b", "hf://owner/name/../b"])
+def test_urls_stay_as_they_are(here, url):
+    assert place(url) == url
+
+
+def test_the_home_directory(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here / "other"))
+    assert as_text("~/m") == as_text(Path("~/m")) == place("~/m") == f"{here}/other/m"
+    assert place("~") == f"{here}/other"
+    assert place("~/../m") == f"{here}/m"
+    assert (as_text("a/~/m"), as_text("./~"), as_text("~a~")) == ("a/~/m", "./~", "~a~")
