@@ -75,6 +75,7 @@ class Checkpoint:
       use: that family and its switches.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
+      is_partial: whether files may be missing, because the caller has said so.
     """
 
     path: str
@@ -85,6 +86,7 @@ class Checkpoint:
     use: FamilyUse = NO_FAMILY
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
+    is_partial: bool = False
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:

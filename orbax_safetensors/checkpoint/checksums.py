@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Mapping
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.errors import ChecksumError
+from orbax_safetensors.errors import ChecksumError, MissingError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, parse
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.names import some
@@ -27,8 +27,13 @@ class Comparison:
     """Of a restore: the tensors that this process reads whole, with the checksums of their save."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raise `ChecksumError` if there are no checksums of a file, or if a file is not the one that was saved."""
+        """Raise `ChecksumError` if there are no checksums of a file, or if a file is not the one that was saved.
+
+        Raises `MissingError` if a file is missing that the save wrote, unless the checkpoint is partial.
+        """
         recorded = read_checksums(checkpoint) or {}
+        for missing in () if checkpoint.is_partial else missing_files(checkpoint, recorded):
+            raise missing
         self.sums = Sums(with_gaps=False)
         self._checkpoint = checkpoint
         self._recorded: list[FileChecksums] = []
@@ -80,6 +85,16 @@ def recorded_content(checkpoint: Checkpoint) -> bytes | None:
 def _path(checkpoint: Checkpoint) -> str:
     directory = posixpath.dirname(checkpoint.path) if checkpoint.is_file else checkpoint.path
     return posixpath.join(directory, CHECKSUMS_NAME)
+
+
+def missing_files(checkpoint: Checkpoint, recorded: Recorded) -> list[MissingError]:
+    """Return an error for each file that was recorded and is missing; none if the checkpoint is one file of several."""
+    if checkpoint.is_file:
+        return []
+    return [
+        MissingError(f"{posixpath.join(checkpoint.path, name)}: is missing, and the save wrote it")
+        for name in sorted(recorded.keys() - checkpoint.fingerprints.keys())
+    ]
 
 
 def other_file(checkpoint: Checkpoint, number: int, recorded: FileChecksums) -> ChecksumError | None:

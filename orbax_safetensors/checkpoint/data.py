@@ -17,8 +17,8 @@ from functools import partial
 from itertools import zip_longest
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import changed_tensors, other_file, read_checksums
-from orbax_safetensors.errors import ChecksumError, MissingError, SafetensorsError
+from orbax_safetensors.checkpoint.checksums import Recorded, changed_tensors, other_file
+from orbax_safetensors.errors import ChecksumError, SafetensorsError
 from orbax_safetensors.format.checksums import FileChecksums
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.direct import reading
@@ -45,16 +45,16 @@ class DataCheck:
     nbytes: int
 
 
-def check_data(checkpoint: Checkpoint, options: SafetensorsOptions) -> DataCheck:
+def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsOptions) -> DataCheck:
     """Read every file that has something to compare it with, once, from its beginning to its end.
 
-    `threads`, `direct` and `in_flight_bytes` of `options` count. A file that cannot be read is a fault.
+    `recorded` are the checksums of its save. `threads`, `direct` and `in_flight_bytes` of `options` count. A file that
+    cannot be read is a fault.
     """
-    recorded = read_checksums(checkpoint)
     faults: list[SafetensorsError] = []
     checks: list[_FileCheck] = []
     for number, stored in enumerate(checkpoint.files):
-        of_file = (recorded or {}).get(posixpath.basename(stored.path))
+        of_file = recorded.get(posixpath.basename(stored.path))
         sha256 = checkpoint.store.sha256(stored.path)
         if of_file is None and sha256 is None:
             faults.append(
@@ -68,9 +68,6 @@ def check_data(checkpoint: Checkpoint, options: SafetensorsOptions) -> DataCheck
             of_file = None
         if of_file is not None or sha256 is not None:
             checks.append(_FileCheck(checkpoint, number, of_file, sha256))
-    present = {posixpath.basename(stored.path) for stored in checkpoint.files}
-    for name in () if checkpoint.is_file else sorted((recorded or {}).keys() - present):
-        faults.append(MissingError(f"{posixpath.join(checkpoint.path, name)}: is missing, and the save wrote it"))
     nbytes = sum(check.nbytes for check in checks)
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)

@@ -12,15 +12,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError, printable
+from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, header_length
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
-from orbax_safetensors.orbax_store.index_note import fingerprint
+from orbax_safetensors.orbax_store.index_note import fingerprint, read_note
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import File, Stamp, Store
@@ -28,7 +29,9 @@ from orbax_safetensors.storage.store import File, Stamp, Store
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
-_NUMBERED = re.compile(rf"(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
+# Each rank of PyTorch has its own part of a numbered file, and need not have one.
+_NUMBERED = re.compile(rf"(?:shard-\d+-)?(.*)-(\d+)-of-(\d+){re.escape(SUFFIX)}")
+_NAMED = 8  # missing files in a message
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ def checkpoint_files(
         return [path], None
     index_name = _index_name(path, names)
     index = None if index_name is None else _read_index(store.open(posixpath.join(path, index_name)))
-    if index is None and (incomplete := _incomplete_set(names)):
-        # Objects appear one by one, each whole, and last the index. Files may have been copied, or linked, one by one.
-        if not store.is_local:
-            raise IndexFileError(f"{path}: is not complete: {incomplete}")
-        logger.warning("%s: %s", path, printable(incomplete))
-    return [posixpath.join(path, name) for name in _file_names(path, names, index, report)], index
+    files = _file_names(path, names, index, report)
+    incomplete = [] if index is not None else list(_incomplete_sets(files))
+    if incomplete and not _are_linked(store, path, files):
+        # Objects appear one by one, each whole, and last the index: a save may not have ended.
+        kind = MissingError if store.is_local else IndexFileError
+        for lacking in incomplete:
+            report(kind(f"{path}: is not complete: {lacking}"))
+    return [posixpath.join(path, name) for name in files], index
 
 
 def _file_names(
@@ -99,16 +104,25 @@ def _file_names(
     return [name for name in index.files if name in there]
 
 
-def _incomplete_set(names: Sequence[str]) -> str | None:
-    """Return what is missing if the names of files say that there are more of them; None if nothing is."""
-    sets: dict[tuple[str, str], set[str]] = {}
+def _incomplete_sets(names: Sequence[str]) -> Iterator[str]:
+    """Yield what is missing of each set of files whose names say that there are more of them, and that has no index."""
+    sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if match := _NUMBERED.fullmatch(name):
-            sets.setdefault((match[1], match[3]), set()).add(match[2])
+            sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (stem, count), numbers in sets.items():
-        if len(numbers) < int(count):
-            return f"expected {int(count)} files {stem}-*-of-{count}{SUFFIX} or an index, found {len(numbers)}"
-    return None
+        if (lacking := int(count) - len(numbers)) > 0:
+            first = 0 if 0 in numbers else 1
+            missing = (number for number in range(first, first + int(count)) if number not in numbers)
+            listed = [f"{stem}-{number:0{len(count)}}-of-{count}{SUFFIX}" for number in islice(missing, _NAMED)]
+            more = f" and {lacking - len(listed)} more" if lacking > len(listed) else ""
+            yield f"{lacking} of {int(count)} files are missing, and there is no index: {', '.join(listed)}{more}"
+
+
+def _are_linked(store: Store, path: str, names: Sequence[str]) -> bool:
+    """Return whether a link or a save has made the directory `path` for just these files; a link may be of one."""
+    note = read_note(store, path)
+    return note is not None and note.files.keys() == set(names)
 
 
 def _index_name(path: str, names: Sequence[str]) -> str | None:

@@ -35,7 +35,7 @@ def open_checkpoint(
     Hub is pinned to its commit, which is in the checkpoint's `path`.
 
     Raises:
-      StorageError: something is missing or cannot be read.
+      StorageError: something is missing or cannot be read; also a file that the numbers in other names imply.
       HeaderError: a file is not valid.
       IndexFileError: the index is not valid or does not agree with the files, or two files have a tensor of one name.
       MappingError: there is no such family, or it does not fit the checkpoint.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers, read_usual
-from orbax_safetensors.errors import IndexFileError, SafetensorsError, StorageError
+from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
 from orbax_safetensors.storage.memory import no_collection
@@ -22,17 +24,26 @@ from orbax_safetensors.storage.replace import recover
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import UNKNOWN
 
+logger = logging.getLogger(__name__)
 
-def read_checkpoint(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+
+def read_checkpoint(
+    path: PathLike, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> Checkpoint:
     """Read the index and all headers, as `open_checkpoint` does, without a family.
 
-    `storage_options` are as in `SafetensorsOptions`.
+    `storage_options` are as in `SafetensorsOptions`. If `partial`, files may be missing, and with them their tensors.
     """
 
     def fail(fault: SafetensorsError) -> None:
-        raise fault
+        if not (partial and isinstance(fault, MissingError)):
+            raise fault
+        logger.warning("%s", fault)
 
-    return _read(path, storage_options, fail)
+    checkpoint = _read(path, storage_options, fail)
+    if not checkpoint.files:
+        raise MissingError(f"{checkpoint.path}: has none of the files that the index names")
+    return replace(checkpoint, is_partial=partial)
 
 
 def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | list[SafetensorsError]:

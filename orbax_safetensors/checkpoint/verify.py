@@ -5,23 +5,24 @@ from __future__ import annotations
 import posixpath
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import examine
-from orbax_safetensors.errors import ChecksumError, SafetensorsError
+from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store import find_step_faults
 from orbax_safetensors.orbax_store.directories import is_on_gcs
-from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
+from orbax_safetensors.orbax_store.index_check import TensorRange
 from orbax_safetensors.orbax_store.index_note import read_note
+from orbax_safetensors.orbax_store.item_check import item_faults, step_items
 from orbax_safetensors.storage.paths import PathLike, place
 
 
 def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Return every fault of a checkpoint: of headers, sizes, the index and its files. The list is empty if it is valid.
 
-    If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, and each address of
-    that index has to be in a tensor.
+    If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, each address of that
+    index has to be in a tensor, and Orbax has to be able to read its files.
 
     The format has no checksums, so any bytes of tensors are valid. With `data`, they are read, in memory that does not
     grow with the files, and compared with the checksums that a save has recorded, and with the SHA-256 that the Hugging
@@ -30,7 +31,7 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
 
     `path` is as for `open_checkpoint`. Of `options`, `storage_options` count, and with `data` also `threads`, `direct`
     and `in_flight_bytes`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is checked.
-    There, each array has to open, and chunks are not read; with `data`, that is an error.
+    Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
 
     Raises `StorageError` if there is no checkpoint or it was never finished. Raises `ChecksumError` if the record of
     checksums is damaged, or if `data` is set and `path` is a checkpoint of Orbax.
@@ -45,26 +46,35 @@ def verified(
     if is_orbax(place(path), options.storage_options):
         if data:
             raise ChecksumError(f"{path}: is a checkpoint of Orbax, and data is verified only of safetensors files")
-        return find_step_faults(path), None
+        faults = []
+        for item in step_items(path):
+            faults += item_faults(item) if is_orbax(item) else verified(item, data=False, options=options)[0]
+        return faults, None
     checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):
         return checkpoint, None
     # TensorStore finds an object store without options only.
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
-    faults = _index_faults(checkpoint, index_opens)
+    recorded = read_checksums(checkpoint) or {}
+    faults = [*missing_files(checkpoint, recorded), *_index_faults(checkpoint, index_opens)]
     if not data:
         return faults, None
-    check = check_data(checkpoint, options)
+    check = check_data(checkpoint, recorded, options)
     return [*faults, *check.faults], check
 
 
 def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:
     """Return the faults of the index that makes valid files a checkpoint of Orbax; none if there is no such index."""
-    if checkpoint.is_file or (note := read_note(checkpoint.store, checkpoint.path)) is None:
-        return []
-    changed = note.changed(checkpoint.path, checkpoint.fingerprints)
+    store, path = checkpoint.store, checkpoint.path
+    try:
+        if checkpoint.is_file or (note := read_note(store, path)) is None:
+            return []
+        faults: list[SafetensorsError] = list(note.altered(store, path))
+    except StorageError as fault:
+        return [fault]
+    changed = note.changed(path, checkpoint.fingerprints)
     if changed or not index_opens:
-        return list(changed)
+        return [*changed, *faults]
     tensors = {
         posixpath.basename(file.path): [
             TensorRange(file.header.data_start + entry.begin, file.header.data_start + entry.end, name)
@@ -72,4 +82,4 @@ def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[Safetensors
         ]
         for file in checkpoint.files
     }
-    return list(index_faults(checkpoint.path, tensors, names_tensors=note.names_tensors))
+    return [*faults, *item_faults(path, tensors, names_tensors=note.names_tensors)]

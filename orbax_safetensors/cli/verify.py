@@ -27,8 +27,8 @@ for hf:// URLs, its cache, and directories that it was downloaded to. The last
 line says what was compared with what. A file with nothing to compare it with
 is a fault.
 
-Of a checkpoint of Orbax, checks that it is finished and that every array
-opens."""
+Of a checkpoint of Orbax, and of files that a link or a save has made one,
+reads everything that Orbax reads, except chunks of arrays."""
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:

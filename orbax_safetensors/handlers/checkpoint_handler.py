@@ -151,8 +151,9 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
       restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself if
         there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
       partial_restore: leave out tensors that the tree does not name, and ignore leaves of `restore_args` that `item`
-        does not have. Without it both are errors. Leaves that are `ocp.PLACEHOLDER`, and None or another empty node in
-        the place of an array, count as named, are not read, and come back as they are.
+        does not have. Files that hold none of the tensors may be missing. Without it, each of these is an error. Leaves
+        that are `ocp.PLACEHOLDER`, and None or another empty node in the place of an array, count as named, are not
+        read, and come back as they are.
       family: how a model's tree is made of the stored tensors: a `mapping.Family`, the name of one
         (`"maxtext.qwen3"`), or the part before the dot, which finds the rest by the architecture in the checkpoint's
         `config.json`. Names are then paths in the model's tree, joined by dots, and a restore without `item` and

@@ -189,9 +189,9 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         merge(staging.made, staging.path)
         staging.keep_data()
     checkpoint = decision.checkpoint
-    note = note_content(checkpoint.fingerprints, checkpoint.mapped is None, linked=checkpoint.use.record())
-    staging.write(NOTE_FILE, note)
     small = item_files(decision.tree(made), whole=decision.whole)
+    linked = checkpoint.use.record()
+    staging.write(NOTE_FILE, note_content(checkpoint.fingerprints, checkpoint.mapped is None, small, linked=linked))
     for name, content in {**step_files(decision.envelope.custom_metadata), **small}.items():
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.in_source:

@@ -7,7 +7,7 @@ of the caller; other rooms decide which boxes.
 from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
 from orbax_safetensors.orbax_store.item_writer import OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
-from orbax_safetensors.orbax_store.reader import OrbaxCheckpoint, OrbaxStep, find_step_faults, open_orbax, open_step
+from orbax_safetensors.orbax_store.reader import OrbaxCheckpoint, OrbaxStep, open_orbax, open_step
 from orbax_safetensors.orbax_store.shardings import named_sharding
 from orbax_safetensors.orbax_store.sink import OrbaxSink
 
@@ -19,7 +19,6 @@ __all__ = [
     "OrbaxSink",
     "OrbaxStep",
     "array_name",
-    "find_step_faults",
     "named_sharding",
     "open_orbax",
     "open_step",

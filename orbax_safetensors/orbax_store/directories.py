@@ -115,6 +115,15 @@ def read_bytes(path: epath.Path) -> bytes | None:
             return None
 
 
+def size(path: epath.Path) -> int | None:
+    """Return the bytes of a file, or None if it is missing."""
+    with storage_errors(os.fspath(path)):
+        try:
+            return int(path.stat().length)
+        except FileNotFoundError:
+            return None
+
+
 def read_json(path: epath.Path) -> Any:
     """Return what a JSON file of Orbax says, or None if it is missing."""
     text = read_bytes(path)

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 import tensorstore as ts
+from etils import epath
 
 from orbax_safetensors.errors import IndexFileError
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX
-from orbax_safetensors.orbax_store.directories import absolute, kvstore
+from orbax_safetensors.orbax_store.directories import absolute, kvstore, size
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
 from orbax_safetensors.orbax_store.operations import storage_errors
 
-# Where a value lies, as `ts.ocdbt.dump` writes it: the path as in a URL, offset and length.
-_LOCATION = re.compile(r"value::(.*):(\d+):(\d+)", re.DOTALL)
+# Where a value lies, as `ts.ocdbt.dump` writes it: both parts of the path as in a URL, offset and length. The first
+# part is the directory of another database that this one was merged from, if it was.
+_LOCATION = re.compile(r"value:([^:]*):(.*):(\d+):(\d+)", re.DOTALL)
 
 # Files that TensorStore has written: of this database, of arrays that a link made, and of each process of Orbax.
 _DATA = re.compile(rf"((made|{re.escape(PROCESS_SUBDIR_PREFIX)}[^/]*)/)*d/[^/]*", re.DOTALL)
@@ -39,16 +41,24 @@ def index_faults(
     """Return the faults of the index in a directory, whose files have these `tensors` by file name.
 
     Every chunk has to be in one tensor of these files, that of its array's name if `names_tensors`, or in a file that
-    Orbax or TensorStore has written, and no two may share a byte of a tensor. Raises `StorageError` if the index cannot
-    be read.
+    Orbax or TensorStore has written and that is long enough, and no two may share a byte of a tensor. Raises
+    `StorageError` if the index cannot be read.
     """
     of_files = defaultdict(list)
+    needed: dict[str, int] = defaultdict(int)  # bytes of the files that TensorStore has written
     faults, where = [], f"{directory}/{MANIFEST}"
     for key, range_ in _ranges(directory):
         if range_.file in tensors:
             of_files[range_.file].append((range_.offset, range_.offset + range_.length, key))
         elif not _DATA.fullmatch(range_.file):
             faults.append(IndexFileError(f"{where}: {key!r}: lies in {range_.file!r}, which holds no arrays"))
+        else:
+            needed[range_.file] = max(needed[range_.file], range_.offset + range_.length)
+    for file, nbytes in needed.items():
+        found = size(epath.Path(directory) / file)
+        if found is None or found < nbytes:
+            found_text = "no such file" if found is None else f"{found}"
+            faults.append(IndexFileError(f"{directory}/{file}: expected at least {nbytes} bytes, found {found_text}"))
     for file, ranges in of_files.items():
         extents = sorted(tensors[file])
         begins = [extent.begin for extent in extents]
@@ -78,5 +88,5 @@ def _ranges(directory: str) -> Iterator[tuple[str, Range]]:
                 if "location" in entry:
                     nodes.append(entry["location"])
                 elif location := _LOCATION.fullmatch(entry.get("indirect_value", "")):
-                    file = os.fsdecode(unquote_to_bytes(location[1]))
-                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(location[2]), int(location[3]))
+                    file = os.fsdecode(unquote_to_bytes(location[1] + location[2]))
+                    yield entry["key"].decode(errors="surrogateescape"), Range(file, int(location[3]), int(location[4]))

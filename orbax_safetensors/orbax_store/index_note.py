@@ -8,30 +8,36 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.store import Store, read_small
 
-# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ...}`, and `"saved": {...}` from a save or
-# `"linked": {...}` from a link, each with `"family"` and `"variant"`.
+# `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and
+# `"saved": {...}` from a save or `"linked": {...}` from a link, each with `"family"` and `"variant"`.
 NOTE_FILE = "_LINKED_FILES"
 
 _MAX_BYTES = 64 * 2**20
+_MAX_INDEX_BYTES = 2**30
 
 
 def note_content(
     files: Mapping[str, Mapping[str, Any]],
     names_tensors: bool,
+    index: Mapping[str, bytes],
     *,
     saved: Mapping[str, Any] | None = None,
     linked: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the content of `NOTE_FILE`, given the `fingerprint` of each file; see `IndexNote` for the others."""
+    """Return the content of `NOTE_FILE`, given the `fingerprint` of each file; see `IndexNote` for the others.
+
+    `index` are files of the index whose content nobody changes, by name.
+    """
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     made_by = {name: record for name, record in (("saved", saved), ("linked", linked)) if record is not None}
-    return json.dumps({"files": files, "names_tensors": names_tensors} | made_by, indent=1).encode()
+    return json.dumps({"files": files, "names_tensors": names_tensors, "index": digests} | made_by, indent=1).encode()
 
 
 def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
@@ -46,12 +52,14 @@ class IndexNote:
     Attributes:
       files: the `fingerprint` of each file, by name.
       names_tensors: whether the names of arrays in the index are those of the tensors in the files.
+      index: the SHA-256 of files of the index, by name; none if Orbax or an earlier version wrote them.
       saved: the family and the variant with which the tree was saved; None for a link.
       linked: those of a link; None for a save.
     """
 
     files: Mapping[str, Mapping[str, Any]]
     names_tensors: bool
+    index: Mapping[str, str]
     saved: Mapping[str, Any] | None
     linked: Mapping[str, Any] | None
 
@@ -75,6 +83,15 @@ class IndexNote:
             if present.get(name) != expected
         ]
 
+    def altered(self, store: Store, directory: str) -> Iterator[StorageError]:
+        """Yield an error for each file of the index in a directory that is missing or not what was written."""
+        for name, digest in self.index.items():
+            path = posixpath.join(directory, name)
+            if (file := store.find(path)) is None:
+                yield MissingError(f"{path}: is missing, and the index has it")
+            elif (found := hashlib.sha256(read_small(file, _MAX_INDEX_BYTES)).hexdigest()) != digest:
+                yield StorageError(f"{path}: has changed since the index was written: expected {digest}, found {found}")
+
 
 def read_note(store: Store, directory: str) -> IndexNote | None:
     """Return the note beside the index in a directory, or None if there is none.
@@ -89,7 +106,8 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
     try:
         document = json.loads(content)
         files, names_tensors = document["files"], document["names_tensors"]
-        if not isinstance(files, dict) or type(names_tensors) is not bool:
+        index = document.get("index", {})
+        if not (isinstance(files, dict) and type(names_tensors) is bool and isinstance(index, dict)):
             raise TypeError(f"expected dicts, found {document!r:.80}")
         made_by = [document.get("saved"), document.get("linked")]
         for record in made_by:
@@ -100,4 +118,4 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
                 raise TypeError(f"expected a name and a dict, found {record!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(f"{path}: is not what a link or a save has written: {error!r:.200}") from error
-    return IndexNote(files, names_tensors, *made_by)
+    return IndexNote(files, names_tensors, index, *made_by)

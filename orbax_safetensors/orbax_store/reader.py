@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,11 +42,13 @@ from orbax_safetensors.orbax_store.leaf import (
 )
 from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
 from orbax_safetensors.orbax_store.recorded_tree import RecordedLeaf, RecordedTree
-from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
+from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings, warn
 from orbax_safetensors.storage.paths import PathLike
 
 _STRINGS_FILE = "_strings.json"
-_ARRAY_METADATAS = "array_metadatas"
+# Where each process has recorded the metadata of its arrays, in a file of this name.
+ARRAY_METADATAS = "array_metadatas"
+PROCESS = re.compile(r"process_(\d+)")
 
 # The most decoded bytes of one TensorStore read: enough to keep the decoders of several cores busy.
 _READ_BYTES = 64 << 20
@@ -150,6 +153,19 @@ class OrbaxCheckpoint:
             return out
         return out[()] if isinstance(out[()], np.number) else out.item()
 
+    def incomplete(self) -> Iterator[StorageError]:
+        """Yield an error for each array of which chunks are missing, unless missing chunks are zeros."""
+        if not self._recorded.zeros_stored:
+            return
+        stored = {name: store.storage_statistics(query_fully_stored=True) for name, store in self._stores.items()}
+        for name, future in stored.items():
+            try:
+                with storage_errors(f"{self.path}: {name!r}"):
+                    if not future.result().fully_stored:
+                        raise StorageError(f"{self.path}: {name!r}: chunks are missing")
+            except StorageError as fault:
+                yield fault
+
     def in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
         """Return the most memory, besides what they fill, that reads of `nbytes` decoded bytes in such chunks take."""
         return min(_COPIES * nbytes, max(self._budget.nbytes, _COPIES * chunk_nbytes))
@@ -221,12 +237,12 @@ def open_orbax(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxCheckpo
     Raises `StorageError` if there is no finished checkpoint, and `TensorMismatchError` if it has a leaf of a kind that
     is not known here.
     """
-    finished = _find(path)
+    finished = find(path)
     if len(finished.items) > 1:
         raise StorageError(
             f"{finished.directory}: holds several items, give the directory of one: {list(finished.items)}"
         )
-    return _open_item(finished, finished.items[0], Budget(memory_bytes))
+    return open_item(finished, finished.items[0], Budget(memory_bytes))
 
 
 def open_step(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxStep:
@@ -234,9 +250,9 @@ def open_step(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxStep:
 
     Raises as `open_orbax`, except for several items.
     """
-    finished = _find(path)
+    finished = find(path)
     budget = Budget(memory_bytes)
-    items = {name: _open_item(finished, name, budget) for name in finished.items}
+    items = {name: open_item(finished, name, budget) for name in finished.items}
     with storage_errors(os.fspath(finished.directory)):
         return OrbaxStep(
             path=os.fspath(finished.directory),
@@ -248,22 +264,8 @@ def open_step(path: PathLike, *, memory_bytes: int = 128 << 20) -> OrbaxStep:
         )
 
 
-def find_step_faults(path: PathLike) -> list[SafetensorsError]:
-    """Return everything for which `open_step` would refuse a finished checkpoint, which stops at the first.
-
-    Raises `StorageError` if there is no finished checkpoint. Chunks are not read.
-    """
-    finished = _find(path)
-    faults: list[SafetensorsError] = []
-    for name in finished.items:
-        try:
-            _open_item(finished, name, Budget(1), faults.append)
-        except SafetensorsError as fault:
-            faults.append(fault)
-    return faults
-
-
-def _find(path: PathLike) -> FinishedCheckpoint:
+def find(path: PathLike) -> FinishedCheckpoint:
+    """Return the finished checkpoint that `path` is; `StorageError` if it is none."""
     path = absolute(path)
     with storage_errors(path):
         return find_finished(epath.Path(path))
@@ -273,10 +275,17 @@ def _refuse(fault: SafetensorsError) -> None:
     raise fault
 
 
-def _open_item(
-    finished: FinishedCheckpoint, name: str, budget: Budget, report: Callable[[SafetensorsError], None] = _refuse
+def open_item(
+    finished: FinishedCheckpoint,
+    name: str,
+    budget: Budget,
+    report: Callable[[SafetensorsError], None] = _refuse,
+    unknown: Callable[[StorageError], None] = warn,
 ) -> OrbaxCheckpoint:
-    """Return the item `name`, without arrays that do not open; passes the fault of each of these to `report`."""
+    """Return the item `name`, without arrays that do not open, each of whose faults is passed to `report`.
+
+    `unknown` is as for `parse_shardings`.
+    """
     directory = finished.item(name)
     item = os.fspath(directory)
     tree = RecordedTree.parse(read_bytes(directory / TREE_FILE), item)
@@ -311,7 +320,7 @@ def _open_item(
         except StorageError as fault:
             report(fault)
     with storage_errors(item):
-        shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item)
+        shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item, unknown)
         random_keys = _random_keys(directory)
     leaves = {
         name: _leaf(leaf, stores.get(name), shardings.get(name), random_keys.get(name))
@@ -350,8 +359,8 @@ def _leaf(leaf: RecordedLeaf, store: ts.TensorStore | None, sharding: Any, rando
 
 def _random_keys(item: epath.Path) -> dict[str, str]:
     """Return the implementations of random keys whose data leaves are, by name. The file of each process has all."""
-    directory = item / _ARRAY_METADATAS
-    files = [name for name in names(directory) if name.startswith("process_")] if directory.exists() else []
+    directory = item / ARRAY_METADATAS
+    files = [name for name in names(directory) if PROCESS.fullmatch(name)] if directory.exists() else []
     if not files:
         return {}
     content = read_json(directory / files[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from orbax_safetensors.errors import StorageError
 from orbax_safetensors.orbax_store._compat import get_sharding_tensorstore_spec
 from orbax_safetensors.orbax_store.directories import parse_json
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
@@ -48,11 +49,18 @@ def add_shardings(directory: str, leaves: Mapping[str, OrbaxLeaf]) -> None:
         transaction.commit_sync()
 
 
-def parse_shardings(content: bytes | None, directory: str) -> dict[str, ocp.metadata.ShardingMetadata]:
+def warn(fault: StorageError) -> None:
+    """Log that a sharding is left out."""
+    logger.warning("%s; it is left out", fault)
+
+
+def parse_shardings(
+    content: bytes | None, directory: str, unknown: Callable[[StorageError], None] = warn
+) -> dict[str, ocp.metadata.ShardingMetadata]:
     """Return the shardings of an item's arrays by name, given the content of its `SHARDING_FILE`; none if it is None.
 
-    Shardings of a kind that this Orbax cannot describe are left out with a warning. Raises `StorageError` if the file
-    is not what Orbax writes.
+    Shardings of a kind that this Orbax cannot describe are left out, and passed to `unknown` as errors. Raises
+    `StorageError` if the file is not what Orbax writes.
     """
     path = f"{directory}/{SHARDING_FILE}"
     shardings = {}
@@ -65,7 +73,7 @@ def parse_shardings(content: bytes | None, directory: str) -> dict[str, ocp.meta
                     raise ValueError(f"{kind!r} is not one of {list(_KINDS)}")
                 sharding = _KINDS[kind].from_deserialized_dict(record)
             except ValueError as error:
-                logger.warning("%s: the sharding of a leaf is not known and left out: %s", path, error)
+                unknown(StorageError(f"{path}: the sharding of a leaf is not known: {error}"))
                 continue
             if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
                 sharding = replace(sharding, partition_spec=partition_spec(sharding.partition_spec))

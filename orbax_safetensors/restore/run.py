@@ -79,7 +79,8 @@ def restore(
             request = requests.everything(checkpoint, sharding_of)
         return checkpoint, request
 
-    return _restored(path, _all_together(path, item, restore_args, sharding_of, options), options, resolve)
+    together = _all_together(path, item, restore_args, sharding_of, options)
+    return _restored(path, together, options, resolve, partial=partial_restore)
 
 
 def restore_leaves(
@@ -109,14 +110,19 @@ def _restored(
     together: bool,
     options: SafetensorsOptions,
     resolve: Callable[[Checkpoint], tuple[Checkpoint, requests.Request]],
+    *,
+    partial: bool = False,
 ) -> Any:
-    """Restore the request that `resolve` returns for the checkpoint at `path`, in all processes `together` or alone."""
+    """Restore the request that `resolve` returns for the checkpoint at `path`, in all processes `together` or alone.
+
+    If `partial`, files of the checkpoint may be missing.
+    """
     # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
     # A process may have a copy of the checkpoint at another path; devices exchange leaves in one order anyway.
     key = new_key("restore", "" if cooperates(options) else path) if together else None
 
     def placed() -> tuple[Checkpoint, requests.Request]:
-        stored = _read_for(path, options.storage_options, key)
+        stored = _read_for(path, options.storage_options, key, partial)
         with no_collection():
             checkpoint, request = resolve(stored)
             return checkpoint, requests.placed(request, checkpoint)
@@ -150,15 +156,15 @@ def _all_together(
     return cooperates(options) and any(map(exchangeable, everywhere))
 
 
-def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Checkpoint:
+def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None, partial: bool) -> Checkpoint:
     """Read the checkpoint at `path`; with the `key` of a shared restore, all processes read one commit of a repository.
 
     The first process to come here decides on the commit; no process waits for another.
     """
-    checkpoint = read_checkpoint(path, storage_options)
+    checkpoint = read_checkpoint(path, storage_options, partial=partial)
     if key is None or not is_unpinned(path):
         return checkpoint
     repository, _, pinned = first(f"{key}/commit", f"{path}\n{checkpoint.path}").partition("\n")
     if repository != path:
         raise TensorMismatchError(f"{path}: another process restores {repository} together with this one")
-    return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options)
+    return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options, partial=partial)

@@ -82,13 +82,13 @@ class SavedIndex:
         fingerprints = {
             name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in self.layout.files
         }
-        write(NOTE_FILE, note_content(fingerprints, self.names_tensors, saved=self.saved))
+        whole = all(array.is_whole for array in self.arrays.values())
+        small = {} if self.tree is None else item_files(self.tree, whole=whole)
+        write(NOTE_FILE, note_content(fingerprints, self.names_tensors, small, saved=self.saved))
         write_references(self._entries(), write)
         if self.tree is None:
             add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
-            return
-        whole = all(array.is_whole for array in self.arrays.values())
-        for name, content in item_files(self.tree, whole=whole).items():
+        for name, content in small.items():
             write(name, content)
 
     def _entries(self) -> Iterator[Entry]:

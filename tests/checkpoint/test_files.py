@@ -6,6 +6,7 @@ import logging
 import os
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors
 
@@ -13,6 +14,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.read import examine
 from orbax_safetensors.storage import local
 from tests.support.files import DTYPES, nothing_left, random_bits, write, write_indexed
+from tests.support.sharded_files import write_pieces
 
 RNG = np.random.default_rng(0)
 A, B, C = (random_bits(RNG, shape, np.dtype("f4")) for shape in ((4, 3), (5,), ()))
@@ -244,11 +246,12 @@ def test_messages_are_one_printable_line(tmp_path, caplog):
     write(tmp_path / HOSTILE, {"t\n\u202e": np.ones(2)})
     write(tmp_path / f"b{HOSTILE}", {"t\n\u202e": np.ones(2)})
     (tmp_path / "c").mkdir()
-    write(tmp_path / "c" / "\x1b\u202e-00001-of-00002.safetensors", {"x": np.ones(2)})
+    write(tmp_path / "c" / "\x1b\u202e-00001-of-00002.safetensors", {"x": A})
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / HOSTILE).write_bytes(b"no safetensors")
     with caplog.at_level(logging.INFO, "orbax_safetensors"):
-        errors = [*ost.verify(tmp_path), *ost.verify(tmp_path / "d"), *ost.verify(tmp_path / "c")]
+        errors = [*ost.verify(tmp_path), *ost.verify(tmp_path / "d")]
+        ost.SafetensorsHandler().restore(tmp_path / "c", ost.SafetensorsRestore({"x": A}, partial_restore=True))
     assert [type(error) for error in errors] == [ost.IndexFileError, ost.HeaderError]
     for error in errors:
         assert str(error).isprintable()
@@ -287,8 +290,94 @@ def test_an_unknown_tensor_is_told_with_the_nearest(tmp_path):
         ost.open_checkpoint(tmp_path)["layer.weihgt"]
 
 
-def test_a_missing_file_of_a_set_is_told(tmp_path, caplog):
-    """Without an index only names say that there are more files."""
-    write(tmp_path / "model-00001-of-00002.safetensors", {"w": np.zeros(3, np.float32)})
-    assert list(ost.open_checkpoint(tmp_path).tensors) == ["w"]
-    assert "expected 2 files model-*-of-00002.safetensors or an index, found 1" in caplog.text
+def numbered(directory, *numbers, count=4, stem="model"):
+    for number in numbers:
+        write(directory / f"{stem}-{number:05}-of-{count:05}.safetensors", {f"{stem}.{number}": B})
+
+
+LOST = {
+    "a hole": (lambda d: numbered(d, 1, 3, 4), ["model-00002-of-00004"]),
+    "the last two": (lambda d: numbered(d, 1, 2), ["model-00003-of-00004", "model-00004-of-00004"]),
+    "counted from 0": (lambda d: numbered(d, 0, 1, 3), ["model-00002-of-00004"]),
+    "one set of two": (lambda d: (numbered(d, 1, 2, 3, 4), numbered(d, 2, count=2, stem="x")), ["x-00001-of-00002"]),
+    "hidden": (
+        lambda d: (numbered(d, 1, 2, 3, 4), (d / "model-00002-of-00004.safetensors").rename(d / ".safetensors")),
+        ["model-00002-of-00004"],
+    ),
+    "of all ranks": (
+        lambda d: (
+            write_pieces(d, [[("a", (0, 0), A[:2])], [("a", (2, 0), A[2:])]]),
+            [path.rename(d / path.name.replace("00001.s", "00002.s")) for path in list(d.iterdir())],
+        ),
+        ["model-00002-of-00002"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "missing"), LOST.values(), ids=LOST)
+def test_a_numbered_set_with_a_hole_is_an_error_that_names_the_missing_files(tmp_path, make, missing):
+    make(tmp_path)
+    names = ", ".join(f"{name}.safetensors" for name in missing)
+    message = f"is not complete: {len(missing)} of .* and there is no index: {names}$"
+    for read in (ost.open_checkpoint, ost.load):
+        with pytest.raises(ost.MissingError, match=message):
+            read(tmp_path)
+    (fault,) = ost.verify(tmp_path)
+    assert isinstance(fault, ost.MissingError)
+    assert fault.args[0].endswith(names)
+
+
+def test_a_set_that_lacks_very_many_files(tmp_path):
+    write(tmp_path / f"model-1-of-{'9' * 60}.safetensors", {"a": A})
+    with pytest.raises(ost.MissingError, match=r"model-0+9-of-9+\.safetensors and 9+0 more$"):
+        ost.open_checkpoint(tmp_path)
+
+
+WHOLE = {
+    "numbered": lambda d: numbered(d, 1, 2, 3, 4),
+    "counted from 0": lambda d: numbered(d, 0, 1, 2, 3),
+    "two sets": lambda d: (numbered(d, 1, 2, count=2), numbered(d, 1, 2, 3, count=3, stem="x")),
+    "an adapter beside a set": lambda d: (
+        numbered(d, 1, 2, count=2),
+        write(d / "adapter_model.safetensors", {"a": A}),
+    ),
+    # PyTorch, `save_distributed`: the second rank has nothing of the second file.
+    "ranks with a part of the files": lambda d: [
+        write(d / f"shard-{rank:05}-model-{number:05}-of-00002.safetensors", {f"{rank}.{number}": A})
+        for rank, number in [(1, 1), (1, 2), (2, 1)]
+    ],
+}
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_a_set_that_is_whole(tmp_path, make):
+    make(tmp_path)
+    assert ost.verify(tmp_path) == []
+    ost.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_partial_restore_takes_what_is_there(tmp_path, indexed, caplog):
+    write_indexed(tmp_path, [{"a": A}, {"b": B}, {"c": C}])
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    if not indexed:
+        (tmp_path / "model.safetensors.index.json").unlink()
+
+    def restore(*names, partial=True):
+        args = ost.SafetensorsRestore({name: ocp.PLACEHOLDER if name == "b" else A for name in names}, None, partial)
+        return ost.SafetensorsHandler().restore(tmp_path, args)
+
+    assert restore("a")["a"].tobytes() == A.tobytes()
+    assert "model-00002-of-00003.safetensors" in caplog.text
+    assert restore("a", "b")["b"] is ocp.PLACEHOLDER
+    with pytest.raises(ost.MissingError, match="model-00002-of-00003.safetensors"):
+        restore("a", "b", partial=False)
+    with pytest.raises(ost.TensorMismatchError, match="not in the checkpoint: 'z'"):
+        restore("z")
+
+
+def test_a_partial_restore_of_nothing(tmp_path):
+    write_indexed(tmp_path, [{"a": A}])
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ost.MissingError, match="has none of the files that the index names"):
+        ost.SafetensorsHandler().restore(tmp_path, ost.SafetensorsRestore({"a": A}, partial_restore=True))

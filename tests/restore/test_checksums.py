@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME, encode, parse
 from orbax_safetensors.geometry import crc
 from orbax_safetensors.transfer import sums
 from tests.support.files import random_bits
@@ -135,6 +136,30 @@ def test_another_file_is_an_error(saved):
     path.write_bytes(content.replace(b'"format":"pt"', b'"format":"tf"'))
     with pytest.raises(ost.ChecksumError, match="is not the file that safetensors.checksums.json records"):
         ost.load(saved, options=CHECKED)
+
+
+def test_a_file_that_the_save_wrote_and_that_is_gone_is_an_error(tmp_path):
+    ost.save(tmp_path / "saved", TREE, max_file_bytes=400, index=False)
+    for path in (
+        tmp_path / "saved" / "model.safetensors.index.json",
+        ost.open_checkpoint(tmp_path / "saved").files[0].path,
+    ):
+        Path(path).unlink()
+    for number, path in enumerate(sorted((tmp_path / "saved").glob("*.safetensors"))):
+        path.rename(path.with_name(f"{number}.safetensors"))  # no number says how many there were
+    record = tmp_path / "saved" / CHECKSUMS_NAME
+    lost, *others = parse(record.read_bytes(), path="").items()
+    record.write_bytes(
+        encode({f"{number}.safetensors": facts for number, (_, facts) in enumerate(others)} | dict([lost]))
+    )
+    missing = "model-00001-of-00003.safetensors: is missing, and the save wrote it"
+    with pytest.raises(ost.MissingError, match=missing):
+        ost.load(tmp_path / "saved", options=CHECKED)
+    (fault,) = ost.verify(tmp_path / "saved")
+    assert str(fault).endswith(missing)
+    names = ost.load(tmp_path / "saved").keys()
+    partial = ost.SafetensorsRestore({name: TREE[name] for name in names}, partial_restore=True)
+    assert ost.SafetensorsHandler(options=CHECKED).restore(tmp_path / "saved", partial).keys() == names
 
 
 def test_it_costs_nothing_without(saved):

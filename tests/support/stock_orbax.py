@@ -1,9 +1,11 @@
 """Restores checkpoints with Orbax alone, in every way that it has, and compares them with checkpoints of its own.
 
     python stock_orbax.py < PAIRS
+    python stock_orbax.py damaged < PAIRS
 
-`PAIRS` is a JSON list of two directories each: what was saved as safetensors, and what Orbax saved of the same tree.
-Prints a JSON dict of differences by directory and way. As a program, it never imports the package under test.
+`PAIRS` is a JSON list of two directories each: what was saved as safetensors, and what Orbax saved of the same tree, or
+a copy with damage, and the same without. Prints a JSON dict of differences by directory and way, or by the directory
+with damage. As a program, it never imports the package under test.
 """
 
 from __future__ import annotations
@@ -89,6 +91,25 @@ def by_v1(path: str, *args: Any) -> Any:
     return v1.load(step, *args, checkpointable_name=name)
 
 
+def without_a_target(path: str) -> list[dict[str, tuple[Any, ...]]]:
+    """What restores without a target return of a directory, all of its tree and with the recorded shardings."""
+    return [facts(ways(None)[way](path)) for way in ("PyTreeCheckpointer", WITHOUT_A_TARGET)]
+
+
+def main_damaged() -> None:
+    found: dict[str, str] = {}
+    expected: dict[str, Any] = {}
+    for damaged, good in json.load(sys.stdin):
+        if good not in expected:
+            expected[good] = without_a_target(good)
+        try:
+            if without_a_target(damaged) != expected[good]:
+                found[damaged] = "other leaves"
+        except Exception as error:
+            found[damaged] = repr(error)[:300]
+    print(json.dumps(found))
+
+
 def main() -> None:
     found = {}
     for ours, stock in json.load(sys.stdin):
@@ -102,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_damaged() if sys.argv[1:] == ["damaged"] else main()
