@@ -33,8 +33,8 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     and `in_flight_bytes`. It may also be a checkpoint of Orbax: an item, a step, or steps, whose latest is checked.
     Of that, everything is read that Orbax reads, except chunks of arrays; with `data`, that is an error.
 
-    Raises `StorageError` if there is no checkpoint or it was never finished. Raises `ChecksumError` if the record of
-    checksums is damaged, or if `data` is set and `path` is a checkpoint of Orbax.
+    Raises `StorageError` if there is no checkpoint or it was never finished, and `ChecksumError` if `data` is set and
+    `path` is a checkpoint of Orbax.
     """
     return verified(path, data=data, options=options or SafetensorsOptions())[0]
 
@@ -55,8 +55,12 @@ def verified(
         return checkpoint, None
     # TensorStore finds an object store without options only.
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
-    recorded = read_checksums(checkpoint) or {}
-    faults = [*missing_files(checkpoint, recorded), *_index_faults(checkpoint, index_opens)]
+    faults = _index_faults(checkpoint, index_opens)
+    try:
+        recorded = read_checksums(checkpoint) or {}
+    except ChecksumError as fault:  # nothing to compare data with
+        return [fault, *faults], None
+    faults = [*missing_files(checkpoint, recorded), *faults]
     if not data:
         return faults, None
     check = check_data(checkpoint, recorded, options)

@@ -49,7 +49,7 @@ def recover(path: str) -> None:
 
     Raises `StorageError` if the file system refuses.
     """
-    if os.path.exists(path):
+    if "\0" in path or os.path.exists(path):
         return
     path = os.path.realpath(path)
     if not os.path.lexists(aside := _aside(path)):

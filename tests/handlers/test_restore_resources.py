@@ -156,7 +156,7 @@ def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeyp
 
     monkeypatch.setattr(arena, "_map", remember)
     checkpoint = ost.open_checkpoint(directory)
-    monkeypatch.setattr(restoring, "read_checkpoint", lambda *_: checkpoint)
+    monkeypatch.setattr(restoring, "read_checkpoint", lambda *_, **__: checkpoint)
     monkeypatch.setattr(local.os, "preadv", fail)
     gc.disable()
     try:

@@ -261,7 +261,7 @@ def test_interrupted_at_any_time_and_resumed(kind, beside, tmp_path):
     expected = content(whole if beside else tmp_path / "whole" / "to")
     assert calls.count("rename") == (9 if beside else 1)
     for number in some(calls):
-        root = tmp_path / str(number)
+        root = tmp_path / f"at {number}"  # a number alone would be a step
         source = make(root / "model")
         to = None if beside else root / "to"
         place = to or source

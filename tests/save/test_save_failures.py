@@ -188,7 +188,9 @@ def test_an_interrupt_is_not_swallowed(tmp_path):
 def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step):
     """They would wait for this one."""
     told = []
-    monkeypatch.setattr(agreement, "all_gather", lambda key, own: told.append((key.rpartition("/")[2], own)) or [own])
+    monkeypatch.setattr(
+        agreement, "all_gather", lambda key, own, *_: told.append((key.rpartition("/")[2], own)) or [own]
+    )
     does = {
         "plan": (prepare, "contents_of"),
         "copies": (shards, "_kept"),
