@@ -141,7 +141,7 @@ def link(
         together(f"{key}/write", lambda: _write(decision, staging, made) if jax.process_index() == 0 else None)
     finally:
         staging.release()
-    for part in ("decide", "begin", "made", "write"):
+    for part in ("decide", "begin", "made"):  # the others may still look at the last agreement
         forget(f"{key}/{part}")
     return Link(
         staging.destination,

@@ -341,3 +341,19 @@ def test_killed_while_leaves_are_made(source, tmp_path):
     )
     assert 0 < again[-1][1] < MADE_BYTES
     assert_same(read(tmp_path / "to"), mapped())
+
+
+def test_the_last_agreement_stays_for_slower_processes(source, tmp_path, monkeypatch):
+    """They read what the others have posted after all have come, when this process may be at its end."""
+    agreed, forgotten = [], []
+    real = run.together
+
+    def together(key, *args, **more):
+        agreed.append(key)
+        return real(key, *args, **more)
+
+    monkeypatch.setattr(run, "together", together)
+    monkeypatch.setattr(run, "forget", forgotten.append)
+    ost.link(source, tmp_path / "to", family=FAMILY)
+    assert agreed[-1] not in forgotten
+    assert {*agreed[:-1]} <= {*forgotten}

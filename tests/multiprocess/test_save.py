@@ -235,8 +235,9 @@ def test_a_killed_save_leaves_nothing_that_restores(killed, stage):
         for path in (root / "2", root / "2" / "default", left, item):
             with pytest.raises((ValueError, FileNotFoundError)):
                 checkpointer.restore(path, args=wanted)
-    if whole:  # every byte is there, and only Orbax knows that nobody vouched for them
-        assert ost.verify(item) == []
+    if whole:  # every byte is there, and only its name says that nobody vouched for them
+        (fault,) = ost.verify(item)
+        assert "was never finished" in str(fault)
     else:
         with pytest.raises(ost.SafetensorsError):
             ost.open_checkpoint(item)
