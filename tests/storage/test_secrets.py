@@ -97,7 +97,10 @@ def test_stores(scheme, fault, caplog):
         if store.writes:
             new = store.create(path, 1)
             errors += failures(
-                lambda: store.list(path), lambda: store.delete(path), lambda: new.write(0, [memoryview(b"x")])
+                lambda: store.list(path),
+                lambda: store.below(path),
+                lambda: store.delete(path, ["x"]),
+                lambda: new.write(0, [memoryview(b"x")]),
             )
             assert len(errors) > 2
         for error in errors:
