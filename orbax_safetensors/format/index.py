@@ -15,9 +15,6 @@ from orbax_safetensors.format.json_reader import JsonReader
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
-UNFINISHED = b'{"unfinished": "a save"}\n'
-"""What stands in the place of an index until the files that it names are complete; no reader takes it for an index."""
-
 _FILE_SUFFIX = ".safetensors"
 _TOTAL_SIZE = "total_size"
 _DEPTH = 2  # level of nesting of the values in an index

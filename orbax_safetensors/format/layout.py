@@ -3,7 +3,8 @@
 A layout follows from names, dtypes and shapes alone, so that all processes of a program compute the same layout.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from orbax_safetensors.format.dtypes import DType, nbytes
@@ -16,6 +17,8 @@ INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 # The largest file of a model on the Hub, in bytes of tensors.
 MAX_FILE_BYTES = 5_000_000_000
+
+_NUMBERED = re.compile(r"^(.*?)((?:-\d+-of-\d+)?\.safetensors)$")
 
 TensorFacts = tuple[str, DType, tuple[int, ...]]  # name, dtype and shape
 
@@ -66,6 +69,25 @@ def lay_out_files(files: Mapping[str, Sequence[TensorFacts]], metadata: Mapping[
     weight_map = {tensor: name for name, header in zip(names, headers, strict=True) for tensor in header.tensors}
     total = sum(header.data_bytes for header in headers)
     return Layout(tuple(zip(names, headers, strict=True)), Index(weight_map, {"total_size": total}))
+
+
+def avoiding(layout: Layout, taken: Collection[str]) -> Layout:
+    """Return the layout with `free_names` of its files."""
+    if layout.index is None:
+        return layout
+    names = dict(zip((old := [name for name, _ in layout.files]), free_names(old, taken), strict=True))
+    weight_map = {tensor: names[name] for tensor, name in layout.index.weight_map.items()}
+    files = tuple((names[name], header) for name, header in layout.files)
+    return Layout(files, Index(weight_map, layout.index.metadata))
+
+
+def free_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Return `names`, or if one of them is `taken`, others: `model-v2-00001-of-00002.safetensors`, and so on."""
+    version, free = 1, list(names)
+    while not {*taken}.isdisjoint(free):
+        version += 1
+        free = [_NUMBERED.sub(rf"\1-v{version}\2", name) for name in names]
+    return free
 
 
 def file_names(count: int) -> list[str]:

@@ -108,14 +108,15 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         """
         recover(path)
         beside = f"{path}{ocp.path.atomicity.TMP_DIR_SUFFIX}"
-        if force:
-            check_replaceable(path, args.config, args.like)
+        check = partial(check_replaceable, path, args.config, args.like) if force else lambda: None
+        key, timeout_secs = new_key("replace", path, active), self._options.join_timeout_secs
+        together(f"{key}/begun", check, active=active, timeout_secs=timeout_secs)  # before Orbax waits for the others
         destination = epath.Path(beside if force else path)
         try:
             super().save(destination, args=args, force=force, custom_metadata=custom_metadata)
             if force:
                 put = partial(replace_checkpoint, beside, path) if active.is_primary else lambda: None
-                together(new_key("replace", path, active), put, active=active)
+                together(f"{key}/replaced", put, active=active)
         except BaseException:
             if active.is_primary and (force or not os.path.lexists(path)):
                 remove(os.fspath(self.get_temporary_path(destination).get()))

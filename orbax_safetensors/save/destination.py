@@ -29,7 +29,7 @@ from orbax_safetensors.storage.store import Store
 from orbax_safetensors.streaming.pipeline import is_below
 
 # What happens to files that are already there: "kept", but files of a checkpoint are an error; "refused": any file is
-# an error; "replaced", with all that is below the directory, once all processes have sent their data.
+# an error; "replaced", with all that is below the directory on an object store, once the new files are there.
 Existing = Literal["kept", "refused", "replaced"]
 
 
@@ -40,6 +40,8 @@ def make_room(store: Store, directory: str, existing: Existing) -> None:
     """
     if store.is_local:  # a file system
         _check_text(directory)
+        if existing == "replaced":
+            raise StorageError(f"{directory}: is replaced as a whole, by SafetensorsCheckpointer or save")
         # Orbax deletes what a killed save has left in a temporary directory, perhaps in the background.
         if not os.path.isdir(directory) or ocp.path.atomicity.TMP_DIR_SUFFIX in directory:
             return
@@ -87,7 +89,10 @@ def replace_checkpoint(new: str, path: str) -> None:
         flush(new)
         remove_aside(path)
         replace(new, path)
+    try:
         flush_names(os.path.dirname(path))
+    except StorageError as error:
+        raise StorageError(f"{path}: is complete, but may not outlive a crash: {error}") from error
     remove(new)
 
 

@@ -8,7 +8,7 @@ files, so that a reader notices a missing one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from orbax_safetensors.checkpoint.family import TensorTypes
 from orbax_safetensors.checkpoint.leaf import Leaf
@@ -16,7 +16,7 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import all_gather
 from orbax_safetensors.format.dtypes import from_numpy
 from orbax_safetensors.format.header import Header
-from orbax_safetensors.format.layout import Layout, file_names
+from orbax_safetensors.format.layout import Layout, file_names, free_names
 from orbax_safetensors.format.sharding_info import sharding_info
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.pieces import TensorPiece, in_pieces
@@ -90,11 +90,11 @@ def unnamed(headers: Sequence[Header]) -> Layout:
     return Layout(tuple(("", header) for header in headers), None)
 
 
-def numbered(key: str, layout: Layout, active: ActiveProcesses) -> Layout:
-    """Return the files of this process with their names, numbered among the files of all processes."""
+def numbered(key: str, layout: Layout, active: ActiveProcesses, taken: Collection[str]) -> Layout:
+    """Return the files of this process with names that are not `taken`, numbered among the files of all processes."""
     counts = [int(count) for count in all_gather(f"{key}/files", str(len(layout.files)), active)]
     before = sum(counts[: active.rank])
-    names = file_names(sum(counts))[before : before + len(layout.files)]
+    names = free_names(file_names(sum(counts)), taken)[before : before + len(layout.files)]
     return Layout(tuple((name, header) for name, (_, header) in zip(names, layout.files, strict=True)), None)
 
 

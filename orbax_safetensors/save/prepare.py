@@ -25,7 +25,7 @@ from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.sharding import placement
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.layout import Layout
+from orbax_safetensors.format.layout import Layout, avoiding
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.contents import Contents, contents_of
 from orbax_safetensors.save.destination import Existing, check_kept, make_room
@@ -109,14 +109,16 @@ def prepare_save(
             like=like,
             options=options,
         )
-        layout = contents.layout(max_file_bytes, options.alignment)
         groups = tuple(written_here(grouped(contents.leaves), active))
         store, path = store_of(directory, options.storage_options)
-        replaces = existing == "replaced" and not store.is_local
+        replaces = existing == "replaced"
+        # Files of another checkpoint stay as they are until the new checkpoint is complete.
+        taken = frozenset(store.list(path) or ()) if replaces and store.writes else frozenset()
+        layout = avoiding(contents.layout(max_file_bytes, options.alignment), taken)
         save = Save(
             layout, contents.model_files, groups, key, active, options, locations(layout), views=None, replaces=replaces
         )
-        plan = _SharedSave(contents, save, store, path)
+        plan = _SharedSave(contents, save, store, path, taken)
         if not plan.store.is_local and active.count > 1:
             return plan  # this process then lays out other files
         plan = plan._replace(save=replace(save, index=indexed(plan, layout)))
@@ -146,7 +148,7 @@ def prepare_save(
         return replace(save, groups=tuple(in_file_order(save.groups, save.views, save.places)))
 
     save = together(f"{key}/pieces", prepared, active=active)
-    return replace(save, layout=numbered(key, save.layout, active)) if in_pieces else save
+    return replace(save, layout=numbered(key, save.layout, active, plan.taken)) if in_pieces else save
 
 
 class _SharedSave(NamedTuple):
@@ -156,6 +158,7 @@ class _SharedSave(NamedTuple):
     save: Save
     store: Store
     path: str  # of the directory, as the store has it
+    taken: frozenset[str]  # names of files that the new ones must not have
 
 
 def _pieces_of_process(plan: _SharedSave, max_file_bytes: int) -> Save:
@@ -175,6 +178,7 @@ def _whole_tensors(plan: _SharedSave, max_file_bytes: int, indexed: Callable[[La
     """Return the same save to files with one writer each, to which the other processes send their shards."""
     active = plan.save.active
     files = plan.contents.layout(max_file_bytes, plan.save.options.alignment, writers=active.count)
+    files = avoiding(files, plan.taken)
     owners = assign_files(files, active.count)
     layout, places = part_of_process(files, owners, active.rank)
     sent = tuple(deliveries(plan.contents.leaves, files, owners, active))

@@ -7,6 +7,7 @@ import logging
 import posixpath
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 
@@ -14,6 +15,7 @@ from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
+from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.options import Progress, SafetensorsOptions
 from orbax_safetensors.orbax_store.addressed_item import ARRAYS_FILE
@@ -51,8 +53,7 @@ _UNFINISHED = f"{TREE_FILE}.unfinished"
 def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
     """Write the files of a save into `directory`, which exists; all processes do so together.
 
-    Raises `StorageError` in every process if one fails. What this save has written is then deleted, unless it replaces
-    objects, which nobody can bring back.
+    Raises `StorageError` in every process if one fails; see `NewFiles` for what is then left.
     """
     started = time.perf_counter()
     directory = as_text(directory)
@@ -61,43 +62,41 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
         def data() -> tuple[NewFiles, Writer]:
             files = stack.enter_context(NewFiles(save, directory))
+            if active.is_primary and not (files.store.is_local or save.replaces):
+                files.names.update(save.model_files.names)
+                save.model_files.write(files.store, files.path, sync=save.options.fsync)
             sums = Sums(with_gaps=True)
             writer = stack.enter_context(_writer(save, files, sums))
             _write_data(save, shards, writer, progress)
+            if isinstance(writer, WholeFileWriter):
+                if not save.replaces:
+                    writer.finish(range(len(save.layout.files)))
+            elif save.options.fsync:
+                writer.sync()
             if files.store.is_local:
-                if save.options.fsync:
-                    writer.sync()
                 writer.close()  # some file systems report a failed write only now
             post(f"{key}/sums", checksums.part_of_process(save, sums, shared=files.store.is_local), active)
             return files, writer
 
-        def beside() -> bytes:
+        def collected() -> bytes:
             record = checksums.record(save, posted(f"{key}/sums", active), shared=files.store.is_local)
             files.names.update(parse(record, path=CHECKSUMS_NAME), save.model_files.names)
             if save.replaces:
                 files.begin_to_replace()
-            else:
-                save.model_files.write(files.store, files.path, sync=save.options.fsync)
             return record
 
         with passing(save.options.progress) as progress:
             files, writer = together(f"{key}/data", data, active=active)
-        record = together(f"{key}/beside", lambda: beside() if active.is_primary else b"", active=active)
-        if isinstance(writer, WholeFileWriter):  # until now, nobody sees its files
-            together(f"{key}/objects", lambda: writer.finish(range(len(save.layout.files))), active=active)
+        record = together(f"{key}/record", lambda: collected() if active.is_primary else b"", active=active)
+        if save.replaces and isinstance(writer, WholeFileWriter):  # until now, nobody sees its files
+            together(f"{key}/objects", partial(writer.finish, range(len(save.layout.files))), active=active)
+        if not active.is_primary:
+            files.names.clear()  # from here on, the first process takes all files back, or none
         together(
             f"{key}/facts", lambda: _write_facts(save, files, record) if active.is_primary else None, active=active
         )
-    for part in (
-        "plan",
-        "pieces",
-        "files",
-        "copies",
-        "data",
-        "sums",
-        "beside",
-        "objects",
-    ):  # all processes are past these
+    # All processes are past these agreements.
+    for part in ("plan", "pieces", "files", "copies", "data", "sums", "record", "objects"):
         forget(f"{key}/{part}", active)
     seconds = time.perf_counter() - started
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
@@ -119,8 +118,8 @@ def _writer(save: Save, files: NewFiles, sums: Sums) -> Writer:
 
     def create(number: int) -> NewFile:
         name, header = save.layout.files[number]
-        # Objects appear when all processes have sent theirs, and not before: a save that fails replaces none.
-        sync = options.fsync or not store.is_local
+        # New objects of a save that replaces others appear when all processes have sent theirs.
+        sync = options.fsync if store.is_local else save.replaces
         file = store.create(files.place(name), header.file_bytes, of_each, sync=sync)
         if not store.is_local:
             file.write(0, [memoryview(header.encoded)])
@@ -148,12 +147,21 @@ def _write_data(save: Save, shards: Shards, writer: Writer, progress: Progress |
 
 
 def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
-    """Write the checksums, indexes and headers, the last of which makes the files a checkpoint.
+    """Write all files except those of tensors, and headers last: the last of them makes the files a checkpoint.
 
-    On a store whose files appear whole, the headers are there already, and the index of several files is last.
+    On a store whose files appear whole, the headers are there already, and the index of several files is last, or
+    first if it takes the place of another one.
     """
     store, is_local = files.store, files.store.is_local
+    index = save.layout.index
+    if save.replaces and save.views is None:
+        weight_map = {
+            tensor: name for name, file in parse(record, path=CHECKSUMS_NAME).items() for tensor in file.tensors
+        }
+        files.replace_index(Index(weight_map, {}) if index is None else index)
     files.write(CHECKSUMS_NAME, record)
+    if is_local or save.replaces:
+        save.model_files.write(store, files.path, sync=save.options.fsync)
     if save.index is not None:
         below = [files.place(name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
         for path in below:
@@ -162,17 +170,14 @@ def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
         save.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
         for path in below if save.options.fsync else ():
             store.sync(path)
-    if save.layout.index is not None:
-        files.names.add(INDEX_NAME)
+    if index is not None:
+        files.write(INDEX_NAME, index.encode())
     if save.replaces:
-        save.model_files.write(store, files.path, sync=save.options.fsync)
         files.delete_others()
-    if save.layout.index is not None:
-        files.write(INDEX_NAME, save.layout.index.encode())
     if not is_local:
         return
     for name, header in save.layout.files:
-        files.write(name, header.encoded)
+        files.write(name, header.encoded, header.file_bytes)
     if save.index is not None and save.index.tree is not None:
         rename(files.place(_UNFINISHED), files.place(TREE_FILE))
     if save.options.fsync:

@@ -192,9 +192,10 @@ def _runs_after(runs: np.ndarray, count: int) -> np.ndarray:
 class NewLocalFile:
     """A local file that is being written; see `store.NewFile`."""
 
-    def __init__(self, path: str, *, sync: bool = False) -> None:
+    def __init__(self, path: str, nbytes: int | None = None, *, sync: bool = False) -> None:
         """Open `path`; create the file, with the mode that the umask leaves, if it does not exist.
 
+        A file that has more than `nbytes` is cut there.
         With `sync`, bytes begin to go to the disk as they are written, so that the method `sync` has less to wait for.
         """
         self.path = path
@@ -203,6 +204,8 @@ class NewLocalFile:
         self._turn = threading.Lock()
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if nbytes is not None and os.fstat(self._descriptor).st_size > nbytes:
+                os.ftruncate(self._descriptor, nbytes)
         except OSError as error:
             raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
 
@@ -300,7 +303,7 @@ class LocalStore:
 
     def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewLocalFile:
         """Open the file `path` for writing; create it if it does not exist."""
-        return NewLocalFile(path, sync=sync)
+        return NewLocalFile(path, nbytes, sync=sync)
 
     def make(self, path: str) -> None:
         """Make the directory `path` and its parents."""

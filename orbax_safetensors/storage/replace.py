@@ -6,7 +6,6 @@ moment, and whoever next looks for it puts it back if a kill has left it there.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -55,11 +54,12 @@ def recover(path: str) -> None:
     if not os.path.lexists(aside := _aside(path)):
         return
     try:
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.rename(aside, path)
-            logger.warning("%s: was put back, after a save that replaced it was killed", path)
+        os.rename(aside, path)
     except OSError as error:
-        raise StorageError(f"{aside}: cannot be renamed to {path}: {error.strerror}") from error
+        if not os.path.lexists(path):  # neither another reader nor the save itself was faster
+            raise StorageError(f"{aside}: cannot be renamed to {path}: {error.strerror}") from error
+    else:
+        logger.warning("%s: was put back, after a save that replaced it was killed", path)
 
 
 def remove(path: str) -> None:

@@ -162,7 +162,8 @@ class Store(Protocol):
     def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewFile:
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
-        `nbytes` is the final size, which only a local store can do without. In others, at most `requests` requests may
+        `nbytes` is the final size; a local store can do without, and otherwise cuts off what a longer file has more. In
+        others, at most `requests` requests may
         hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: in a local store, bytes then
         begin to go to the disk as they are written; in others, the file does not appear before.
         """
@@ -183,9 +184,9 @@ class Store(Protocol):
         """Wait until the names of new files in the directory `path` are on the disk."""
 
 
-def write_small(store: Store, path: str, content: bytes, *, sync: bool = True) -> None:
-    """Write the beginning of a file, or all of it; with `sync`, return when the file is on the disk."""
-    file = store.create(path, len(content))
+def write_small(store: Store, path: str, content: bytes, *, sync: bool = True, nbytes: int | None = None) -> None:
+    """Write a file, or the beginning of a file of `nbytes`; with `sync`, return when it is on the disk."""
+    file = store.create(path, len(content) if nbytes is None else nbytes)
     try:
         file.write(0, [memoryview(content)])
         if sync:

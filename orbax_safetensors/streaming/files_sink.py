@@ -160,7 +160,7 @@ class FilesSink(JointSink):
         if (index := self._files.layout.index) is not None:
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):
-            write_small(self._store, self._path(number), header.encoded)
+            write_small(self._store, self._path(number), header.encoded, nbytes=header.file_bytes)
             size = os.stat(self._path(number)).st_size
             if size != header.file_bytes:
                 raise StorageError(f"{self._path(number)}: expected {header.file_bytes} bytes, found {size}")

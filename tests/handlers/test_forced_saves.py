@@ -1,6 +1,7 @@
 """Saves that replace a checkpoint, and saves that fail: the old checkpoint stays whole, and nothing is left behind."""
 
 import errno
+import json
 import os
 
 import numpy as np
@@ -182,10 +183,10 @@ def test_handlers_take_back_their_files_and_no_others(tmp_path, monkeypatch):
     """Orbax's checkpointer leaves its temporary directory; the next save to its name deletes that."""
     real = NewFiles.write
 
-    def write(files, name, content):
+    def write(files, name, *content):
         if name.endswith(".safetensors"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(files, name, content)
+        real(files, name, *content)
 
     monkeypatch.setattr(NewFiles, "write", write)
     with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer, pytest.raises(ost.StorageError, match="No space"):
@@ -193,10 +194,22 @@ def test_handlers_take_back_their_files_and_no_others(tmp_path, monkeypatch):
     (left,) = tmp_path.iterdir()
     assert there(left) == ["_CHECKPOINT_METADATA"]
     (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "notes.txt").write_text("mine")
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "x"}')
     with pytest.raises(ost.StorageError, match="No space"):
-        ost.SafetensorsHandler().save(tmp_path / "plain", ost.SafetensorsSave(OLD))
-    assert there(tmp_path / "plain") == ["notes.txt"]
+        ost.SafetensorsHandler().save(tmp_path / "plain", ost.SafetensorsSave(OLD, config=tmp_path / "plain"))
+    assert there(tmp_path / "plain") == ["config.json"]
+
+
+def test_a_longer_file_that_was_there_is_replaced_as_a_whole(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "x"}' + 1000 * " " + "y")
+    ost.SafetensorsHandler().save(tmp_path, ost.SafetensorsSave(OLD, config={"model_type": "z"}))
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "z"}
+
+
+def test_handlers_replace_no_directory(old):
+    with pytest.raises(ost.StorageError, match="model: is replaced as a whole, by SafetensorsCheckpointer or save"):
+        ost.SafetensorsHandler().save(old, ost.SafetensorsSave(NEW), existing="replaced")
+    holds(old, OLD)
 
 
 def test_what_killed_saves_left_is_gone_after_the_next(old, save):

@@ -76,6 +76,7 @@ def test_nothing_changes_until_all_is_sent(place, old, new):
     holds(place, NEW)
     files = [name for name in objects(place) if name.endswith(".safetensors")]
     assert len(files) == (1 if new is ONE else 2)
+    assert len({*objects(place)} & {"x/model.safetensors.index.json"}) == (new is TWO)
 
 
 @pytest.mark.parametrize("new", [ONE, TWO])
@@ -113,7 +114,8 @@ def test_a_reader_sees_the_old_or_the_new_tensors_or_an_error(s3, old, new):
     assert all(len(values) == 1 for values in whole), seen
     assert all(values.keys() == NEW.keys() for values in seen if isinstance(values, dict)), seen
     errors = {text for text in seen if isinstance(text, str)}
-    print(len(seen), errors)
+    # Its description for Orbax changes a moment after the index, or before.
+    assert all("does not fit the index beside it" in text or "_LINKED_FILES" in text for text in errors), errors
     holds(s3, NEW)
 
 
@@ -121,15 +123,22 @@ def completes(request):
     return request.method == "POST" and "uploadId" in request.query
 
 
-def test_a_save_that_ends_between_its_files_is_no_checkpoint_until_the_next(s3):
-    save(s3, OLD, **TWO)
-    s3.server.fail(Answer(403), when=completes, skip=1, times=None)
-    with pytest.raises(ost.StorageError, match="403"):
-        save(s3, NEW, **TWO)
-    s3.server.clear()
-    with pytest.raises(ost.IndexFileError, match="is of a save or a conversion that is at work, or was interrupted"):
-        load(s3)
-    assert "x/commit_success.txt" not in objects(s3)
+@pytest.mark.parametrize("old", [ONE, TWO])
+def test_a_store_that_refuses_in_the_end_keeps_the_old_checkpoint(s3, old):
+    """Of two files, one is there already, or a part of it was refused when others had been sent."""
+    save(s3, OLD, **old)
+    before = objects(s3)
+    for fault in (
+        {"when": completes, "skip": 1, "times": None},
+        {"when": lambda request: request.query.get("partNumber") == "2" and len(request.body) > MIB},
+        {"when": lambda request: request.query.get("partNumber") == "2", "skip": 1},
+        {"method": "PUT", "path": "*.index.json", "skip": 1 if old is ONE else 0},
+    ):
+        s3.server.fail(Answer(403), **fault)
+        with pytest.raises(ost.StorageError, match="403"):
+            save(s3, NEW, **TWO)
+        s3.server.clear()
+        assert objects(s3) == before, fault
     save(s3, NEW, **TWO)
     holds(s3, NEW)
 
