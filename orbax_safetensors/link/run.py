@@ -18,7 +18,7 @@ from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
-from orbax_safetensors.link.decide import Decision, decide, nbytes
+from orbax_safetensors.link.decide import Decision, Making, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
@@ -135,10 +135,15 @@ def link(
         check=same_arguments,
     )
     staging = staging_of(decision.request)
-    record = {"digest": decision.digest}
+
+    def begun() -> Making | None:
+        making = decision.making(staging.path)  # first, as it raises if memory does not suffice
+        if jax.process_index() == 0:
+            staging.begin({"digest": decision.digest}, resume=resume)
+        return making
+
     try:
-        together(f"{key}/begin", lambda: staging.begin(record, resume=resume) if jax.process_index() == 0 else None)
-        made = _make(decision, staging, key, resume=resume, progress=progress)
+        made = _make(together(f"{key}/begin", begun), staging, key, resume=resume, progress=progress)
         # Who names no destination does not say that the directory above the files is a step.
         step = destination is not None
         together(
@@ -161,10 +166,9 @@ def link(
 
 
 def _make(
-    decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
+    making: Making | None, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
 ) -> Mapping[str, OrbaxLeaf]:
     """Make the leaves that are not addresses, with all other processes, unless an earlier run has made them."""
-    making = decision.making(staging.path)
     if making is None:
         return {}
     work, leaves = making
