@@ -25,9 +25,9 @@ Orbax restores the arrays from the files as they are, without this package.
 Makes only the arrays that have to be computed (scaled, cast, decoded)."""
 
 _EPILOG = """\
-Without DESTINATION, writes the index beside the files. An item of a step,
-as ROOT/0/state, also gets the step's record. The files must not change
-afterwards. orbax-safetensors plan --help explains --spec. See
+Without DESTINATION, writes the index beside the files. A DESTINATION that is
+an item of a step, as ROOT/0/state, also gets the step's record. The files
+must not change afterwards. orbax-safetensors plan --help explains --spec. See
 docs/link.md.
 
 examples:

@@ -43,6 +43,9 @@ MADE = "made"
 # A Python integer, as Orbax stores it.
 _SCALAR = OrbaxLeaf((), np.dtype(np.int64), (), SCALAR)
 
+# The work that makes arrays, and these arrays.
+Making = tuple[Work, Mapping[str, OrbaxLeaf]]
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -73,10 +76,11 @@ class Decision:
         """Return the view that a leaf is made of."""
         return self.checkpoint.leaves[name.removeprefix(self.envelope.above)]
 
-    def making(self, directory: str) -> tuple[Work, Mapping[str, OrbaxLeaf]] | None:
+    def making(self, directory: str) -> Making | None:
         """Return the work that makes the leaves that are not addresses, in `directory`, and the arrays that it makes.
 
-        The caller closes the work's source. Returns None if there are no such leaves.
+        The caller closes the work's source. Returns None if there are no such leaves. Raises `SafetensorsError` if
+        memory does not suffice.
         """
         if not self.reasons:
             return None

@@ -18,7 +18,7 @@ from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
 from orbax_safetensors.format.index import INDEX_SUFFIX
-from orbax_safetensors.link.decide import Decision, decide, nbytes
+from orbax_safetensors.link.decide import Decision, Making, decide, nbytes
 from orbax_safetensors.link.objects import ObjectStaging, staging_of
 from orbax_safetensors.link.request import CHUNK_BYTES, LinkRequest, link_places
 from orbax_safetensors.link.staging import Staging
@@ -94,7 +94,8 @@ def link(
       source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
       destination: a directory to make, with symbolic links to the files. By default, and always below `gs://`, the
         index is written beside the files. If the directory is an item of a step, as `ROOT/0/state`, the step's record
-        gets the item, for Orbax's managers of steps.
+        gets the item, for Orbax's managers of steps; a step without a record gets one only if you pass a destination,
+        which may be the directory of the files.
       family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
       mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
       chunk_bytes: the most bytes of a chunk, if its dimensions divide well.
@@ -134,11 +135,20 @@ def link(
         check=same_arguments,
     )
     staging = staging_of(decision.request)
-    record = {"digest": decision.digest}
+
+    def begun() -> Making | None:
+        making = decision.making(staging.path)  # first, as it raises if memory does not suffice
+        if jax.process_index() == 0:
+            staging.begin({"digest": decision.digest}, resume=resume)
+        return making
+
     try:
-        together(f"{key}/begin", lambda: staging.begin(record, resume=resume) if jax.process_index() == 0 else None)
-        made = _make(decision, staging, key, resume=resume, progress=progress)
-        together(f"{key}/write", lambda: _write(decision, staging, made) if jax.process_index() == 0 else None)
+        made = _make(together(f"{key}/begin", begun), staging, key, resume=resume, progress=progress)
+        # Who names no destination does not say that the directory above the files is a step.
+        step = destination is not None
+        together(
+            f"{key}/write", lambda: _write(decision, staging, made, step=step) if jax.process_index() == 0 else None
+        )
     finally:
         staging.release()
     for part in ("decide", "begin", "made"):  # the others may still look at the last agreement
@@ -156,10 +166,9 @@ def link(
 
 
 def _make(
-    decision: Decision, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
+    making: Making | None, staging: Staging | ObjectStaging, key: str, *, resume: bool, progress: Progress | None
 ) -> Mapping[str, OrbaxLeaf]:
     """Make the leaves that are not addresses, with all other processes, unless an earlier run has made them."""
-    making = decision.making(staging.path)
     if making is None:
         return {}
     work, leaves = making
@@ -182,8 +191,8 @@ def _model_files(request: LinkRequest) -> list[str]:
     ]
 
 
-def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf]) -> None:
-    """Write the index, and give the link its place."""
+def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[str, OrbaxLeaf], *, step: bool) -> None:
+    """Write the index, and give the link its place; with `step`, the directory above it may become a step."""
     write_references(decision.entries(), staging.write)
     if made:
         merge(staging.made, staging.path)
@@ -200,7 +209,7 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # raises if the file has changed since its header was read
     staging.finish()
-    record_in_step(staging.destination, HANDLER, decision.envelope.custom_metadata)
+    record_in_step(staging.destination, HANDLER, decision.envelope.custom_metadata, new=step)
     logger.info(
         "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)
     )

@@ -21,11 +21,11 @@ from orbax_safetensors.orbax_store.discovery import (
 from orbax_safetensors.orbax_store.operations import storage_errors
 
 
-def record_in_step(path: str, handler: str, custom_metadata: Mapping[str, Any] | None) -> None:
+def record_in_step(path: str, handler: str, custom_metadata: Mapping[str, Any] | None, *, new: bool) -> None:
     """Record an item, which is finished, in the step that its parent directory is, if it is one.
 
-    A step has a record, or a number as its name and no directories other than items. Without a record, it gets one of
-    all its items, with `custom_metadata`, and is finished.
+    A step has a record; with `new`, a number as its name and no directories other than items are enough: without a
+    record, it gets one of all its items, with `custom_metadata`, and is finished.
     """
     item = epath.Path(path)
     step = item.parent
@@ -37,7 +37,7 @@ def record_in_step(path: str, handler: str, custom_metadata: Mapping[str, Any] |
             record["item_handlers"][item.name] = handler
             _write(step / STEP_FILE, json.dumps(record))
             return
-        items = names(step, directories=True) if record is None and step.name.isdecimal() else []
+        items = names(step, directories=True) if new and record is None and step.name.isdecimal() else []
         if not items or not all(is_item(step / name) for name in items):
             return
         handlers = {name: step_metadata(step / name).get("item_handlers", handler) for name in items}

@@ -186,7 +186,9 @@ def _check(facts: Mapping[int, str]) -> None:
     expected, where = parsed[first]["identity"], parsed[first]["path"]
     if others := [process for process in parsed if parsed[process]["identity"] != expected]:
         found = parsed[others[0]]
-        differing = [kind for kind, digest in expected.items() if found["identity"].get(kind, digest) != digest]
+        # A local copy and a server have other kinds of facts: one that only one side has differs too.
+        kinds = expected | found["identity"]
+        differing = [kind for kind in kinds if found["identity"].get(kind) != expected.get(kind)]
         raise TensorMismatchError(
             f"process {some(others)} does not see the files that process {first} sees: {found['path']!r} and {where!r} "
             f"have different {' and '.join(differing)}"

@@ -78,7 +78,7 @@ def test_an_item_of_a_step(orbax_gcs, objects, tmp_path):
     item = f"{orbax_gcs.url}/root/4/state"
     for path in make(tmp_path / "model").iterdir():
         (epath.Path(item) / path.name).write_bytes(path.read_bytes())
-    ost.link(item)
+    ost.link(item, item)
     assert {name for name in objects if "/state/" not in name} == {
         "root/4/_CHECKPOINT_METADATA",
         "root/4/commit_success.txt",

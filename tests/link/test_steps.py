@@ -11,7 +11,7 @@ from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
 from orbax_safetensors.orbax_store import open_orbax
-from tests.support.link_models import DATA, FAMILY, OF_A_LINK, OF_A_MODEL, arrays, assert_same, make, mapped
+from tests.support.link_models import DATA, FAMILY, OF_A_LINK, OF_A_MODEL, arrays, assert_same, make, mapped, read
 
 # The name that v1 gives the tree of a step.
 TREE_NAME = "state" if hasattr(v1, "load") else "pytree"
@@ -46,7 +46,7 @@ def test_v1_loads_the_latest_step(beside, source, tmp_path):
     item = tmp_path / "root" / "3" / TREE_NAME
     if beside:
         make(item)
-        ost.link(item, family=FAMILY)
+        ost.link(item, item, family=FAMILY)
     else:
         ost.link(source, item, family=FAMILY)
     assert names(item.parent) == {TREE_NAME, *OF_A_STEP}
@@ -97,6 +97,21 @@ def test_a_directory_that_is_not_a_step_stays_as_it_is(parent, source, tmp_path)
     before = {path.name: path.read_bytes() for path in above.iterdir() if path.is_file()}
     ost.link(source, above / "linked")
     assert {path.name: path.read_bytes() for path in above.iterdir() if path.is_file()} == before
+
+
+def test_without_a_destination_no_directory_becomes_a_step(tmp_path):
+    for name in ("m", "another"):
+        ost.link(make(tmp_path / "2024" / name))
+    assert names(tmp_path / "2024") == {"m", "another"}
+    assert_same(read(tmp_path / "2024" / "m"), arrays())
+
+
+def test_without_a_destination_a_step_gets_the_item(source, tmp_path):
+    step = tmp_path / "root" / "3"
+    ost.link(source, step / "policy")
+    ost.link(make(step / "reference"))
+    record = json.loads((step / "_CHECKPOINT_METADATA").read_text())
+    assert record["item_handlers"].keys() == {"policy", "reference"}
 
 
 def test_the_step_has_the_metadata_of_the_family(tmp_path):

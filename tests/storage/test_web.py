@@ -92,9 +92,14 @@ def test_a_server_that_leads_nowhere_has_one_request_more(origin):
     assert [one.range for one in origin.log[:2]] == [None, (0, remote.HEAD_BYTES)]
     assert len(origin.log) == 4
     assert opened(origin, "empty", default_headers=HEADERS).stamp.nbytes == 0
-    origin.clear()
-    read(opened(origin), (AT, 20))
-    assert len(origin.log) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"default_headers": {}}], ids=["none", "empty"])
+def test_a_server_without_secrets_is_read_by_obstore_alone(origin, monkeypatch, options):
+    monkeypatch.setattr(OpenerDirector, "open", lambda *_, **__: pytest.fail("a request of ours"))
+    read(opened(origin, **options), (AT, 20), (AT + 100, 30))
+    ranges = sorted(one.range for one in origin.log)
+    assert ranges == [(0, remote.HEAD_BYTES), (AT, AT + 20), (AT + 100, AT + 130)]
 
 
 def test_a_link_that_expires(origin, elsewhere):
