@@ -48,8 +48,7 @@ class AnyOperations(RuleBasedStateMachine):
             file.sync()
         finally:
             file.close()
-        # A file that is there already is written over, as several processes do; an object is replaced.
-        self.files[path] = content if not self.store.is_local else content + self.files.get(path, b"")[len(content) :]
+        self.files[path] = content
 
     @precondition(lambda self: not self.store.is_local)
     @rule(path=paths, content=contents.filter(bool))
