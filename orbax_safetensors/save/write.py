@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.checkpoint.record import Fingerprints
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
@@ -73,11 +74,11 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
         def beside() -> bytes:
             record = checksums.record(save, posted(f"{key}/sums", active), shared=files.store.is_local)
-            files.names.update(parse(record, path=CHECKSUMS_NAME), save.model_files.names)
+            files.names.update(_fingerprints(record), save.model_files.names)
             if save.replaces:
                 files.begin_to_replace()
             else:
-                save.model_files.write(files.store, files.path, sync=save.options.fsync)
+                save.model_files.write(files.store, files.path, _fingerprints(record), sync=save.options.fsync)
             return record
 
         with passing(save.options.progress) as progress:
@@ -147,6 +148,11 @@ def _write_data(save: Save, shards: Shards, writer: Writer, progress: Progress |
     jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(writer.counters.num_requests))
 
 
+def _fingerprints(record: bytes) -> Fingerprints:
+    """Return those of the files of all processes, which the checksums have."""
+    return {name: of_file.fingerprint for name, of_file in parse(record, path=CHECKSUMS_NAME).items()}
+
+
 def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
     """Write the checksums, indexes and headers, the last of which makes the files a checkpoint.
 
@@ -165,7 +171,7 @@ def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
     if save.layout.index is not None:
         files.names.add(INDEX_NAME)
     if save.replaces:
-        save.model_files.write(store, files.path, sync=save.options.fsync)
+        save.model_files.write(store, files.path, _fingerprints(record), sync=save.options.fsync)
         files.delete_others()
     if save.layout.index is not None:
         files.write(INDEX_NAME, save.layout.index.encode())
