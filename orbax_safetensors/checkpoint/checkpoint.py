@@ -109,6 +109,11 @@ class Checkpoint:
         return self.files[0].path == self.path
 
     @property
+    def directory(self) -> str:
+        """Return the path of the directory that the files are in."""
+        return posixpath.dirname(self.path) if self.is_file else self.path
+
+    @property
     def is_adapter(self) -> bool:
         """Return whether the only file is that of a PEFT adapter, by its name."""
         return [posixpath.basename(file.path) for file in self.files] == [ADAPTER_NAME]

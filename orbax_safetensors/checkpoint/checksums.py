@@ -83,8 +83,7 @@ def recorded_content(checkpoint: Checkpoint) -> bytes | None:
 
 
 def _path(checkpoint: Checkpoint) -> str:
-    directory = posixpath.dirname(checkpoint.path) if checkpoint.is_file else checkpoint.path
-    return posixpath.join(directory, CHECKSUMS_NAME)
+    return posixpath.join(checkpoint.directory, CHECKSUMS_NAME)
 
 
 def missing_files(checkpoint: Checkpoint, recorded: Recorded) -> list[MissingError]:

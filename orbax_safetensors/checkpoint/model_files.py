@@ -15,7 +15,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.config import ADAPTER_CONFIG_NAME, CONFIG_NAME, as_config, parse_config
 from orbax_safetensors.checkpoint.family import TensorTypes
 from orbax_safetensors.checkpoint.quantized import config_for
-from orbax_safetensors.checkpoint.record import RECORD_NAME, record_content
+from orbax_safetensors.checkpoint.record import RECORD_NAME, Fingerprints, record_content
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Store, is_there, read_small, write_small
@@ -75,11 +75,11 @@ class ModelFiles:
     @property
     def names(self) -> frozenset[str]:
         """The names of all files."""
-        return frozenset(self.copies) | self._written().keys()
+        return frozenset(self.copies) | self._written({}).keys()
 
-    def write(self, store: Store, directory: str, *, sync: bool = True) -> None:
-        """Write all files; with `sync`, return when they are on the disk."""
-        written = self._written()
+    def write(self, store: Store, directory: str, tensor_files: Fingerprints, *, sync: bool = True) -> None:
+        """Write all files beside `tensor_files`; with `sync`, return when they are on the disk."""
+        written = self._written(tensor_files)
         for name, path in self.copies.items():
             if name not in written:
                 assert self.store is not None
@@ -88,10 +88,10 @@ class ModelFiles:
         for name, content in written.items():
             write_small(store, posixpath.join(directory, name), content, sync=sync)
 
-    def _written(self) -> dict[str, bytes]:
+    def _written(self, tensor_files: Fingerprints) -> dict[str, bytes]:
         """Return the content of the files that are not copied, by name."""
         config = {} if self.config is None else {self.config_name: f"{json.dumps(self.config, indent=2)}\n".encode()}
-        return config | ({} if self.use.family is None else {RECORD_NAME: record_content(self.use)})
+        return config | ({} if self.use.family is None else {RECORD_NAME: record_content(self.use, tensor_files)})
 
     def storing(self, tensors: TensorTypes) -> ModelFiles:
         """Return the same files with the config for these tensors, if there is a config to write."""

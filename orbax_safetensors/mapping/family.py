@@ -235,6 +235,12 @@ class Family:
             self.name, {name: at for name, at in switches.items() if at is not None and name not in of_files}
         )
 
+    @property
+    def has_switches(self) -> bool:
+        """Return whether there is anything to choose about the tree."""
+        named, takes_others = self._switches()
+        return bool(named) or takes_others
+
     def recorded(self, record: Any) -> Variant:
         """Return the switches in a `FamilyUse.record`, if it is of this family, as far as the family still has them."""
         if not isinstance(record, Mapping) or record.get("family") != self.name:

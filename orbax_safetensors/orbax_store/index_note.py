@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import MissingError, StorageError
+from orbax_safetensors.format.header import PREFIX_BYTES
+from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.storage.store import Store, read_small
 
 # `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and
@@ -43,6 +45,11 @@ def note_content(
 def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
     """Return what tells a file apart: its size, and a digest of its header without the eight bytes before it."""
     return {"nbytes": nbytes, "header_sha256": hashlib.sha256(header).hexdigest()}
+
+
+def fingerprints(layout: Layout) -> dict[str, Mapping[str, Any]]:
+    """Return the `fingerprint` of each file to write, by name."""
+    return {name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in layout.files}
 
 
 @dataclass(frozen=True)

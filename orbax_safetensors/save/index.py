@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.trees import flatten
-from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
 from orbax_safetensors.mapping.family import FamilyUse
@@ -27,7 +26,7 @@ from orbax_safetensors.orbax_store.addressed_item import (
     item_files,
     misread,
 )
-from orbax_safetensors.orbax_store.index_note import NOTE_FILE, fingerprint, note_content
+from orbax_safetensors.orbax_store.index_note import NOTE_FILE, fingerprints, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
 from orbax_safetensors.orbax_store.shardings import add_shardings
@@ -79,12 +78,9 @@ class SavedIndex:
 
         If Orbax itself records the tree, add the shardings of `arrays` to Orbax's file of shardings in `directory`.
         """
-        fingerprints = {
-            name: fingerprint(header.file_bytes, header.encoded[PREFIX_BYTES:]) for name, header in self.layout.files
-        }
         whole = all(array.is_whole for array in self.arrays.values())
         small = {} if self.tree is None else item_files(self.tree, whole=whole)
-        write(NOTE_FILE, note_content(fingerprints, self.names_tensors, small, saved=self.saved))
+        write(NOTE_FILE, note_content(fingerprints(self.layout), self.names_tensors, small, saved=self.saved))
         write_references(self._entries(), write)
         if self.tree is None:
             add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})

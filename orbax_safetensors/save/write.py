@@ -12,6 +12,7 @@ from functools import partial
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.checkpoint.record import Fingerprints
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
@@ -62,33 +63,29 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
 
         def data() -> tuple[NewFiles, Writer]:
             files = stack.enter_context(NewFiles(save, directory))
-            if active.is_primary and not (files.store.is_local or save.replaces):
-                files.names.update(save.model_files.names)
-                save.model_files.write(files.store, files.path, sync=save.options.fsync)
             sums = Sums(with_gaps=True)
             writer = stack.enter_context(_writer(save, files, sums))
             _write_data(save, shards, writer, progress)
-            if isinstance(writer, WholeFileWriter):
-                if not save.replaces:
-                    writer.finish(range(len(save.layout.files)))
-            elif save.options.fsync:
-                writer.sync()
             if files.store.is_local:
+                if save.options.fsync:
+                    writer.sync()
                 writer.close()  # some file systems report a failed write only now
             post(f"{key}/sums", checksums.part_of_process(save, sums, shared=files.store.is_local), active)
             return files, writer
 
         def collected() -> bytes:
             record = checksums.record(save, posted(f"{key}/sums", active), shared=files.store.is_local)
-            files.names.update(parse(record, path=CHECKSUMS_NAME), save.model_files.names)
+            files.names.update(_fingerprints(record), save.model_files.names)
             if save.replaces:
                 files.begin_to_replace()
+            else:
+                save.model_files.write(files.store, files.path, _fingerprints(record), sync=save.options.fsync)
             return record
 
         with passing(save.options.progress) as progress:
             files, writer = together(f"{key}/data", data, active=active)
         record = together(f"{key}/record", lambda: collected() if active.is_primary else b"", active=active)
-        if save.replaces and isinstance(writer, WholeFileWriter):  # until now, nobody sees its files
+        if isinstance(writer, WholeFileWriter):
             together(f"{key}/objects", partial(writer.finish, range(len(save.layout.files))), active=active)
         if not active.is_primary:
             files.names.clear()  # from here on, the first process takes all files back, or none
@@ -118,8 +115,9 @@ def _writer(save: Save, files: NewFiles, sums: Sums) -> Writer:
 
     def create(number: int) -> NewFile:
         name, header = save.layout.files[number]
-        # New objects of a save that replaces others appear when all processes have sent theirs.
-        sync = options.fsync if store.is_local else save.replaces
+        # Until all processes have sent their data, nobody sees a single file, nor files among those of another save.
+        waits = save.replaces or len(save.layout.files) == 1
+        sync = options.fsync if store.is_local else waits
         file = store.create(files.place(name), header.file_bytes, of_each, sync=sync)
         if not store.is_local:
             file.write(0, [memoryview(header.encoded)])
@@ -146,8 +144,13 @@ def _write_data(save: Save, shards: Shards, writer: Writer, progress: Progress |
     jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(writer.counters.num_requests))
 
 
+def _fingerprints(record: bytes) -> Fingerprints:
+    """Return those of the files of all processes, which the checksums have."""
+    return {name: of_file.fingerprint for name, of_file in parse(record, path=CHECKSUMS_NAME).items()}
+
+
 def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
-    """Write all files except those of tensors, and headers last: the last of them makes the files a checkpoint.
+    """Write what follows from the tensors, and headers last: the last of them makes the files a checkpoint.
 
     On a store whose files appear whole, the headers are there already, and the index of several files is last, or
     first if it takes the place of another one.
@@ -160,8 +163,8 @@ def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
         }
         files.replace_index(Index(weight_map, {}) if index is None else index)
     files.write(CHECKSUMS_NAME, record)
-    if is_local or save.replaces:
-        save.model_files.write(store, files.path, sync=save.options.fsync)
+    if save.replaces:
+        save.model_files.write(store, files.path, _fingerprints(record), sync=save.options.fsync)
     if save.index is not None:
         below = [files.place(name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
         for path in below:

@@ -318,7 +318,7 @@ class LocalStore:
             found = [os.path.join(at, name) for at, _, names in os.walk(path, onerror=_raise) for name in names]
             return {os.path.relpath(file, path): _stamp(os.lstat(file)) for file in found}
         except OSError as error:
-            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+            raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
 
     def delete(self, path: str, names: Iterable[str]) -> None:
         """Delete files below the directory `path`, and subdirectories that they leave empty."""

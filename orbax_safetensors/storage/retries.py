@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import re
@@ -75,6 +76,7 @@ class _Failure:
         self.wrong = _is_wrong(error)
         self.lasting = not _may_pass(error)
         self.kind = MissingError if isinstance(error, RefusedError) and error.status == 404 else StorageError
+        self.forbidden = status_of(error) == 403
         self.wait = error.wait if isinstance(error, RefusedError) else 0.0
         self.of_metadata = status_of(error) is None and credentials.asks_metadata(str(error))
 
@@ -101,8 +103,8 @@ class Retries:
     async def run(self, path: str, verb: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return the result of the first attempt that succeeds.
 
-        Raises `StorageError`, `FileNotFoundError` or `ChangedError`, never with an error of obstore as its context.
-        `path` and `verb` are for messages.
+        Raises `StorageError`, `FileNotFoundError` or `ChangedError`, never with an error of obstore as its context. The
+        `errno` of a `StorageError` is EACCES if the server answered 403. `path` and `verb` are for messages.
         """
         began, wait, number, wrong = time.monotonic(), FIRST_WAIT, 1, 0
         while True:
@@ -125,7 +127,10 @@ class Retries:
             lasting = failure.lasting or wrong >= _WRONG_ANSWERS
             if lasting or number >= self.attempts or time.monotonic() - began + pause > seconds:
                 tries = f" ({number} attempts)" if number > 1 else ""
-                raise failure.kind(f"{path}: {verb} failed: {failure.fault}{tries}")
+                fault = failure.kind(f"{path}: {verb} failed: {failure.fault}{tries}")
+                if failure.forbidden:
+                    fault.errno = errno.EACCES
+                raise fault
             logger.warning("%s: %s failed, trying again: %s", path, verb, failure.fault)
             await asyncio.sleep(pause)
             wait, number = min(2 * wait, LONGEST_WAIT), number + 1

@@ -15,6 +15,7 @@ from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.store import NewFile, write_small
 from orbax_safetensors.streaming.file_layout import Files
@@ -156,7 +157,7 @@ class FilesSink(JointSink):
         """
         directory = self._directory.directory
         self._directory.check_complete(len(self._numbers))
-        self._model_files.write(self._store, directory)
+        self._model_files.write(self._store, directory, fingerprints(self._files.layout))
         if (index := self._files.layout.index) is not None:
             write_small(self._store, os.path.join(directory, INDEX_NAME), index.encode())
         for number, (_, header) in enumerate(self._files.layout.files):

@@ -17,6 +17,7 @@ from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.store import NewFile, Store, write_small
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
 from orbax_safetensors.streaming.file_layout import Files
@@ -183,7 +184,7 @@ class ObjectsSink(JointSink):
 
     def _complete(self) -> None:
         if self._is_first:
-            self._model_files.write(self._store, self.path)
+            self._model_files.write(self._store, self.path, fingerprints(self._files.layout))
 
     def _finish(self) -> None:
         self._write_kept([unit for unit in self._expected if unit == self._last])

@@ -1,9 +1,11 @@
-"""The switches of a family that a link, a save or a conversion used: recorded, and taken again on the way back.
+"""The switches of a family that a link, a save or a conversion used: recorded, and taken for the same files later.
 
 `DEVIATING` are switches that neither follow from the config of the sample nor are the family's defaults.
 """
 
 import json
+import logging
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from orbax_safetensors.orbax_store import open_orbax
 from tests.multiprocess.workers_families import config_of, stored_directory
 from tests.support.conversions import restored, tensors
 from tests.support.maxtext_trees import assert_same_bits
+from tests.support.servers.faults import Answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -114,6 +117,57 @@ def test_other_files_do_not_take_the_switches_of_a_link(tmp_path, link):
     assert_same_bits(ost.load(link.path, family="maxtext"), ost.load(SOURCE, family="maxtext"))
 
 
+@pytest.mark.parametrize("made", ["saved", "back"])
+def test_other_files_do_not_take_the_switches_of_a_record(made, saved, converted, tmp_path, caplog):
+    """Published files, copied over those of a save or of a conversion."""
+    ost.convert(converted.path, tmp_path / "back", to="safetensors", family="maxtext", config=SOURCE)
+    shutil.copytree(SOURCE, tmp_path / made, dirs_exist_ok=True)
+    with caplog.at_level(logging.WARNING):
+        assert_same_bits(ost.load(tmp_path / made, family="maxtext"), ost.load(SOURCE, family="maxtext"))
+    assert "safetensors.family.json: the switches" in caplog.text
+    assert "model-00001-of-00002.safetensors is not the file" in caplog.text
+
+
+def test_a_record_without_its_files_is_not_taken(saved):
+    record = saved / "safetensors.family.json"
+    content = json.loads(record.read_text())
+    del content["files"]
+    record.write_text(json.dumps(content))
+    assert_same_bits(
+        ost.load(saved, family="maxtext"),
+        ost.load(saved, family="maxtext", variant={"rope_type": "llama3.1", "scan_layers": True}),
+    )
+
+
+def test_a_file_alone_has_the_recorded_switches(tree, saved, monkeypatch):
+    assert_same_bits(ost.load(saved / "model.safetensors", family="maxtext"), tree)
+    monkeypatch.chdir(saved)
+    assert_same_bits(ost.load("model.safetensors", family="maxtext"), tree)
+
+
+@pytest.mark.parametrize("file", ["", "/model.safetensors"])
+def test_a_server_has_the_recorded_switches(file, saved, tree, web):
+    shutil.copytree(saved, web.root, dirs_exist_ok=True)
+    assert_same_bits(ost.load(f"{web.url}{file}", family="maxtext"), tree)
+    asked = [exchange for exchange in web.server.log if exchange.path.endswith("safetensors.family.json")]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_that_does_not_give_the_record(status, saved, web):
+    shutil.copytree(saved, web.root, dirs_exist_ok=True)
+    web.server.fail(Answer(status), path="*safetensors.family.json", times=None)
+    followed = {"rope_type": "llama3.1", "scan_layers": True}
+    assert_same_bits(ost.load(web.url, family="maxtext"), ost.load(saved, family="maxtext", variant=followed))
+
+
+def test_a_server_that_fails_to_give_the_record(saved, web):
+    shutil.copytree(saved, web.root, dirs_exist_ok=True)
+    web.server.fail(Answer(501), path="*safetensors.family.json", times=None)
+    with pytest.raises(ost.StorageError, match="safetensors.family.json: .*501"):
+        ost.load(web.url, family="maxtext")
+
+
 @pytest.mark.parametrize("like", ["link", "saved"])
 def test_a_save_like_it_takes_them(like, tree, link, saved, tmp_path):
     path = {"link": link.path, "saved": saved}[like]
@@ -175,7 +229,17 @@ def test_a_model_comes_back_without_any_switch(sample, scan_layers, tmp_path):
     close(tensors(tmp_path / "back"), tensors(source))
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"family": 3}', b'{"family": "maxtext.llama3", "variant": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"family": 3}',
+        b'{"family": "maxtext.llama3", "variant": 3}',
+        b'{"family": "maxtext.llama3", "variant": {}, "files": 3}',
+    ],
+)
 def test_a_record_that_is_none(saved, content):
     (saved / "safetensors.family.json").write_bytes(content)
     with pytest.raises(ost.StorageError, match="safetensors.family.json"):
@@ -183,7 +247,8 @@ def test_a_record_that_is_none(saved, content):
 
 
 def test_switches_that_the_family_no_longer_has(saved):
-    record = {"family": "maxtext.llama3", "variant": {"gone": 1, "scan_layers": False}}
+    record = json.loads((saved / "safetensors.family.json").read_text())
+    record["variant"] = {"gone": 1, "scan_layers": False}
     (saved / "safetensors.family.json").write_text(json.dumps(record))
     assert_same_bits(
         ost.load(saved, family="maxtext"),
