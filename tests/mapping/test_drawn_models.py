@@ -29,6 +29,8 @@ def configs(draw, name):
         "vocab_size": draw(st.integers(1, 9)),
         "tie_word_embeddings": draw(st.booleans()),
     }
+    if name == "llama3":  # 3.1 and later; of others, the converter interleaves nothing
+        config["rope_scaling"] = {"rope_type": "llama3"}
     if name in ("qwen3_moe", "mixtral", "gpt_oss") or name.startswith("deepseek"):
         count = "n_routed_experts" if name.startswith("deepseek") else "num_local_experts"
         config |= {count: draw(sizes), "moe_intermediate_size": draw(sizes)}
