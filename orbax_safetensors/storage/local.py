@@ -314,9 +314,13 @@ class LocalStore:
 
     def below(self, path: str) -> dict[str, Stamp]:
         """Return the states of all files in the directory `path` and in its subdirectories."""
+        found = {}
         try:
-            found = [os.path.join(at, name) for at, _, names in os.walk(path, onerror=_raise) for name in names]
-            return {os.path.relpath(file, path): _stamp(os.lstat(file)) for file in found}
+            for at, _, names in os.walk(path, onerror=_raise):
+                for file in (os.path.join(at, name) for name in names):
+                    with contextlib.suppress(FileNotFoundError):  # another program has deleted it meanwhile
+                        found[os.path.relpath(file, path)] = _stamp(os.lstat(file))
+            return found
         except OSError as error:
             raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
 
