@@ -35,6 +35,15 @@ def record_content(use: FamilyUse, files: Fingerprints) -> bytes:
     return f"{json.dumps(use.record() | {'files': files}, indent=1)}\n".encode()
 
 
+def record_faults(checkpoint: Checkpoint) -> list[StorageError]:
+    """Return the error of a record that cannot be read, if it cannot."""
+    try:
+        _permitted(_read, checkpoint)
+    except StorageError as fault:
+        return [fault]
+    return []
+
+
 class _Record(NamedTuple):
     name: str
     use: Mapping[str, Any]  # as of `FamilyUse.record`

@@ -9,6 +9,7 @@ from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
 from orbax_safetensors.checkpoint.data import DataCheck, check_data
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.read import examine
+from orbax_safetensors.checkpoint.record import record_faults
 from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.directories import is_on_gcs
@@ -55,10 +56,10 @@ def verified(
         return checkpoint, None
     # TensorStore finds an object store without options only.
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
-    faults = _index_faults(checkpoint, index_opens)
+    faults = [*_index_faults(checkpoint, index_opens), *record_faults(checkpoint)]
     try:
         recorded = read_checksums(checkpoint) or {}
-    except ChecksumError as fault:  # nothing to compare data with
+    except (ChecksumError, StorageError) as fault:  # nothing to compare data with
         return [fault, *faults], None
     faults = [*missing_files(checkpoint, recorded), *faults]
     if not data:

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.checkpoint_handler import (
@@ -30,10 +30,11 @@ from orbax_safetensors.handlers.checkpoint_handler import (
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, step_record
-from orbax_safetensors.save.destination import check_replaceable, replace_checkpoint
+from orbax_safetensors.orbax_store.operations import storage_errors
+from orbax_safetensors.save.new_directory import NewDirectory
 from orbax_safetensors.save.write import read_beside, write_beside
 from orbax_safetensors.storage.paths import is_url, place
-from orbax_safetensors.storage.replace import recover, remove
+from orbax_safetensors.storage.replace import recover
 
 _Args = TypeVar("_Args")
 
@@ -101,27 +102,26 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
     def _save_to_path(
         self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
     ) -> None:
-        """Let Orbax save to `path`, or with `force` beside it, and then exchange the two.
-
-        What lies beside has a name that Orbax gives unfinished checkpoints, and goes if the save fails. If the save is
-        killed, the next one deletes it.
-        """
-        recover(path)
-        beside = f"{path}{ocp.path.atomicity.TMP_DIR_SUFFIX}"
-        check = partial(check_replaceable, path, args.config, args.like) if force else lambda: None
-        key, timeout_secs = new_key("replace", path, active), self._options.join_timeout_secs
-        together(f"{key}/begun", check, active=active, timeout_secs=timeout_secs)  # before Orbax waits for the others
-        destination = epath.Path(beside if force else path)
+        """Let Orbax save, and put the checkpoint in its place; all processes do so together."""
+        new = NewDirectory(path, force=force)
+        key = new_key("directory", path, active)
+        begin = partial(new.begin, args.config, args.like) if active.is_primary else lambda: None
+        finish = new.finish if active.is_primary else lambda: None
         try:
-            super().save(destination, args=args, force=force, custom_metadata=custom_metadata)
-            if force:
-                put = partial(replace_checkpoint, beside, path) if active.is_primary else lambda: None
-                together(f"{key}/replaced", put, active=active)
-        except BaseException:
-            if active.is_primary and (force or not os.path.lexists(path)):
-                remove(os.fspath(self.get_temporary_path(destination).get()))
-                remove(beside)
-            raise
+            together(
+                f"{key}/begun",  # before Orbax waits for the others, without a bound
+                begin,
+                f"force={force}",
+                check=same_arguments,
+                active=active,
+                timeout_secs=self._options.join_timeout_secs,
+            )
+            with storage_errors(f"{path}: cannot be saved", OSError):
+                super().save(epath.Path(new.unfinished), args=args, force=force, custom_metadata=custom_metadata)
+            together(f"{key}/finished", finish, active=active)
+        finally:
+            new.release()
+        forget(f"{key}/begun", active)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""

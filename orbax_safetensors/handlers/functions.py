@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.restore.request import of_target
 from orbax_safetensors.restore.run import restore
-from orbax_safetensors.storage.local import check_makeable
-from orbax_safetensors.storage.paths import PathLike, is_url, place
-from orbax_safetensors.storage.replace import recover
+from orbax_safetensors.storage.paths import PathLike
 
 
 def load(
@@ -80,12 +75,6 @@ def save(
       TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored.
       StorageError: `path` exists, and `force` is not set, or it cannot be written, or `like` cannot be read.
     """
-    directory = place(path)
-    if not is_url(directory):
-        check_makeable(directory)
-        recover(directory)
-        if not force and os.path.lexists(directory):
-            raise StorageError(f"{directory}: already exists; pass force=True to replace it")
     args = SafetensorsSave(
         tree,
         metadata=metadata,
@@ -96,6 +85,5 @@ def save(
         like=like,
         index=index,
     )
-    failed = storage_errors(f"{directory}: cannot be saved", OSError)  # as Orbax makes the directory
-    with failed, SafetensorsCheckpointer(options=options) as checkpointer:
-        checkpointer.save(directory, args=args, force=force)
+    with SafetensorsCheckpointer(options=options) as checkpointer:
+        checkpointer.save(path, args=args, force=force)

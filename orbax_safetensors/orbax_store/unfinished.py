@@ -108,7 +108,7 @@ class UnfinishedCheckpoint:
     def check(self) -> None:
         """Raise `StorageError` if another sink has begun since."""
         if (self._begun() or {}).get("run") != self._run:
-            raise StorageError(f"{self.path}: another conversion is writing here")
+            raise StorageError(f"{self.path}: another save or conversion is writing here")
 
     def _begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
         with storage_errors(self.path):

@@ -12,19 +12,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
-from etils import epath
 
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES
-from orbax_safetensors.orbax_store.directories import flush, flush_names
-from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.paths import place
 from orbax_safetensors.storage.remote import READ_ONLY
-from orbax_safetensors.storage.replace import remove, remove_aside, replace
 from orbax_safetensors.storage.store import Store
 from orbax_safetensors.streaming.pipeline import is_below
 
@@ -64,36 +59,6 @@ def check_kept(directory: str, *sources: Any) -> None:
     for source in sources:
         if isinstance(source, str | os.PathLike) and is_below(place(source), directory):
             raise StorageError(f"{source}: is in {directory}, which the save would delete; save elsewhere")
-
-
-def check_replaceable(path: str, *sources: Any) -> None:
-    """Raise `StorageError` if a save can replace no directory at `path`, or must not, because it reads a source there.
-
-    `path` is absolute, without symbolic links, and need not exist.
-    """
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise StorageError(f"{path}: is a file, which a save does not replace; save elsewhere")
-    if os.path.ismount(path):
-        raise StorageError(f"{path}: is a mount point, which cannot be renamed; save to a directory in it")
-    check_kept(path, *sources)
-
-
-def replace_checkpoint(new: str, path: str) -> None:
-    """Put the complete checkpoint `new` in the place of `path`, then delete what was there; one process does so.
-
-    `new` is on the disk before, and the names before anything is deleted: a crash of the machine loses neither. Raises
-    `StorageError` if `new` cannot be put there; what was there is then as it was.
-    """
-    with storage_errors(f"{path}: cannot be replaced", OSError):
-        (epath.Path(new) / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {path}")
-        flush(new)
-        remove_aside(path)
-        replace(new, path)
-    try:
-        flush_names(os.path.dirname(path))
-    except StorageError as error:
-        raise StorageError(f"{path}: is complete, but may not outlive a crash: {error}") from error
-    remove(new)
 
 
 def _check_text(directory: str) -> None:

@@ -49,7 +49,7 @@ def _lock(descriptor: int, path: str, what: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        raise StorageError(f"{what}: another conversion is writing here") from error
+        raise StorageError(f"{what}: another save or conversion is writing here") from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

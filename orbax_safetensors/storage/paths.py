@@ -64,6 +64,12 @@ def place(path: PathLike) -> str:
             raise StorageError(f"{path}: expected a name after {scheme}://")
         return path.rstrip("/")
     try:
+        named = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise StorageError(f"{path}: cannot be a path: {error.reason}") from error
+    if b"\0" in named:
+        raise StorageError(f"{path}: cannot be a path: it has a NUL")
+    try:
         return os.path.abspath(_without_parents(path))
     except MissingError:
         raise

@@ -165,7 +165,7 @@ class PartialDirectory:
             raise StorageError(f"{new}: {error}") from error
 
     def _taken(self) -> StorageError:
-        return StorageError(f"{self.destination}: another conversion is writing here")
+        return StorageError(f"{self.destination}: another save or conversion is writing here")
 
     def check(self) -> None:
         """Raise `StorageError` if another run has taken over: sooner and clearer than the next write would."""

@@ -3,13 +3,14 @@
 import errno
 import json
 import os
+import threading
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.save import destination
+from orbax_safetensors.save import new_directory
 from orbax_safetensors.save.new_files import NewFiles
 from orbax_safetensors.storage import local, replace
 from tests.support.disks import file_system
@@ -94,7 +95,7 @@ def test_custom_metadata_of_a_forced_save(old):
 
 def test_a_file_is_not_replaced(tmp_path, save):
     (tmp_path / "model").write_text("mine")
-    with pytest.raises(ost.StorageError, match="model: is a file, which a save does not replace"):
+    with pytest.raises(ost.StorageError, match="model: is not a directory, and a save replaces nothing else"):
         save(tmp_path / "model", NEW, force=True)
     assert (tmp_path / "model").read_text() == "mine"
     assert there(tmp_path) == ["model"]
@@ -116,7 +117,7 @@ FAULTS = {
     "data": (local.os, "pwritev"),
     "open": (local, "NewLocalFile"),
     "rename": (replace.os, "rename"),
-    "flush": (destination, "flush"),
+    "flush": (new_directory, "flush"),
     "exchange": (replace, "_exchange"),
 }
 
@@ -167,6 +168,40 @@ def test_an_interrupt_leaves_nothing(old, save, monkeypatch):
         save(old, NEW, force=True)
     monkeypatch.undo()
     assert there(old.parent) == ["model"]
+    holds(old, OLD)
+
+
+def test_two_saves_at_once_are_one(old, save):
+    """A job that is tried again while it still runs, say: the second one is refused, and harms nothing."""
+    both, done = threading.Barrier(2), []
+
+    def replaces(number):
+        both.wait()
+        try:
+            ost.save(old, {"a": np.full(100_000, number)}, force=True)
+            done.append(number)
+        except ost.StorageError as error:
+            assert "another save or conversion is writing here" in str(error)  # noqa: PT017, one may succeed
+
+    for _ in range(5):
+        threads = [threading.Thread(target=replaces, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done
+        holds(old, {"a": np.full(100_000, ost.load(old)["a"][0])})
+        assert there(old.parent) == ["model"]
+
+
+def test_what_cannot_be_deleted_is_named(old, save, monkeypatch):
+    """An old checkpoint of somebody else, say, which could be renamed."""
+    left = old.parent / "model.orbax-checkpoint-tmp"
+    left.mkdir()
+    monkeypatch.setattr(replace.shutil, "rmtree", fails(OSError(errno.EACCES, os.strerror(errno.EACCES))))
+    with pytest.raises(ost.StorageError, match=f"{left}: is what an earlier save has left, and cannot be deleted"):
+        save(old, NEW, force=True)
+    monkeypatch.undo()
     holds(old, OLD)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.record import RECORD_NAME
 from orbax_safetensors.orbax_store import open_orbax
 from tests.multiprocess.workers_families import config_of, stored_directory
 from tests.support.conversions import restored, tensors
@@ -261,3 +262,12 @@ def close(found, expected):
     assert sorted(found) == sorted(expected)
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=2**-22, atol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"family": 3}', '{"family": "x", "variant": []}'])
+def test_verify_finds_a_damaged_record(tmp_path, content):
+    ost.save(tmp_path / "saved", {"a": np.arange(3)})
+    path = tmp_path / "saved" / RECORD_NAME
+    path.write_text(content)
+    (fault,) = ost.verify(tmp_path / "saved")
+    assert str(fault).startswith(f"{path}: is not what a save has written")

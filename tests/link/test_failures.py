@@ -157,7 +157,7 @@ def test_a_directory_that_is_read_only(beside, code, source, tmp_path):
 def test_another_link_at_work(beside, source, tmp_path):
     to = None if beside else tmp_path / "to"
     lock = Lock(str(source / ".link.lock" if beside else tmp_path / "to.link.lock"), "this test")
-    refused(ost.StorageError, "another conversion is writing here", source, to)
+    refused(ost.StorageError, "another save or conversion is writing here", source, to)
     lock.release()
     ost.link(source, to)
     assert_same(read(to or source), arrays())

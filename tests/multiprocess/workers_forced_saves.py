@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import orbax_safetensors as ost
-from orbax_safetensors.save import destination
+from orbax_safetensors.save import new_directory
 from orbax_safetensors.storage import local, replace
 
 SIZE = 50_000
@@ -80,7 +80,7 @@ def _without_exchange(calls: int) -> Callable[[], None]:
 # Where a save is killed: what makes it so, and whether the new checkpoint is in place by then.
 STAGES: dict[str, tuple[Callable[[], None], bool]] = {
     "amid the data": (_amid_data, False),
-    "before it is on the disk": (_at(destination, "flush"), False),
+    "before it is on the disk": (_at(new_directory, "flush"), False),
     "before the exchange": (_at(replace, "_exchange"), False),
     "after the exchange": (_after(replace, "_exchange"), True),
     "amid the deletion": (_after(os, "unlink"), True),

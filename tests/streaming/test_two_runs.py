@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 NBYTES = sum(array.nbytes for array in arrays().values())
 KINDS = list(CALLS)
 SEVERAL_FILES = "reshard_safetensors"
-OTHERS = "to: another conversion is writing here"
+OTHERS = "to: another save or conversion is writing here"
 both = pytest.mark.parametrize("resume", [False, True])
 
 
@@ -130,7 +130,7 @@ def test_one_that_waits_does_not_take_a_file_that_is_gone(tmp_path, monkeypatch)
     monkeypatch.setattr(fcntl, "flock", late)
     second = Lock(path, "it")
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ost.StorageError, match="it: another conversion is writing here"):
+    with pytest.raises(ost.StorageError, match="it: another save or conversion is writing here"):
         Lock(path, "it")
     second.release()
     assert os.listdir(tmp_path) == []
@@ -155,7 +155,7 @@ def test_without_locks_the_first_fails_and_the_second_goes_on(where, resume, tmp
                 told = told or first.go_on()
 
         moved = CALLS[kind](source, destination, resume=resume, progress=let_the_first_go_on).nbytes
-    assert told == (1, f"StorageError: {destination}: another conversion is writing here\n")
+    assert told == (1, f"StorageError: {destination}: another save or conversion is writing here\n")
     assert moved == NBYTES if not resume else 0 < moved < NBYTES if where == 3 else moved == 0
     is_alone(kind, tmp_path)
 
@@ -173,7 +173,7 @@ def test_without_locks_the_first_leaves_the_second_to_be_resumed(where, resume, 
         else:
             half(kind, source, destination, resume=resume)
         status, told = first.go_on()
-        assert (status, told) == (1, f"StorageError: {destination}: another conversion is writing here\n")
+        assert (status, told) == (1, f"StorageError: {destination}: another save or conversion is writing here\n")
     assert not opens(kind, destination)
     CALLS[kind](source, destination, resume=True)
     is_alone(kind, tmp_path)
