@@ -81,14 +81,13 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
 
         Raises:
           SafetensorsError: the tree or the metadata cannot be stored.
-          StorageError: `directory` is a URL and holds something, or cannot be written or replaced.
-          ValueError: `directory` is a path and exists.
+          StorageError: `directory` exists, or is a URL and holds something, or cannot be written or replaced.
         """
         directory = place(directory)
         active = ActiveProcesses.of(self._processes)
         if not is_url(directory):
-            save_args, path = _as_args(SafetensorsSave, args, kwargs), os.path.realpath(directory)
-            self._save_to_path(path, save_args, active, force=force, custom_metadata=custom_metadata)
+            save_args = _as_args(SafetensorsSave, args, kwargs)
+            self._save_to_path(directory, save_args, active, force=force, custom_metadata=custom_metadata)
             return
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
@@ -103,7 +102,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
     ) -> None:
         """Let Orbax save, and put the checkpoint in its place; all processes do so together."""
-        new = NewDirectory(path, force=force)
+        new = NewDirectory(os.path.realpath(path), force=force)
         key = new_key("directory", path, active)
         begin = partial(new.begin, args.config, args.like) if active.is_primary else lambda: None
         finish = new.finish if active.is_primary else lambda: None
