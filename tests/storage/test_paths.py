@@ -47,7 +47,7 @@ def test_a_path_names_what_it_names_to_the_kernel(here, path, expected):
     [
         ("nowhere/../m", MissingError, "nowhere/..: No such file or directory"),
         ("file/../m", StorageError, "file/..: Not a directory"),
-        ("a\0b/../m", StorageError, "null byte"),
+        ("a\0b/../m", StorageError, "has a NUL"),
     ],
 )
 def test_a_parent_of_what_is_not_a_directory(here, path, error, why):
