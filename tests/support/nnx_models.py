@@ -1,7 +1,5 @@
 """A small model of Flax NNX with sharded kernels, lists, dicts and a variable in two places, and weights for it."""
 
-import functools
-
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -52,11 +50,6 @@ SHARDED = {"mlp.0.kernel": ("x", "y"), "mlp.1.kernel": ("y", "x"), "embedding.em
 
 def make(mesh, dropout=False):
     """A model with its own random weights, sharded over the axes `x` and `y`."""
-    return nnx.clone(_made(mesh, dropout))  # to make weights takes a hundred times as long
-
-
-@functools.cache
-def _made(mesh, dropout):
     with jax.set_mesh(mesh):
         return Model(nnx.Rngs(0), dropout)
 
