@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -25,9 +26,19 @@ pytest.importorskip("jaxtyping", reason="jaxtyping is not installed")
 
 from tests.support.roots import ROOT  # noqa: E402
 from tests.support.tiers import cross  # noqa: E402
-from tests.support.tunix_models import import_tunix, tunix_model  # noqa: E402
+from tests.support.tunix_models import flax_as_it_was, import_tunix, tunix_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Tunix uses what JAX and Flax are about to remove
+
+
+@pytest.fixture(autouse=True)
+def settings_of_tunix():
+    """What Tunix sets when it is imported, for its tests alone."""
+    with flax_as_it_was():
+        if hasattr(flax.config, "flax_always_shard_variable"):
+            flax.config.update("flax_always_shard_variable", False)
+        yield
+
 
 SIZES = {
     "vocab_size": 96,

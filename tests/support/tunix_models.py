@@ -5,6 +5,7 @@ modules of the models need `einops`, and `jaxtyping`, which `equinox` brings alo
 package around them: `pip install --no-deps google-tunix einops`.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -12,6 +13,7 @@ import types
 import warnings
 from typing import Any, NamedTuple
 
+import flax
 import pytest
 
 
@@ -69,6 +71,18 @@ def import_tunix(name: str) -> Any:
         package = types.ModuleType("tunix")
         package.__path__ = list(spec.submodule_search_locations)
         sys.modules["tunix"] = package
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), flax_as_it_was():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def flax_as_it_was():
+    """Undo what happens to a setting of Flax, which Tunix changes for the whole process when it is imported."""
+    name = "flax_always_shard_variable"
+    before = getattr(flax.config, name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            flax.config.update(name, before)
