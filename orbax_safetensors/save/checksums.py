@@ -19,20 +19,23 @@ from orbax_safetensors.transfer.sums import Sums
 
 
 def part_of_process(save: Save, sums: Sums, *, shared: bool) -> str:
-    """Return what this process contributes to `record`; with `shared`, all processes write into the same files."""
+    """Return what this process contributes to `of_all_processes`.
+
+    With `shared`, all processes write into the same files.
+    """
     remainders = [sums.of_tensors(number, header)[0] for number, (_, header) in enumerate(save.layout.files)]
     if shared:
         return np.concatenate(remainders).tobytes().hex()
     return encode(_files(save, remainders)).decode()
 
 
-def record(save: Save, parts: Sequence[str], *, shared: bool) -> bytes:
-    """Return the content of `CHECKSUMS_NAME`, given the `part_of_process` of all processes."""
+def of_all_processes(save: Save, parts: Sequence[str], *, shared: bool) -> dict[str, FileChecksums]:
+    """Return the checksums of all files by name, given the `part_of_process` of all processes."""
     if not shared:
-        return encode({name: file for part in parts for name, file in parse(part.encode(), path="a part").items()})
+        return {name: file for part in parts for name, file in parse(part.encode(), path="a part").items()}
     total = np.bitwise_xor.reduce([np.frombuffer(bytes.fromhex(part), np.uint32) for part in parts])
     ends = np.cumsum([len(header.tensors) for _, header in save.layout.files])
-    return encode(_files(save, np.split(total, ends[:-1])))
+    return _files(save, np.split(total, ends[:-1]))
 
 
 def _files(save: Save, remainders: Sequence[np.ndarray]) -> dict[str, FileChecksums]:

@@ -12,10 +12,9 @@ from functools import partial
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
-from orbax_safetensors.checkpoint.record import Fingerprints
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
-from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.options import Progress, SafetensorsOptions
@@ -73,24 +72,26 @@ def write_save(save: Save, shards: Shards, directory: PathLike) -> None:
             post(f"{key}/sums", checksums.part_of_process(save, sums, shared=files.store.is_local), active)
             return files, writer
 
-        def collected() -> bytes:
-            record = checksums.record(save, posted(f"{key}/sums", active), shared=files.store.is_local)
-            files.names.update(_fingerprints(record), save.model_files.names)
+        def collected() -> dict[str, FileChecksums]:
+            if not active.is_primary:
+                return {}
+            recorded = checksums.of_all_processes(save, posted(f"{key}/sums", active), shared=files.store.is_local)
+            files.names.update(recorded, save.model_files.names)
             if save.replaces:
                 files.begin_to_replace()
             else:
-                save.model_files.write(files.store, files.path, _fingerprints(record), sync=save.options.fsync)
-            return record
+                _write_model_files(save, files, recorded)
+            return recorded
 
         with passing(save.options.progress) as progress:
             files, writer = together(f"{key}/data", data, active=active)
-        record = together(f"{key}/record", lambda: collected() if active.is_primary else b"", active=active)
+        recorded = together(f"{key}/record", collected, active=active)
         if isinstance(writer, WholeFileWriter):
             together(f"{key}/objects", partial(writer.finish, range(len(save.layout.files))), active=active)
         if not active.is_primary:
             files.names.clear()  # from here on, the first process takes all files back, or none
         together(
-            f"{key}/facts", lambda: _write_facts(save, files, record) if active.is_primary else None, active=active
+            f"{key}/facts", lambda: _write_facts(save, files, recorded) if active.is_primary else None, active=active
         )
     # All processes are past these agreements.
     for part in ("plan", "pieces", "files", "copies", "data", "sums", "record", "objects"):
@@ -144,12 +145,12 @@ def _write_data(save: Save, shards: Shards, writer: Writer, progress: Progress |
     jax.monitoring.record_scalar(EVENT_STORAGE_WRITES, float(writer.counters.num_requests))
 
 
-def _fingerprints(record: bytes) -> Fingerprints:
-    """Return those of the files of all processes, which the checksums have."""
-    return {name: of_file.fingerprint for name, of_file in parse(record, path=CHECKSUMS_NAME).items()}
+def _write_model_files(save: Save, files: NewFiles, recorded: Mapping[str, FileChecksums]) -> None:
+    fingerprints = {name: file.fingerprint for name, file in recorded.items()}
+    save.model_files.write(files.store, files.path, fingerprints, sync=save.options.fsync)
 
 
-def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
+def _write_facts(save: Save, files: NewFiles, recorded: Mapping[str, FileChecksums]) -> None:
     """Write what follows from the tensors, and headers last: the last of them makes the files a checkpoint.
 
     On a store whose files appear whole, the headers are there already, and the index of several files is last, or
@@ -158,13 +159,11 @@ def _write_facts(save: Save, files: NewFiles, record: bytes) -> None:
     store, is_local = files.store, files.store.is_local
     index = save.layout.index
     if save.replaces and save.views is None:
-        weight_map = {
-            tensor: name for name, file in parse(record, path=CHECKSUMS_NAME).items() for tensor in file.tensors
-        }
+        weight_map = {tensor: name for name, file in recorded.items() for tensor in file.tensors}
         files.replace_index(Index(weight_map, {}) if index is None else index)
-    files.write(CHECKSUMS_NAME, record)
+    files.write(CHECKSUMS_NAME, encode(recorded))
     if save.replaces:
-        save.model_files.write(store, files.path, _fingerprints(record), sync=save.options.fsync)
+        _write_model_files(save, files, recorded)
     if save.index is not None:
         below = [files.place(name) for name in (DATA_DIRECTORY, posixpath.dirname(ARRAYS_FILE))]
         for path in below:

@@ -162,10 +162,10 @@ class Store(Protocol):
     def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewFile:
         """Open a file for writing, and create it if it does not exist; `StorageError` if it cannot be opened.
 
-        `nbytes` is the final size; a local store can do without, and otherwise cuts off what a longer file has more. In
-        others, at most `requests` requests may
-        hold bytes of the file in memory. `sync` says that `NewFile.sync` will be called: in a local store, bytes then
-        begin to go to the disk as they are written; in others, the file does not appear before.
+        `nbytes` is the final size, which only a local store can do without; a longer local file is cut there. In other
+        stores, at most `requests` requests may hold bytes of the file in memory. `sync` says that `NewFile.sync` will
+        be called: in a local store, bytes then begin to go to the disk as they are written; in others, the file does
+        not appear before.
         """
 
     def make(self, path: str) -> None:
