@@ -83,7 +83,7 @@ def _records(checkpoint: Checkpoint) -> Iterator[_Record]:
 
 
 def _permitted(read: Callable[[Store, str], _T | None], checkpoint: Checkpoint) -> _T | None:
-    """Return what `read` does; None if the server forbids it, as many do where there is no file."""
+    """Return what `read` returns; None if the server forbids it, as many servers do if a file does not exist."""
     try:
         return read(checkpoint.store, checkpoint.directory)
     except StorageError as error:

@@ -88,7 +88,7 @@ def together(
     """Call `do` in every process and return its result; if it fails in one process, raise in all, as `agree` does.
 
     `active` are the processes that call this, by default all. `timeout_secs` is how long each of them waits for the
-    others. An interrupt is a failure, of which this process first informs the others; a second interrupt does not wait.
+    others. An interrupt counts as a failure: this process informs the others first. A second interrupt does not wait.
 
     `facts` are for `agree`, or a function that returns them for the result.
     """

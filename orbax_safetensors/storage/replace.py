@@ -1,7 +1,7 @@
 """A complete directory takes the place of another one, whose name is there at every moment, also after a kill.
 
-Linux exchanges two names in one step. On file systems that cannot (NFS, say), the old directory goes aside for a
-moment, and whoever next looks for it puts it back if a kill has left it there.
+Linux exchanges two names in one step. If the file system cannot (NFS, say), two renames take its place. If the process
+is killed between them, the next reader or save restores the old name.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_the_index_comes_last(place):
     place.server.clear()
     save(place, WHOLE, "saved/one", config={"x": 1})
     put = [one.path for one in place.server.log if one.method in ("PUT", "POST") and one.status and one.status < 300]
-    assert put[0].endswith("config.json")  # so that whoever finds the tensors finds it, too
+    assert put[0].endswith("config.json")  # a reader that finds the tensors also finds the config
     index = obstore.get(place.store(), "saved/x/model.safetensors.index.json").bytes()
     assert set(json.loads(bytes(index))["weight_map"]) == set(NAMES)
 
