@@ -12,7 +12,7 @@ from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, pa
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.crc import crc_of
-from orbax_safetensors.storage.store import read_small
+from orbax_safetensors.storage.store import find_small
 from orbax_safetensors.transfer.sums import Sums
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ def read_checksums(checkpoint: Checkpoint) -> Recorded | None:
 
 def recorded_content(checkpoint: Checkpoint) -> bytes | None:
     """Return the content of the record beside a checkpoint's files, whatever it is; None if there is none."""
-    file = checkpoint.store.find(_path(checkpoint))
-    return None if file is None else read_small(file, _MAX_BYTES)
+    return find_small(checkpoint.store, _path(checkpoint), _MAX_BYTES)
 
 
 def _path(checkpoint: Checkpoint) -> str:

@@ -51,7 +51,7 @@ def mapped(
         if family is None:
             without_family(variant)
             return checkpoint
-        family = recalled(family, checkpoint)
+        (family,) = recalled([family], checkpoint)
         return mapped_by(checkpoint, family, config, variant, complete=complete, dequantize=dequantize)
     except MappingError as error:
         raise MappingError(f"{checkpoint.path}: {error}") from error
@@ -69,7 +69,7 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
     try:
         config = read_config(checkpoint)
         decoded = _decoded(checkpoint, config, dequantize)
-        families = [recalled(family, checkpoint) for family in registry.registered_for(config)]
+        families = recalled(registry.registered_for(config), checkpoint)
         choice = fit(families, config, leaves, decoded.checkpoint.shapes)
         fitting = _described(decoded, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:

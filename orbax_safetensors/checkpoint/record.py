@@ -10,14 +10,15 @@ import errno
 import json
 import logging
 import posixpath
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import tee
 from typing import Any, NamedTuple, TypeVar
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.mapping.family import Family, FamilyUse
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE, read_note
-from orbax_safetensors.storage.store import Store, read_small
+from orbax_safetensors.storage.store import Store, find_small
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,19 @@ class _Record(NamedTuple):
     files: Mapping[str, Any]
 
 
-def recalled(family: Family, checkpoint: Checkpoint) -> Family:
-    """Return `family` with the switches that are recorded beside the checkpoint's files, if they are of this family.
+def recalled(families: Sequence[Family], checkpoint: Checkpoint) -> list[Family]:
+    """Return families with the switches that are recorded beside the checkpoint's files, if they are of this family.
 
     A warning names a record of other files, which is not taken. Raises `StorageError` if a record cannot be read.
     """
+    records = tee(_records(checkpoint), len(families))  # each is read when it is first needed, and once
+    return [_recalled(family, checkpoint, of_family) for family, of_family in zip(families, records, strict=True)]
+
+
+def _recalled(family: Family, checkpoint: Checkpoint, records: Iterator[_Record]) -> Family:
     if not family.has_switches:
         return family
-    for name, use, files in _records(checkpoint):
+    for name, use, files in records:
         if not (switches := family.recorded(use)):
             continue
         others = [file for file, found in checkpoint.fingerprints.items() if files.get(file) != found]
@@ -94,9 +100,8 @@ def _permitted(read: Callable[[Store, str], _T | None], checkpoint: Checkpoint) 
 
 def _read(store: Store, directory: str) -> _Record | None:
     path = posixpath.join(directory, RECORD_NAME)
-    if (file := store.find(path)) is None:
+    if (content := find_small(store, path, _MAX_BYTES)) is None:
         return None
-    content = read_small(file, _MAX_BYTES)
     try:
         record = json.loads(content)
         files = record.get("files", {})

@@ -145,7 +145,7 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
     stored_config = read_config(checkpoint)
     known = registry.find(family, config or stored_config)
     if known is not None:
-        known = recalled(known, checkpoint)
+        (known,) = recalled([known], checkpoint)
     model_files = ModelFiles(stored_config or None)
     if not checkpoint.is_file:
         model_files = files_of_model(checkpoint.store, checkpoint.path)

@@ -15,7 +15,7 @@ from typing import Any
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.format.header import PREFIX_BYTES
 from orbax_safetensors.format.layout import Layout
-from orbax_safetensors.storage.store import Store, read_small
+from orbax_safetensors.storage.store import Store, find_small
 
 # `{"files": {name: {"nbytes": ..., "header_sha256": ...}}, "names_tensors": ..., "index": {name: sha256}}`, and
 # `"saved": {...}` from a save or `"linked": {...}` from a link, each with `"family"` and `"variant"`.
@@ -94,9 +94,9 @@ class IndexNote:
         """Yield an error for each file of the index in a directory that is missing or not what was written."""
         for name, digest in self.index.items():
             path = posixpath.join(directory, name)
-            if (file := store.find(path)) is None:
+            if (content := find_small(store, path, _MAX_INDEX_BYTES)) is None:
                 yield MissingError(f"{path}: is missing, and the index has it")
-            elif (found := hashlib.sha256(read_small(file, _MAX_INDEX_BYTES)).hexdigest()) != digest:
+            elif (found := hashlib.sha256(content).hexdigest()) != digest:
                 yield StorageError(f"{path}: has changed since the index was written: expected {digest}, found {found}")
 
 
@@ -106,10 +106,8 @@ def read_note(store: Store, directory: str) -> IndexNote | None:
     Raises `StorageError` if it cannot be read.
     """
     path = posixpath.join(directory, NOTE_FILE)
-    file = store.find(path)
-    if file is None:
+    if (content := find_small(store, path, _MAX_BYTES)) is None:
         return None
-    content = read_small(file, _MAX_BYTES)
     try:
         document = json.loads(content)
         files, names_tensors = document["files"], document["names_tensors"]

@@ -24,7 +24,7 @@ from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
 from orbax_safetensors.orbax_store.recorded_tree import RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.restore.request import ShardingOf, args_of
-from orbax_safetensors.storage.store import read_small
+from orbax_safetensors.storage.store import find_small
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +103,7 @@ def saved_tree(
 
 
 def _read_beside(checkpoint: Checkpoint, name: str) -> bytes | None:
-    file = checkpoint.store.find(posixpath.join(checkpoint.path, name))
-    return None if file is None else read_small(file, _MAX_BYTES)
+    return find_small(checkpoint.store, posixpath.join(checkpoint.path, name), _MAX_BYTES)
 
 
 def _array(sharding: ocp.metadata.ShardingMetadata | None, where: str) -> ocp.RestoreArgs:

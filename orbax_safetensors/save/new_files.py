@@ -17,7 +17,7 @@ from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
 from orbax_safetensors.save.prepare import Save
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import Stamp, read_small, write_small
+from orbax_safetensors.storage.store import Stamp, find_small, write_small
 
 # What says which files of a directory are the checkpoint, to our reader and to Orbax.
 _MARKS = (INDEX_NAME, FINISHED_FILE)
@@ -73,8 +73,7 @@ class NewFiles:
         write_small(self.store, self.place(name), content, sync=self._sync, nbytes=nbytes)
 
     def _read(self, name: str) -> bytes | None:
-        file = self.store.find(self.place(name))
-        return None if file is None else read_small(file, MAX_HEADER_BYTES)
+        return find_small(self.store, self.place(name), MAX_HEADER_BYTES)
 
     def begin_to_replace(self) -> None:
         """Make the objects in the directory no checkpoint of Orbax, and have an index say which files were the old one.

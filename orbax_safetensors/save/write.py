@@ -28,7 +28,7 @@ from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.storage.local import rename
 from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import NewFile, read_small, write_small
+from orbax_safetensors.storage.store import NewFile, find_small, write_small
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.plan import transfer_plan
 from orbax_safetensors.transfer.progress import Meter, passing
@@ -215,5 +215,4 @@ def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) 
     Raises `StorageError` if the file cannot be read.
     """
     store, path = store_of(directory, options.storage_options)
-    file = None if path.endswith(SUFFIX) else store.find(posixpath.join(path, name))
-    return None if file is None else read_small(file, _MAX_BESIDE_BYTES)
+    return None if path.endswith(SUFFIX) else find_small(store, posixpath.join(path, name), _MAX_BESIDE_BYTES)

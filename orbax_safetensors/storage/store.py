@@ -207,6 +207,12 @@ def read_small(file: File, most: int) -> bytes:
         file.close()
 
 
+def find_small(store: Store, path: str, most: int) -> bytes | None:
+    """Return `read_small` of the file at `path`; None if there is no such file."""
+    file = store.find(path)
+    return None if file is None else read_small(file, most)
+
+
 def is_there(store: Store, path: str) -> bool:
     """Return whether there is a file at `path`."""
     if (file := store.find(path)) is None:
