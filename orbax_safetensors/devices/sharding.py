@@ -1,12 +1,9 @@
-"""`jax.Array`s as a sink: which boxes of an array this process holds, and the array from their memory.
-
-Nothing here compiles, runs a collective or sends data between hosts; `cooperative` and `replicas` do.
-"""
+"""Which boxes of a sharded array each device, and each process, holds. Nothing here touches an array's data."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -53,24 +50,6 @@ def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
     return Box(taken.indices(size)[:2] for taken, size in zip(index, shape, strict=True))
 
 
-def on_host(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether this process's shards are in host memory, so that NumPy buffers can become shards."""
-    devices: set[Any] = sharding.addressable_devices
-    return all(device.platform == "cpu" for device in devices)
-
-
-def assemble(
-    sharding: jax.sharding.Sharding | Format, shape: tuple[int, ...], dtype: np.dtype, shards: Mapping[Box, np.ndarray]
-) -> jax.Array:
-    """Return the global array of `shape` from the boxes that this process holds, if any.
-
-    Devices with the same box get the same memory. CPU devices share it, so the caller must not write to it again.
-    """
-    if not shards:  # make_array_from_callback would still ask for the box of a replicated array
-        return jax.make_array_from_single_device_arrays(shape, plain(sharding), [], dtype=dtype)
-    return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
-
-
 @lru_cache(maxsize=2**16)
 def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     """Return all processes that hold each distinct box on a device of this process; the boxes are sorted."""
@@ -99,20 +78,6 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     boxes = sorted((device.id, box_of(index, shape)) for device, index in indices.items())
     return hashlib.sha256(repr(boxes).encode()).hexdigest()
-
-
-def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarray]:
-    """Return the elements of boxes that this process holds, row-major: a view of host memory, or else a copy."""
-    shards: dict[Box, Any] = {}
-    for shard in array.addressable_shards:
-        box = box_of(shard.index, array.shape)
-        if box in boxes and box not in shards:
-            # Another array of the same buffer: JAX keeps an array's NumPy copy as long as the array lives.
-            shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
-    if not on_host(array.sharding):
-        for data in shards.values():
-            data.copy_to_host_async()
-    return {box: np.ascontiguousarray(data).reshape(data.shape) for box, data in shards.items()}
 
 
 def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[Box]:

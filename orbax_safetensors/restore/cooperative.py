@@ -24,8 +24,9 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.identity import identity
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import forget, same, together
+from orbax_safetensors.devices.arrays import assemble, on_host
 from orbax_safetensors.devices.bits import from_bits, to_bits
-from orbax_safetensors.devices.sharding import assemble, box_of, on_host
+from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.exchange import Exchange, by_owner

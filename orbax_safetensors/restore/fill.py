@@ -16,7 +16,8 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
-from orbax_safetensors.devices.sharding import assemble, on_host, plain
+from orbax_safetensors.devices.arrays import assemble, on_host
+from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.strided import keeps_order

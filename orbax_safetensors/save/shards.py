@@ -9,7 +9,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.agreement import together
-from orbax_safetensors.devices.sharding import local_shards, on_host
+from orbax_safetensors.devices.arrays import local_shards, on_host
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.save.pieces import Views
 from orbax_safetensors.save.prepare import Save

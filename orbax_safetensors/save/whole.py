@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.devices.arrays import local_shards
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
-from orbax_safetensors.devices.sharding import local_shards
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.geometry.box import Box

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -80,18 +79,6 @@ def test_a_spec_that_is_too_long(mesh):
 def test_uneven_shards_are_jaxs_error_with_a_type(mesh):
     with pytest.raises(TensorMismatchError, match=r"shape \(7, 8\) cannot be sharded"):
         arrays.local_boxes(NamedSharding(mesh, P("x")), (7, 8))
-
-
-def test_devices_with_the_same_box_share_its_memory(mesh):
-    shard = np.arange(64, dtype=np.float32).reshape(8, 8)
-    aligned = np.zeros(64 + 256, np.uint8)
-    start = -aligned.ctypes.data % 64
-    memory = aligned[start : start + 256].view(np.float32).reshape(8, 8)
-    memory[...] = shard
-    array = arrays.assemble(NamedSharding(mesh, P()), (8, 8), np.dtype("f4"), {((0, 8), (0, 8)): memory})
-    addresses = {part.data.unsafe_buffer_pointer() for part in array.addressable_shards}
-    assert addresses == {memory.ctypes.data}
-    np.testing.assert_array_equal(array, shard)
 
 
 def test_default_sharding_is_jaxs_default_device():

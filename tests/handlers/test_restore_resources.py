@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.restore import fill
 from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from orbax_safetensors.storage import memory as arena
@@ -98,7 +97,7 @@ def test_memory_for_accelerators_is_held_to_the_budget(tmp_path, mesh, monkeypat
     """As on a GPU, where host memory is given back once the transfer is done; here nothing is transferred."""
     arrays = {f"w{number}": random_bits(RNG, (64, 64), np.dtype("f4")) for number in range(10)}
     write(tmp_path / "x.safetensors", arrays)
-    monkeypatch.setattr(fill, "on_host", lambda sharding: False)
+    monkeypatch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", lambda batch: waited.append(len(batch)))
     options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4)

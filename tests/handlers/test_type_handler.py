@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.handlers import type_handler
-from orbax_safetensors.restore import fill
 from tests.support.files import random_bits, write
 from tests.support.type_handlers import assert_same, make_handler, sharded_args, th
 
@@ -370,7 +369,7 @@ def test_a_limit_on_restores_holds_for_accelerators(tmp_path, checkpointer, monk
     """As on a GPU, where host memory is given back once the transfer is done; here nothing is transferred."""
     tree = {f"w{number}": jnp.full((64, 64), number, jnp.float32) for number in range(10)}
     checkpointer.save(tmp_path / "saved", tree)
-    monkeypatch.setattr(fill, "on_host", lambda sharding: False)
+    monkeypatch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", lambda batch: waited.append(len(batch)))
     handler = make_handler(restore_concurrent_gb=4 * 64 * 64 * 4 / 10**9)

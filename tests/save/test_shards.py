@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.save import shards
 from orbax_safetensors.save.prepare import prepare_save
 from orbax_safetensors.save.shards import Shards
 from orbax_safetensors.storage.memory import allocate
@@ -25,7 +24,7 @@ def test_copies_of_device_memory_are_held_to_the_budget(monkeypatch):
     options = ost.SafetensorsOptions(in_flight_bytes=3 * 4096 + 1)
     plan = prepare_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
     assert [len(batch) for batch in Shards(plan).batches(options.in_flight_bytes)] == [10]
-    monkeypatch.setattr(shards, "on_host", lambda sharding: False)
+    monkeypatch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
     batches = list(Shards(plan).batches(options.in_flight_bytes))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1]
     values = [memory.view(np.float32)[0] for batch in batches for _, memory in batch]
