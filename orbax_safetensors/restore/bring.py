@@ -150,7 +150,11 @@ class Bringer:
         found = {}
         for number, block in enumerate(piece.blocks):
             rows = rows_of(block, self._checkpoint.location)
-            if rows is not None and _row_bytes(block, rows) >= _ROW_BYTES and self._reader.lease(rows.file) is not None:
+            if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
+                continue
+            mapping = self._reader.lease(rows.file)
+            # If the file was cut before it was leased, reading it says so.
+            if mapping is not None and rows.end <= mapping.memory.nbytes:
                 found[number] = rows
         return found
 

@@ -1,0 +1,144 @@
+"""Room in flight: bounded, used again in the order of arrival, and never before a device is done with it."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from orbax_safetensors.restore.in_flight import InFlight
+
+
+class Sent:
+    """An array on its way, which arrives when the test says so."""
+
+    def __init__(self):
+        self.arrived = threading.Event()
+        self.waited = threading.Event()
+        self.error = None
+
+    def is_ready(self):
+        return self.arrived.is_set()
+
+    def block_until_ready(self):
+        self.waited.set()
+        assert self.arrived.wait(20)
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def in_thread(function, *arguments):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments)), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_who_takes_room_waits_for_what_was_sent_first():
+    in_flight = InFlight(100)
+    first, second = in_flight.take(60, 60, [60]), in_flight.take(40, 40, [40])
+    sent = Sent(), Sent()
+    in_flight.send(first, [sent[0]])
+    in_flight.send(second, [sent[1]])
+    thread, results = in_thread(in_flight.take, 50, 50, [50])
+    assert sent[0].waited.wait(20)
+    sent[1].arrived.set()
+    assert not results
+    sent[0].arrived.set()
+    thread.join(20)
+    assert len(results) == 1
+    assert in_flight.arrived == 100
+
+
+def test_who_takes_room_waits_for_what_is_not_sent_yet():
+    in_flight = InFlight(100)
+    room = in_flight.take(80, 80, [80])
+    thread, results = in_thread(in_flight.take, 50, 50, [50])
+    assert not results
+    sent = Sent()
+    sent.arrived.set()
+    in_flight.send(room, [sent])
+    thread.join(20)
+    assert len(results) == 1
+
+
+def test_memory_is_free_only_once_it_has_arrived():
+    in_flight = InFlight(2**20)
+    first = in_flight.take(10, 10, [10])
+    sent = Sent()
+    in_flight.send(first, [sent])
+    second = in_flight.take(10, 10, [10])
+    assert second.memory[0].ctypes.data != first.memory[0].ctypes.data
+    sent.arrived.set()
+    third = in_flight.take(10, 10, [10])
+    assert third.memory[0].ctypes.data == first.memory[0].ctypes.data
+
+
+def test_more_than_the_limit_goes_alone():
+    in_flight = InFlight(100)
+    large = in_flight.take(1000, 1000, [1000])
+    thread, results = in_thread(in_flight.take, 1, 1, [1])
+    sent = Sent()
+    sent.arrived.set()
+    assert not results
+    in_flight.send(large, [sent])
+    thread.join(20)
+    assert len(results) == 1
+
+
+def test_bytes_without_memory_of_ours_count_as_well():
+    in_flight = InFlight(100)
+    assert in_flight.take(100, 100).memory == []
+    thread, results = in_thread(in_flight.take, 1, 1)
+    in_flight.end()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not results
+
+
+def test_who_waits_fails_at_the_end(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
+    raised = []
+    in_flight = InFlight(100)
+    in_flight.take(100, 100)
+    thread, _ = in_thread(in_flight.take, 1, 1)
+    in_flight.end()
+    thread.join(20)
+    assert raised == [CancelledError]
+    with pytest.raises(CancelledError):
+        in_flight.drain()
+
+
+def test_drain_waits_for_everything():
+    in_flight = InFlight(100)
+    room = in_flight.take(10, 7)
+    thread, results = in_thread(in_flight.drain)
+    sent = Sent()
+    in_flight.send(room, [sent])
+    assert sent.waited.wait(20)
+    assert not results
+    sent.arrived.set()
+    thread.join(20)
+    assert results == [None]
+    assert in_flight.arrived == 7
+    in_flight.drain()
+
+
+def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it():
+    in_flight = InFlight(100)
+    sent = Sent(), Sent()
+    for number in range(2):
+        in_flight.send(in_flight.take(10, 10), [sent[number]])
+    sent[0].error = RuntimeError("out of memory on the device")
+    is_ready = sent[0].is_ready
+    sent[0].is_ready = lambda: False
+    sent[0].arrived.set()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        in_flight.drain()
+    sent[0].is_ready = is_ready
+    thread, _ = in_thread(in_flight.settle)
+    assert sent[1].waited.wait(20)
+    assert thread.is_alive()
+    sent[1].arrived.set()
+    thread.join(20)
+    assert not thread.is_alive()

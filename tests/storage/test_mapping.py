@@ -1,0 +1,152 @@
+"""Files mapped under a read lease: other programs wait, and nothing ends this process."""
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage import mapping
+from orbax_safetensors.storage.direct import DirectFile
+from orbax_safetensors.storage.local import LocalFile
+
+CONTENT = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    return str(path)
+
+
+@pytest.fixture
+def leased(path):
+    file = LocalFile(path)
+    mapped = file.lease()
+    if mapped is None:
+        pytest.skip("the file system of temporary files has no leases")
+    yield mapped
+    mapped.close()
+    file.close()
+
+
+def test_memory_is_the_file(leased):
+    leased.populate(100, 9000)
+    assert leased.memory.tobytes() == CONTENT
+    assert not leased.memory.flags.writeable
+
+
+def test_who_truncates_the_file_waits_until_the_lease_is_given_up(path, leased):
+    assert not leased.is_wanted
+    other = threading.Thread(target=os.truncate, args=(path, 10))
+    other.start()
+    while not leased.is_wanted:
+        assert other.is_alive()
+    leased.populate(0, len(CONTENT))
+    assert leased.memory.tobytes() == CONTENT
+    assert os.path.getsize(path) == len(CONTENT)
+    leased.close()
+    other.join()
+    assert os.path.getsize(path) == 10
+
+
+def test_a_file_that_is_open_for_writing_is_not_leased(path):
+    file = LocalFile(path)
+    with open(path, "r+b"):
+        assert file.lease() is None
+    file.close()
+
+
+def test_an_empty_file_is_not_leased(tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    file = LocalFile(str(tmp_path / "empty"))
+    assert file.lease() is None
+    file.close()
+
+
+@pytest.mark.parametrize("magic", [0x6969, 0x65735546, 0x01021997, 0], ids=["NFS", "FUSE", "9p", "unknown"])
+def test_other_file_systems_are_read(path, monkeypatch, magic):
+    monkeypatch.setattr(mapping, "_file_system", lambda descriptor: magic)
+    file = LocalFile(path)
+    assert file.lease() is None
+    file.close()
+
+
+def test_the_file_system_is_the_one_that_linux_says(tmp_path):
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    found = mapping._LOCAL_FILE_SYSTEMS.get(mapping._file_system(descriptor))
+    os.close(descriptor)
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    (*_, (_, _, kind, *_)) = sorted(
+        (mount for mount in mounts if str(tmp_path).startswith(mount[1])), key=lambda mount: len(mount[1])
+    )
+    assert found is None or found.removesuffix("fs") == kind.removesuffix("fs")
+
+
+def test_a_kernel_that_cannot_populate_makes_no_mapping(path, monkeypatch):
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", 12345)
+    file = LocalFile(path)
+    assert file.lease() is None
+    file.close()
+
+
+def test_files_for_direct_reads_are_not_mapped(path):
+    file = DirectFile(path)
+    assert file.lease() is None
+    file.close()
+
+
+def test_a_page_that_the_disk_does_not_give_is_the_error_of_a_read(path, leased, monkeypatch):
+    def refused(begin, end):
+        raise OSError(errno.EFAULT, "Bad address")
+
+    def broken(descriptor, buffers, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(leased, "_populate", refused)
+    with pytest.raises(StorageError, match="file: mapping 4096 bytes at offset 8192 failed: Bad address"):
+        leased.populate(8192, 12288)
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StorageError, match="file: reading 4096 bytes at offset 8192 failed: Input/output error"):
+        leased.populate(8192, 12288)
+
+
+def test_a_page_that_comes_at_the_second_attempt_is_no_error(leased, monkeypatch):
+    attempts = []
+    populate = leased._populate
+
+    def once_refused(begin, end):
+        attempts.append(begin)
+        if len(attempts) == 1:
+            raise OSError(errno.EFAULT, "Bad address")
+        populate(begin, end)
+
+    monkeypatch.setattr(leased, "_populate", once_refused)
+    leased.populate(0, 100)
+    assert len(attempts) == 2
+
+
+def test_threads_populate_at_once(leased):
+    threads = [threading.Thread(target=leased.populate, args=(at, at + mmap.PAGESIZE)) for at in range(0, 16384, 4096)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert leased.memory.tobytes() == CONTENT
+
+
+def test_no_descriptor_and_no_lease_is_left(path):
+    before = os.listdir("/proc/self/fd")
+    file = LocalFile(path)
+    if (mapped := file.lease()) is not None:
+        mapped.close()
+        mapped.close()
+    file.close()
+    del mapped
+    assert os.listdir("/proc/self/fd") == before
+    with open(path, "r+b") as writer:  # which would wait for a lease
+        writer.truncate(5)
