@@ -57,7 +57,7 @@ def on_accelerator(array: jax.Array) -> bool:
     """Return whether this process's shards are in an accelerator's own memory, so that only copies reach the host."""
     if on_host(array.sharding):
         return False
-    device = next(iter(array.sharding.addressable_devices))
+    device: Any = next(iter(array.sharding.addressable_devices))
     return array.sharding.memory_kind in (None, device.default_memory().kind)
 
 

@@ -111,7 +111,7 @@ def _broadcast(target: Target, value: jax.Array | None) -> jax.Array:
     parts = [] if value is None else [shard.data.reshape(shard_shape) for shard in value.addressable_shards]
     blank = stacked.addressable_devices - {part.device for part in parts}
     if blank:
-        in_turn = NamedSharding(Mesh(list(blank), "x"), PartitionSpec("x"))
+        in_turn = NamedSharding(Mesh(sorted(blank, key=lambda device: device.id), "x"), PartitionSpec("x"))
         zeros = _zeros((len(blank) * shard_shape[0], *shard_shape[1:]), target.dtype, in_turn)()
         parts += [shard.data for shard in zeros.addressable_shards]
     total = _sum(target.shape, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))

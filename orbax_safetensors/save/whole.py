@@ -135,8 +135,7 @@ def received(all_deliveries: Sequence[Delivery], rank: int) -> list[tuple[Block,
     held = 0
     for delivery in all_deliveries:
         value = delivery.leaf.value
-        on_device = isinstance(value, jax.Array) and on_accelerator(value)
-        if (isinstance(value, jax.Array) and _is_spread(value)) or (on_device and delivery.owner == rank):
+        if isinstance(value, jax.Array) and (_is_spread(value) or (delivery.owner == rank and on_accelerator(value))):
             waiting.append((delivery, _cut(value, delivery.hull)))
             held += waiting[-1][1].nbytes
             if held >= _BATCH_BYTES or len(waiting) == MAX_IN_FLIGHT:
