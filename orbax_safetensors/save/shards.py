@@ -60,8 +60,8 @@ class Shards:
     def batches(self, in_flight_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
         """Yield all shards in batches, of which the caller drops each before it asks for the next.
 
-        Meanwhile the next one is on its way to the host. Copies of device memory, or of one group if that is more, are
-        at most `in_flight_bytes` at a time.
+        Meanwhile the next one is on its way to the host, if both fit. At most `in_flight_bytes` of device memory, or
+        one group, have copies at a time.
         """
         if self._kept is not None:
             yield self._kept
@@ -93,12 +93,10 @@ def _kept(save: Save) -> list[tuple[Block, np.ndarray]]:
 
 
 def _may_change(value: Any) -> bool:
-    """Return whether a save has to copy the memory of a leaf that NumPy can see.
-
-    An accelerator refuses to take memory of the host as a donation as long as NumPy sees it.
-    """
+    """Return whether a leaf's memory, which NumPy can see, must be copied before the caller goes on."""
     if not isinstance(value, jax.Array):
         return True
+    # Of an accelerator, but in memory of the host: a GPU refuses it as a donation as long as NumPy sees it.
     return not on_host(value.sharding) and not on_accelerator(value)
 
 
