@@ -28,8 +28,9 @@ class SafetensorsOptions:
       in_flight_bytes: host memory for bytes on their way to or from an accelerator, or as much as a process holds of
         one leaf, with the leaves that are made of the same stored tensors, if that is more. Arrays on CPU devices do
         not count, because bytes are read into and written from their memory; nor do asynchronous saves, which first
-        copy all shards of accelerators and all NumPy leaves. Requests to an object store hold more on top: at most a
-        quarter of `in_flight_bytes`, unless `threads` asks for more reads; a write holds at least three parts of 8 MiB.
+        copy all shards of accelerators and all NumPy leaves. Other saves write one half while the other half is on its
+        way to the host. Requests to an object store hold more on top: at most a quarter of `in_flight_bytes`, unless
+        `threads` asks for more reads; a write holds at least three parts of 8 MiB.
       threads: reads or writes in flight at once; threads write into a file in turn. By default twice the number of
         CPUs and at most 16 for files, but at least 8 past the page cache; and 64 for object stores and HTTP servers,
         where a thread makes short reads together: these are up to 64 more.

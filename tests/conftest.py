@@ -25,6 +25,21 @@ def mesh() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
 
 
+@pytest.fixture
+def accelerators(monkeypatch):
+    """All devices are accelerators to the package. Like those, CPU devices have memory of the kind `pinned_host`."""
+    monkeypatch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
+
+
+@pytest.fixture(scope="module", params=["CPU devices", pytest.param("accelerators", marks=pytest.mark.cross)])
+def any_devices(request):
+    """All tests of a module run with CPU devices, and with `accelerators`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "accelerators":
+            patch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
+        yield
+
+
 @pytest.fixture(scope="module", params=full_size.MODELS)
 def full_size_model(request, tmp_path_factory):
     """The name of a full-size model, and a directory with its files."""

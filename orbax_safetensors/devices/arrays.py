@@ -5,7 +5,8 @@ Nothing here compiles, runs a collective or sends data between hosts; `growing`,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from jax.experimental.layout import Format
 
 from orbax_safetensors.devices.sharding import box_of, plain
 from orbax_safetensors.geometry.box import Box
+
+# The kind of an accelerator's memory that is the host's, and that the device reads and writes by itself.
+_PINNED = "pinned_host"
 
 
 def on_host(sharding: jax.sharding.Sharding) -> bool:
@@ -49,15 +53,56 @@ def are_ready(arrays: Sequence[Any]) -> bool:
     return all(array.is_ready() for array in arrays)
 
 
-def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarray]:
-    """Return the elements of boxes that this process holds, row-major: a view of host memory, or else a copy."""
-    shards: dict[Box, Any] = {}
+def on_accelerator(array: jax.Array) -> bool:
+    """Return whether this process's shards are in an accelerator's own memory, so that only copies reach the host."""
+    if on_host(array.sharding):
+        return False
+    device: Any = next(iter(array.sharding.addressable_devices))
+    return array.sharding.memory_kind in (None, device.default_memory().kind)
+
+
+def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, jax.Array]:
+    """Return the shards of boxes that this process holds, as arrays of one device each."""
+    shards: dict[Box, jax.Array] = {}
     for shard in array.addressable_shards:
         box = box_of(shard.index, array.shape)
         if box in boxes and box not in shards:
             # Another array of the same buffer: JAX keeps an array's NumPy copy as long as the array lives.
             shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
-    if not on_host(array.sharding):
-        for data in shards.values():
-            data.copy_to_host_async()
-    return {box: np.ascontiguousarray(data).reshape(data.shape) for box, data in shards.items()}
+    return shards
+
+
+def to_host(shards: Sequence[Any]) -> Iterator[np.ndarray]:
+    """Begin to copy arrays of one device each to the host, and return an iterator that waits for them one by one.
+
+    It yields them row-major: views of memory that is the host's, such as that of NumPy arrays, and otherwise copies.
+    """
+    # To ordinary memory, the GPU runtime copies in turns, first into a pinned buffer and then out of it.
+    moving: deque[tuple[Any, Any]] = deque()
+    is_pinnable = True
+    for shard in shards:
+        copy = shard
+        if isinstance(shard, jax.Array) and on_accelerator(shard):
+            if is_pinnable and has_pinned_memory(shard.device):
+                try:
+                    copy = jax.device_put(shard, jax.sharding.SingleDeviceSharding(shard.device, memory_kind=_PINNED))
+                except jax.errors.JaxRuntimeError:  # no such memory is left, and XLA waits ten seconds for some
+                    is_pinnable = False
+            if copy is shard:
+                shard.copy_to_host_async()
+        moving.append((shard, copy))
+    return (_as_numpy(*moving.popleft()) for _ in range(len(moving)))
+
+
+def has_pinned_memory(device: Any) -> bool:
+    """Return whether arrays in pinned memory of the host are the shortest way from a device to NumPy."""
+    # TPUs lay them out in their own way, so that NumPy needs another copy.
+    return device.platform != "tpu" and any(memory.kind == _PINNED for memory in device.addressable_memories())
+
+
+def _as_numpy(shard: Any, copy: Any) -> np.ndarray:
+    try:
+        memory = np.asarray(copy)
+    except jax.errors.JaxRuntimeError:  # perhaps only the copy has failed
+        memory = np.asarray(shard)
+    return np.ascontiguousarray(memory).reshape(memory.shape)

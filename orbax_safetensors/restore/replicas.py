@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -57,8 +57,8 @@ def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
 def readers(target: Target, process_count: int | None) -> frozenset[int] | None:
     """Return the processes that read a target and broadcast it; None if all processes read what they hold.
 
-    All do so as well if a process holds several replicas, which it reads once, and if the target has only one replica.
-    `process_count` is as for `device_owners`.
+    All do so as well if a process holds several replicas, which it reads once, and if the target has only one replica
+    or no elements. `process_count` is as for `device_owners`.
     """
     if not target.broadcast:
         return None
@@ -68,7 +68,8 @@ def readers(target: Target, process_count: int | None) -> frozenset[int] | None:
     replicas = _by_replica(sharding.mesh, np.array(device_owners(sharding, target.shape, process_count)))
     spanning = sum(len(set(replica)) for replica in replicas) > len(set(replicas.flat))
     sharded = _axis(sharding.mesh) in jax.tree.leaves(tuple(sharding.spec))
-    return None if len(replicas) == 1 or spanning or sharded else frozenset(replicas[_SOURCE].tolist())
+    alone = len(replicas) == 1 or spanning or sharded or 0 in target.shape
+    return None if alone else frozenset(replicas[_SOURCE].tolist())
 
 
 def _axis(mesh: Mesh | AbstractMesh) -> Any:
@@ -98,26 +99,45 @@ def _broadcast(target: Target, value: jax.Array | None) -> jax.Array:
     sharding = target.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)
-    replica = _on_this_replica(target)
-    shards = {} if value is None else {shard.device: np.asarray(shard.data) for shard in value.addressable_shards}
-    # One more dimension in front, sharded over the replicas: one of them has the bytes read, the others zeros.
-    stacked = NamedSharding(sharding.mesh, PartitionSpec(_axis(sharding.mesh), *sharding.spec))
-    shape = (sharding.mesh.devices.shape[_REPLICA_AXIS], *target.shape)
-    blank = np.zeros((1, *replica.shard_shape(target.shape)), target.dtype)
-    parts = [
-        jax.device_put(shards[device][None] if device in shards else blank, device)
-        for device in stacked.addressable_devices
-    ]
-    made: jax.Array = _sum(
-        jax.make_array_from_single_device_arrays(shape, stacked, parts), dtype=target.dtype, sharding=sharding
+    # A mesh with explicit axes would change how the program is sharded.
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    # Replicas lie one after the other in the first dimension: shards that were read stay as they are, others are zeros.
+    first, *rest = sharding.spec or (None,)
+    axes = () if first is None else first if isinstance(first, tuple) else (first,)
+    stacked = NamedSharding(mesh, PartitionSpec((_axis(mesh), *axes), *rest))
+    size, *sizes = target.shape or (1,)
+    shape = (mesh.devices.shape[_REPLICA_AXIS] * size, *sizes)
+    shard_shape = stacked.shard_shape(shape)
+    parts = [] if value is None else [shard.data.reshape(shard_shape) for shard in value.addressable_shards]
+    blank = stacked.addressable_devices - {part.device for part in parts}
+    if blank:
+        in_turn = NamedSharding(Mesh(sorted(blank, key=lambda device: device.id), "x"), PartitionSpec("x"))
+        zeros = _zeros((len(blank) * shard_shape[0], *shard_shape[1:]), target.dtype, in_turn)()
+        parts += [shard.data for shard in zeros.addressable_shards]
+    total = _sum(target.shape, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
+    made = total(jax.make_array_from_single_device_arrays(shape, stacked, parts))
+    return jax.make_array_from_single_device_arrays(
+        target.shape, sharding, [shard.data for shard in made.addressable_shards]
     )
-    return made
 
 
-@partial(jax.jit, static_argnames=("dtype", "sharding"))
-def _sum(stacked: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    """Return the sum over replicas: bit for bit the only summand that is not zero."""
-    bits = to_bits(stacked)
-    summed = from_bits(jnp.sum(bits, axis=0, dtype=bits.dtype), dtype)
-    made: jax.Array = jax.lax.with_sharding_constraint(summed, sharding)
-    return made
+@lru_cache(maxsize=2**10)
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Any:
+    """Return the compiled program that makes elements whose bits are zero, which in some dtypes is another number."""
+
+    def zeros() -> jax.Array:
+        return from_bits(jnp.zeros_like(to_bits(jnp.empty(shape, dtype))), dtype)
+
+    return jax.jit(zeros, out_shardings=sharding)
+
+
+@lru_cache(maxsize=2**10)
+def _sum(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """Return the compiled program that sums replicas: bit for bit the only summand that is not zero."""
+    count = sharding.mesh.shape[_axis(sharding.mesh)]
+
+    def sum_of(stacked: jax.Array) -> jax.Array:
+        bits = to_bits(stacked.reshape(count, *shape))
+        return from_bits(jnp.sum(bits, axis=0, dtype=bits.dtype), stacked.dtype)
+
+    return jax.jit(sum_of, out_shardings=sharding)

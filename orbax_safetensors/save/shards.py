@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.agreement import together
-from orbax_safetensors.devices.arrays import local_shards, on_host
+from orbax_safetensors.devices.arrays import local_shards, on_accelerator, on_host, to_host
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.save.pieces import Views
 from orbax_safetensors.save.prepare import Save
@@ -38,9 +39,9 @@ class Shards:
     def kept(save: Save) -> Shards:
         """Return shards that stay as they are if NumPy leaves are changed, and arrays are donated or deleted.
 
-        NumPy leaves and the shards of accelerators are copied. The memory of arrays on CPU devices is kept instead: it
-        lives on if an array is deleted, and XLA does not reuse it if an array is donated. If it is memory that an array
-        shares with NumPy or PyTorch, it changes if they write into it.
+        NumPy leaves and the shards of accelerators are copied, in whatever memory these are. The memory of arrays on
+        CPU devices is kept instead: it lives on if an array is deleted, and XLA does not reuse it if an array is
+        donated. If it is memory that an array shares with NumPy or PyTorch, it changes if they write into it.
 
         Raises `StorageError` in every process if one process has not enough memory.
         """
@@ -56,54 +57,73 @@ class Shards:
         owned = [pair for group in self._groups for pair in group]
         return sum(sum(box.volume for box in boxes) * leaf.value.dtype.itemsize for leaf, boxes in owned)
 
-    def batches(self, batch_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
-        """Yield all shards, with at most `batch_bytes` of device memory, or one group, on the host at a time."""
+    def batches(self, in_flight_bytes: int) -> Iterator[list[tuple[Block, np.ndarray]]]:
+        """Yield all shards in batches, of which the caller drops each before it asks for the next.
+
+        Meanwhile the next one is on its way to the host, if both fit. At most `in_flight_bytes` of device memory, or
+        one group, have copies at a time.
+        """
         if self._kept is not None:
             yield self._kept
             return
-        sized = ((group, sum(_leaving(leaf, boxes) for leaf, boxes in group)) for group in self._groups)
-        for batch in batches(sized, batch_bytes):
-            yield list(_memory([owned for group in batch for owned in group], self._views))
+        sized = ((group, _leaving(group)) for group in self._groups)
+        started: deque[tuple[Iterator[tuple[Block, np.ndarray]], int]] = deque()
+        for groups in batches(sized, in_flight_bytes // 2):
+            batch = [owned for group in groups for owned in group]
+            nbytes = _leaving(batch)
+            if started and started[0][1] + nbytes > in_flight_bytes:
+                yield list(started.popleft()[0])
+            started.append((_to_host(batch, self._views), nbytes))
+            if len(started) == 2:
+                yield list(started.popleft()[0])
+        for shards, _ in started:
+            yield list(shards)
 
 
 def _kept(save: Save) -> list[tuple[Block, np.ndarray]]:
     if save.deliveries is not None:
         return received(save.deliveries, save.active.rank)
     all_owned = [owned for group in save.groups for owned in group]
-    mutable = [owned for owned in all_owned if not isinstance(owned[0].value, jax.Array)]
-    shards = list(_memory(mutable, save.views))
+    kept = _to_host([owned for owned in all_owned if not _may_change(owned[0].value)], save.views)
+    shards = list(_to_host([owned for owned in all_owned if _may_change(owned[0].value)], save.views))
     copies = allocate([memory.nbytes for _, memory in shards])
     for (_, memory), copy in zip(shards, copies, strict=True):
         np.copyto(copy, memory)
-    return [
-        *((block, copy) for (block, _), copy in zip(shards, copies, strict=True)),
-        *_memory([owned for owned in all_owned if isinstance(owned[0].value, jax.Array)], save.views),
-    ]
+    return [*((block, copy) for (block, _), copy in zip(shards, copies, strict=True)), *kept]
 
 
-def _on_host(leaf: Leaf) -> bool:
-    return not isinstance(leaf.value, jax.Array) or on_host(leaf.value.sharding)
+def _may_change(value: Any) -> bool:
+    """Return whether a leaf's memory, which NumPy can see, must be copied before the caller goes on."""
+    if not isinstance(value, jax.Array):
+        return True
+    # Of an accelerator, but in memory of the host: a GPU refuses it as a donation as long as NumPy sees it.
+    return not on_host(value.sharding) and not on_accelerator(value)
 
 
-def _leaving(leaf: Leaf, boxes: Sequence[Box]) -> int:
+def _leaving(group: Sequence[Owned]) -> int:
     """Return the bytes that come from a device to the host."""
-    return 0 if _on_host(leaf) else sum(box.volume for box in boxes) * leaf.value.dtype.itemsize
+    return sum(
+        sum(box.volume for box in boxes) * leaf.value.dtype.itemsize
+        for leaf, boxes in group
+        if isinstance(leaf.value, jax.Array) and on_accelerator(leaf.value)
+    )
 
 
-def _memory(owned: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
-    """Yield boxes of leaves as blocks with their memory, one-dimensional and uint8."""
-    for leaf, boxes in owned:
-        if not boxes:
-            continue
+def _to_host(group: Sequence[Owned], views: Views | None) -> Iterator[tuple[Block, np.ndarray]]:
+    """Begin as `to_host` does, and return boxes of leaves as blocks with their memory, one-dimensional and uint8."""
+    blocks: list[Block] = []
+    shards: list[Any] = []
+    for leaf, boxes in group:
         if isinstance(leaf.value, jax.Array):
-            shards = local_shards(leaf.value, boxes)
+            held: dict[Box, Any] = dict(local_shards(leaf.value, boxes))
         else:
-            shards = {boxes[0]: np.ascontiguousarray(leaf.value).reshape(leaf.shape)}
+            held = dict.fromkeys(boxes, leaf.value)
         for box in boxes:
-            shard = shards[box]
+            shard = held[box]
             if views is None:
-                block = Block(leaf.view, box, shard.shape, shard.dtype)
+                blocks.append(Block(leaf.view, box, shard.shape, np.dtype(shard.dtype)))
             else:
                 whole = Box.whole(shard.shape)
-                block = Block(views[leaf.name, box], whole, shard.shape, shard.dtype)
-            yield block, shard.reshape(-1).view(np.uint8)
+                blocks.append(Block(views[leaf.name, box], whole, shard.shape, np.dtype(shard.dtype)))
+            shards.append(shard)
+    return zip(blocks, (memory.reshape(-1).view(np.uint8) for memory in to_host(shards)), strict=True)

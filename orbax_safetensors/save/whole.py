@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.arrays import local_shards
+from orbax_safetensors.devices.arrays import on_accelerator, to_host
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
@@ -123,27 +123,26 @@ def received(all_deliveries: Sequence[Delivery], rank: int) -> list[tuple[Block,
     waiting: list[tuple[Delivery, jax.Array]] = []
 
     def take() -> None:
-        for delivery, whole in waiting:
-            if delivery.owner == rank:
-                data = np.asarray(whole.addressable_data(0)).view(delivery.leaf.value.dtype)
-                out.extend(_blocks(delivery, data))
-            whole.block_until_ready()
-            whole.delete()
+        mine = [(delivery, part) for delivery, part in waiting if delivery.owner == rank]
+        arrived = to_host([part.addressable_data(0) for _, part in mine])
+        for (delivery, _), data in zip(mine, arrived, strict=True):
+            out.extend(_blocks(delivery, data.view(delivery.leaf.value.dtype)))
+        for _, part in waiting:
+            part.block_until_ready()
+            part.delete()
         waiting.clear()
 
     held = 0
     for delivery in all_deliveries:
         value = delivery.leaf.value
-        if isinstance(value, jax.Array) and _is_spread(value):
-            waiting.append((delivery, _gathered(value, delivery.hull)))
+        if isinstance(value, jax.Array) and (_is_spread(value) or (delivery.owner == rank and on_accelerator(value))):
+            waiting.append((delivery, _cut(value, delivery.hull)))
             held += waiting[-1][1].nbytes
             if held >= _BATCH_BYTES or len(waiting) == MAX_IN_FLIGHT:
                 take()
                 held = 0
         elif delivery.owner == rank:
-            whole = Box.whole(value.shape)
-            host = local_shards(value, [whole])[whole] if isinstance(value, jax.Array) else value
-            out.extend(_blocks(delivery, np.asarray(host)[delivery.hull.slices]))
+            out.extend(_blocks(delivery, np.asarray(value)[delivery.hull.slices]))
     take()
     return out
 
@@ -157,8 +156,12 @@ def _blocks(delivery: Delivery, data: np.ndarray) -> Iterator[tuple[Block, np.nd
         yield Block(delivery.leaf.view, box, part.shape, part.dtype), part.reshape(-1).view(np.uint8)
 
 
-def _gathered(value: jax.Array, box: Box) -> jax.Array:
-    """Return a box of an array on all of its devices, with the bits of floats as integers."""
+def _cut(value: jax.Array, box: Box) -> jax.Array:
+    """Return a box of an array, with the bits of floats as integers: on all devices of a spread one, else on one."""
+    start = np.array(box.start, np.int32)
+    if not _is_spread(value):
+        shard = value.addressable_data(0)
+        return _program(box.shape, shard.sharding)(shard, start)
     assert isinstance(value.sharding, NamedSharding)
     mesh = value.sharding.mesh
     assert isinstance(mesh, Mesh)
@@ -166,18 +169,17 @@ def _gathered(value: jax.Array, box: Box) -> jax.Array:
     plain = Mesh(mesh.devices, mesh.axis_names)
     shards = [shard.data for shard in value.addressable_shards]
     same = jax.make_array_from_single_device_arrays(value.shape, NamedSharding(plain, value.sharding.spec), shards)
-    start = np.array(box.start, np.int32)
     return _program(box.shape, NamedSharding(plain, PartitionSpec()))(same, start)
 
 
 @lru_cache(maxsize=4096)
-def _program(sizes: tuple[int, ...], everywhere: NamedSharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+def _program(sizes: tuple[int, ...], sharding: jax.sharding.Sharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     def box_of(x: jax.Array, start: jax.Array) -> jax.Array:
         if jax.numpy.issubdtype(x.dtype, np.floating):  # to keep the bits of NaNs
             x = jax.lax.bitcast_convert_type(x, _BITS[x.itemsize])
         return jax.lax.dynamic_slice(x, [start[axis] for axis in range(len(sizes))], sizes)
 
-    program: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(box_of, out_shardings=everywhere)
+    program: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(box_of, out_shardings=sharding)
     return program
 
 

@@ -137,7 +137,7 @@ def _write_data(save: Save, shards: Shards, writer: Writer, progress: Progress |
             meter.begin(sum(memory.nbytes for _, memory in batch))
         writer.run(plan, blocks, [memory for _, memory in batch], None if meter is None else meter.moved)
         num_writes += plan.num_requests
-        del batch, blocks  # before the next batch comes to the host
+        del batch, blocks  # before the next but one comes to the host
     if meter is not None:
         meter.end()
     jax.monitoring.record_scalar(EVENT_BYTES_WRITTEN, float(writer.counters.nbytes))

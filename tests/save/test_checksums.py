@@ -17,6 +17,8 @@ from orbax_safetensors.mapping import Family, stack, tensor
 from tests.support.files import random_bits
 from tests.support.saves import BF16, RNG, TREE, save, sharded
 
+pytestmark = pytest.mark.usefixtures("any_devices")
+
 SPECS = [P(), P("x"), P(None, "y"), P("y", "x"), P(("x", "y")), P(None, ("y", "x"))]
 
 
