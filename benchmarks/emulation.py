@@ -30,12 +30,13 @@ from unittest import mock
 
 import jax
 import numpy as np
-import orbax_safetensors.devices.arrays as seam
 from jax.sharding import Sharding, SingleDeviceSharding
 
+import orbax_safetensors.devices.arrays as seam
+
 THREADS = 2
-# Of each thread. Larger than the cache, so that copies reach memory, as those for a card have to.
-RING_BYTES = 2**26
+# Of each thread: a larger one costs the host a write to memory, which a card that reads from the cache saves it.
+RING_BYTES = 2**24
 LINE_BYTES = 64
 PAGE_BYTES = 4096
 # Elements on a side of the tiles in which a transposed buffer is laid out.
@@ -134,7 +135,7 @@ def accelerator(*, digests: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, function in _functions(send).items():
             stack.enter_context(mock.patch.object(jax, name, function))
-        stack.enter_context(mock.patch.object(seam, "is_cpu", lambda device: False))
+        stack.enter_context(mock.patch.object(seam, "is_cpu", return_value=False))
         try:
             yield
         finally:
@@ -232,7 +233,7 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _lay_out(piece: np.ndarray, taken: np.ndarray) -> None:
-    """Copies `piece` to `taken`, row-major, by NumPy calls that hold no lock and are as fast as the layout lets them."""
+    """Copies `piece` to `taken`, row-major. NumPy holds no lock meanwhile; dense rows go by memcpy."""
     itemsize = piece.dtype.itemsize
     if not piece.ndim:
         piece = piece.reshape(1)
