@@ -37,6 +37,10 @@ class SafetensorsOptions:
         loads a file that is not in it at the speed of the disk; but a later load then has to come from the disk again.
         "auto" does so if a process restores more bytes than a quarter of the machine's memory, which the cache would
         soon have to give up again.
+      map_files: hand bytes of local files that lie there as an accelerator's array needs them to its runtime as they
+        are, mapped into memory, instead of reading them first. While a restore does so, it has a lease on the file: the
+        system lets other programs that want to change it wait until the restore is past it. Files that cannot be leased
+        are read: those of other users or that are open for writing, and all on network or FUSE file systems.
       alignment: the data of a saved file begins at a multiple of this many bytes, a multiple of 8. With 64, the file
         can be restored with `alias`; with 8, it is the same byte for byte as the reference writer's.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.
@@ -83,6 +87,7 @@ class SafetensorsOptions:
     threads: int | None = None
     max_gap_bytes: int | None = None
     direct: bool | Literal["auto"] = "auto"
+    map_files: bool = True
     alignment: int = 64
     fsync: bool = False
     dequantize: Dequantize = True
@@ -118,7 +123,7 @@ class SafetensorsOptions:
             )
         if not isinstance(self.direct, bool) and self.direct != "auto":
             raise SafetensorsError(f"SafetensorsOptions: direct is {self.direct!r}, must be True, False or 'auto'")
-        for name in ("cooperative", "checksums"):
+        for name in ("cooperative", "checksums", "map_files"):
             if not isinstance(value := getattr(self, name), bool):
                 raise SafetensorsError(f"SafetensorsOptions: {name} is {value!r}, must be True or False")
         if self.alias and self.checksums:

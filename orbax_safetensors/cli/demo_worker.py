@@ -23,7 +23,8 @@ from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.partition import spread
 from orbax_safetensors.format.dtypes import DTYPES, held
 from orbax_safetensors.restore import request as targets
-from orbax_safetensors.restore.fill import EVENT_BYTES_READ, blocks
+from orbax_safetensors.restore.batches import blocks
+from orbax_safetensors.restore.fill import EVENT_BYTES_READ
 from orbax_safetensors.transfer.plan import TransferPlan, transfer_plan
 
 # Shards that differ, of which a message tells.

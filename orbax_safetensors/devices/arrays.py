@@ -1,11 +1,11 @@
 """Host memory becomes `jax.Array`s here, and arrays host memory: the only place that hands a tensor's bytes to JAX.
 
-Nothing here compiles, runs a collective or sends data between hosts; `cooperative` and `replicas` do.
+Nothing here compiles, runs a collective or sends data between hosts; `growing`, `cooperative` and `replicas` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,16 @@ def assemble(
     if not shards:  # make_array_from_callback would still ask for the box of a replicated array
         return jax.make_array_from_single_device_arrays(shape, plain(sharding), [], dtype=dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: shards[box_of(index, shape)], dtype=dtype)
+
+
+def wait(arrays: Sequence[jax.Array]) -> None:
+    """Wait until devices have `arrays`, and nobody reads the host memory that they were made of."""
+    jax.block_until_ready(arrays)
+
+
+def are_ready(arrays: Sequence[Any]) -> bool:
+    """Return whether `wait` would return at once."""
+    return all(array.is_ready() for array in arrays)
 
 
 def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, np.ndarray]:

@@ -32,8 +32,9 @@ from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.exchange import Exchange, by_owner
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore import replicas
+from orbax_safetensors.restore.batches import in_file_order
 from orbax_safetensors.restore.exchanges import Swap, reading, spec
-from orbax_safetensors.restore.fill import Filling, filling, in_file_order
+from orbax_safetensors.restore.fill import Filling, filling
 from orbax_safetensors.restore.plan import cooperates, distribution_of
 from orbax_safetensors.restore.request import Request
 from orbax_safetensors.restore.target import Target

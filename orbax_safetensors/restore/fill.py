@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import count, islice
+from typing import Any
 
 import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
-from orbax_safetensors.devices.arrays import assemble, on_host
+from orbax_safetensors.devices.arrays import assemble
+from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
-from orbax_safetensors.geometry.groups import by_tensors
-from orbax_safetensors.geometry.strided import keeps_order
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.batches import Batch, batches_of
+from orbax_safetensors.restore.bring import Bringer
+from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
-from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
+from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.store import Pace
-from orbax_safetensors.transfer.engine import batches
-from orbax_safetensors.transfer.plan import Block, same_bits, transfer_plan
-from orbax_safetensors.transfer.progress import Meter, passing
-from orbax_safetensors.transfer.reader import Reader, memory_for
+from orbax_safetensors.transfer.progress import SECONDS, Meter, passing
+from orbax_safetensors.transfer.reader import Reader
+from orbax_safetensors.transfer.threads import working
 
 logger = logging.getLogger(__name__)
 
@@ -41,34 +43,9 @@ EVENT_STORAGE_READS = "/jax/orbax/read/safetensors/storage_reads"
 EVENT_BYTES_NEEDED = "/jax/orbax/read/safetensors/bytes_needed"
 EVENT_DURATION = "/jax/orbax/read/safetensors/duration_secs"
 
-
-class _Fill(NamedTuple):
-    """A target, and the blocks that this process fills of it."""
-
-    target: Target
-    blocks: tuple[Block, ...]
-
-    @property
-    def on_host(self) -> bool:
-        return self.target.sharding is None or on_host(plain(self.target.sharding))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
-    @property
-    def leaving(self) -> int:
-        """Return the bytes that do not stay in host memory."""
-        return 0 if self.on_host else self.nbytes
-
-
-def blocks(target: Target) -> tuple[Block, ...]:
-    """Return the blocks that this process fills for a target, one for each distinct box."""
-    view = target.view
-    padded = target.shape != view.shape
-    return tuple(
-        [Block(view, view.clipped(box) if padded else box, box.shape, target.dtype) for box in target.local_boxes()]
-    )
+# The most that goes to a device at once: a GPU's runtime copies less than 1 GiB into memory that the card reads itself,
+# and leaves more to the driver, which is slow.
+_MOST_BYTES = 2**30 - 1
 
 
 class Filling:
@@ -83,82 +60,99 @@ class Filling:
         meter: Meter | None,
     ) -> None:
         self.checkpoint = checkpoint
-        self.options = options
-        self.num_arrays = self.num_reads = self.needed_bytes = 0
-        self._pace = pace
+        self.num_arrays = 0
         self._reader = reader
         self._meter = meter
+        self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
+        self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
+        self._in_flight = InFlight(options.in_flight_bytes)
+        self.bringer = Bringer(checkpoint, options, pace, reader, self._in_flight)
 
     def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
-        """Return the values of `targets`, with the shards of this process.
+        """Return the values of `targets`, with the shards of this process. Devices have them on return.
 
         `counted` are the bytes that each target counts for progress, by default those that are filled.
 
-        Bytes on their way to accelerators take at most `options.in_flight_bytes` of host memory, or as much as one
-        group of leaves that are made of the same tensors, if that is more. Arrays in host memory are read straight
-        into place.
+        Arrays in host memory are read straight into place. Bytes on their way to accelerators take at most
+        `options.in_flight_bytes` of host memory; longer leaves are put together on the devices. If that is not
+        possible, or leaves are made of the same tensors, they take as much as they have.
 
         Raises:
           TensorMismatchError: a cast that the caller did not request would change values.
           StorageError: bytes cannot be read.
         """
         with no_collection():
-            fills = [_Fill(target, blocks(target)) for target in targets]
-            groups = in_file_order(self.checkpoint, targets)
-            leaving_of = [fill.leaving for fill in fills]
-            sized = [(group, sum(map(leaving_of.__getitem__, group))) for group in groups]
-            batched = list(batches(sized, self.options.in_flight_bytes // 2))
-        values: list[Any] = [None] * len(fills)
-        in_flight: deque[tuple[list[jax.Array], int]] = deque()
-        held = 0
-        for batch_groups in batched:
-            batch = [at for group in batch_groups for at in group]
-            leaving = sum(map(leaving_of.__getitem__, batch))
-            while in_flight and held + leaving > self.options.in_flight_bytes:
-                transferred, nbytes = in_flight.popleft()
-                jax.block_until_ready(transferred)
-                held -= nbytes
+            batched = batches_of(self.checkpoint, targets, counted, self._most, self._batch_bytes)
+        values: list[Any] = [None] * len(targets)
+        growing: dict[int, Growing] = {}
+        arrived = self._in_flight.arrived
+        staying = 0  # counted bytes of batches that stay in host memory and are filled
+
+        def report(more: float = 0) -> None:
             if self._meter is not None:
-                self._meter.begin(sum(fills[at].nbytes if counted is None else counted[at] for at in batch))
-            memory = self._read([fills[at] for at in batch])
-            buffers = iter(memory)
-            with no_collection():
-                for at in batch:
-                    values[at] = _value(fills[at], list(islice(buffers, len(fills[at].blocks))))
-            if leaving:
-                in_flight.append(([values[at] for at in batch if not fills[at].on_host], leaving))
-                held += leaving
+                self._meter.moved((staying + more + self._in_flight.arrived - arrived) / total)
+
+        failed = threading.Event()
+
+        def cancel() -> None:
+            failed.set()
+            self._reader.cancel()
+            self._in_flight.end()
+            for batch in batched:
+                batch.filled.ended.set()
+
+        total = max(sum(batch.counted for batch in batched), 1)
+        if self._meter is not None:
+            self._meter.begin(total)
+        with working(self.bringer.tasks(batched, targets), self._reader.useful_threads(len(targets)), cancel):
+            for batch in batched:
+                while not batch.filled.ended.wait(SECONDS):
+                    report(0 if batch.leaves_host else self.bringer.share * batch.counted)
+                if failed.is_set():
+                    break
+                with no_collection():
+                    sent = _arrays(batch, targets, values, growing)
+                if batch.room is None:
+                    staying += batch.counted
+                else:
+                    self._in_flight.send(batch.room, sent)
+                batch.arrays.clear()
+                report()
+        while self._in_flight.wait_for_one():
+            report()
+        for number, array in growing.items():
+            values[number] = array.array()
         self.num_arrays += len(targets)
         return values
+
+    def settle(self) -> None:
+        """Wait until no device reads host memory any more, whether the restore went well or not."""
+        self._in_flight.settle()
 
     def check(self) -> None:
         """Raise `StorageError` if a file changed after its header was read."""
         self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
 
-    def _read(self, fills: Sequence[_Fill]) -> list[np.ndarray]:
-        """Return filled memory for every block of `fills`."""
-        all_blocks = [block for fill in fills for block in fill.blocks]
-        memory: list[np.ndarray | None] = [None] * len(all_blocks)
-        if self.options.alias:
-            can_share = [fill.on_host and fill.target.kind is jax.Array for fill in fills for _ in fill.blocks]
-            memory = [
-                _mapped(self.checkpoint, self._reader, block) if share else None
-                for block, share in zip(all_blocks, can_share, strict=True)
-            ]
-        left = [at for at, mapped in enumerate(memory) if mapped is None]
-        with no_collection():
-            blocks = [all_blocks[at] for at in left]
-            plan = transfer_plan(
-                blocks, self.checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
-            )
-            fresh = memory_for(plan, blocks, self.checkpoint.store)
-        lossless = [fill.target.lossless for fill in fills for _ in fill.blocks]
-        report = None if self._meter is None else self._meter.moved
-        self._reader.read(plan, blocks, fresh, [lossless[at] for at in left], report)
-        self.num_reads += plan.num_requests
-        self.needed_bytes += plan.needed_bytes
-        rest = iter(fresh)
-        return [next(rest) if mapped is None else mapped for mapped in memory]
+
+def _arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> list[jax.Array]:
+    """Make leaves, or parts of them, of the filled arrays of a batch. Return what goes to devices."""
+    sent = []
+    arrays = map(batch.arrays.__getitem__, count())
+    for piece in batch.pieces:
+        target = targets[piece.number]
+        shards = list(islice(arrays, len(piece.blocks)))
+        if target.sharding is None:
+            values[piece.number] = _value(target, *shards)
+            continue
+        of_boxes = dict(zip(target.local_boxes(), shards, strict=True))
+        if piece.start is None:
+            values[piece.number] = assemble(target.sharding, target.shape, target.dtype, of_boxes)
+            sent.append(values[piece.number])
+        else:
+            if piece.number not in growing:
+                growing[piece.number] = Growing(plain(target.sharding), target.shape, target.dtype)
+            sent.append(growing[piece.number].put(piece.start, of_boxes))
+    return sent
 
 
 @contextlib.contextmanager
@@ -181,7 +175,10 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
     with passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests, sums) as reader:
         meter = None if progress is None else Meter(progress, nbytes)
         under_way = Filling(checkpoint, options, pace, reader, meter)
-        yield under_way
+        try:
+            yield under_way
+        finally:
+            under_way.settle()
         under_way.check()
         if comparison is not None:
             comparison.check()
@@ -190,9 +187,9 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         counters = reader.counters
     seconds = time.perf_counter() - started
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
-    jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.num_reads))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.bringer.num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
-    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(under_way.needed_bytes))
+    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(under_way.bringer.needed_bytes))
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
         "Restored %d arrays from %s: %d bytes read in %d requests, over-read %.3f, %.2f s, %.2f GB/s",
@@ -200,7 +197,7 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         checkpoint.path,
         counters.nbytes,
         counters.num_requests,
-        counters.nbytes / max(under_way.needed_bytes, 1),
+        counters.nbytes / max(under_way.bringer.needed_bytes, 1),
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )
@@ -214,47 +211,8 @@ def _local_bytes(targets: Sequence[Target]) -> int:
         return sum(count * one_of[key].local_nbytes for key, count in Counter(alike).items())
 
 
-def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
-    """Return the positions of `targets`, in one group those that are made of the same tensors.
-
-    Groups are in the order of the files, so that a disk reads forward and each batch is one stretch of it.
-    """
-    groups = by_tensors([target.view for target in targets])
-
-    def begin(group: list[int]) -> tuple[int, int]:
-        names = [name for at in group for name in targets[at].view.tensors]
-        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
-
-    return sorted(groups, key=begin)
-
-
-def _mapped(checkpoint: Checkpoint, reader: Reader, block: Block) -> np.ndarray | None:
-    """Return the block's bytes mapped from the file, None if they do not lie there as memory needs them."""
-    copies = block.view.copies(block.box, block.shape)
-    if len(copies) != 1:
-        return None
-    ((name, copy, ops),) = copies
-    if name is None:
-        return None
-    location = checkpoint.location(name)
-    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
-        return None
-    dense = tuple((size, stride) for size, stride, _ in copy.modes) in ((), ((copy.elements, 1),))
-    begin = location.begin + copy.source * block.dtype.itemsize
-    nbytes = copy.elements * block.dtype.itemsize
-    if not dense or not keeps_order(copy) or nbytes != block.nbytes or begin % ALIGNMENT:
-        return None
-    return np.frombuffer(reader.map(location.file), np.uint8, nbytes, begin)
-
-
-def _value(fill: _Fill, memory: Sequence[np.ndarray]) -> Any:
-    """Return the leaf that is made of its filled memory."""
-    target = fill.target
-    shards = [np.ndarray(block.shape, target.dtype, data) for data, block in zip(memory, fill.blocks, strict=True)]
-    if target.sharding is not None:
-        boxes = dict(zip(target.local_boxes(), shards, strict=True))
-        return assemble(target.sharding, target.shape, target.dtype, boxes)
-    (array,) = shards
+def _value(target: Target, array: np.ndarray) -> Any:
+    """Return a leaf without devices."""
     if issubclass(target.kind, np.generic):
         return array[()]
     return array if target.kind is np.ndarray else _scalar(target, array.item())

@@ -79,6 +79,9 @@ class DirectFile(LocalFile):
         """Fill runs of memory in turn, and return True, if the range is in the page cache."""
         return self._is_usual(offset, int(runs[:, 1].sum())) and super().scatter(offset, runs)
 
+    def lease(self) -> None:
+        """Return None: a mapping would fill the page cache."""
+
     def _is_usual(self, offset: int, nbytes: int) -> bool:
         """Return whether a range is in the page cache, by its first and its middle byte, or cannot be read directly."""
         try:

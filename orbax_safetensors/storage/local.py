@@ -17,6 +17,7 @@ import numpy as np
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
 from orbax_safetensors.storage.hub_path import missing
+from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.store import Cost, Stamp
 
 # Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
@@ -92,6 +93,16 @@ class LocalFile:
             return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.path}: cannot be mapped into memory: {error}") from error
+
+    def lease(self) -> LeasedMapping | None:
+        """Return the file mapped under a read lease."""
+        try:
+            return LeasedMapping(self._descriptor, self.path, self._read_away)
+        except OSError:
+            return None
+
+    def _read_away(self, offset: int, nbytes: int) -> None:
+        self.read([(offset, [memoryview(bytearray(nbytes))])])
 
     def check(self, stamp: Stamp) -> None:
         """Raise `StorageError` if size, modification time or inode differ from those in `stamp`."""

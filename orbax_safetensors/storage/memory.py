@@ -43,30 +43,33 @@ def allocate(sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> 
     begins: list[int] = []
     end = 0
     for number, size in enumerate(sizes):
-        offset = offsets.get(number) if offsets and size >= DIRECT_BYTES else None
-        begin = _begin(end, offset)
+        offset = offsets.get(number) if offsets else None
+        begin = begin_after(end, size, offset)
         if begins and begin + size > ARENA_BYTES:
             out += _cut(begins, end, sizes[len(out) :])
-            begins, begin = [], _begin(0, offset)
+            begins, begin = [], begin_after(0, size, offset)
         begins.append(begin)
         end = begin + size
     return out + _cut(begins, end, sizes[len(out) :])
 
 
-def _begin(end: int, offset: int | None) -> int:
-    """Return where a buffer begins in an arena whose buffers so far end at `end`."""
+def begin_after(end: int, size: int, offset: int | None) -> int:
+    """Return where a buffer begins in an arena whose buffers so far end at `end`; see `allocate` for its `offset`."""
     begin = -(-end // ALIGNMENT) * ALIGNMENT
-    return begin if offset is None or offset % ALIGNMENT else begin + (offset - begin) % PAGE_BYTES
+    if offset is None or size < DIRECT_BYTES or offset % ALIGNMENT:
+        return begin
+    return begin + (offset - begin) % PAGE_BYTES
 
 
 def _cut(begins: Sequence[int], end: int, sizes: Sequence[int]) -> list[np.ndarray]:
     if not begins:
         return []
-    arena = _map(end)
+    arena = arena_of(end)
     return [arena[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
 
-def _map(nbytes: int) -> np.ndarray:
+def arena_of(nbytes: int) -> np.ndarray:
+    """Return an anonymous mapping: zeroed memory, whose pages exist only once they are written to."""
     try:
         # A mapping cannot be empty. Private, because shared memory, which is Python's default, has no huge pages.
         memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

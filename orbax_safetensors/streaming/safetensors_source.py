@@ -79,7 +79,7 @@ class SafetensorsSource:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
         memory = memory_for(plan, blocks, self._checkpoint.store)
-        self._reader.read(plan, blocks, memory, [False] * len(blocks))
+        self._reader.run(plan, blocks, memory)
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:

@@ -105,13 +105,18 @@ class Transfer(ABC, Generic[_F]):
         `memory` are one-dimensional uint8 arrays, one for each of `blocks`. Meanwhile this thread calls `report` with
         the share of the bytes that has moved; if that raises, the plan fails.
         """
-        tasks = self._ordered(self._tasks(plan, blocks, memory))
-        files = {extent.file for extent in plan.extents} | {part.file for part in plan.parts}
+        tasks = self.tasks(plan, blocks, memory)
         before = self.counters.nbytes
         share = None if report is None else lambda: report((self.counters.nbytes - before) / max(plan.moved_bytes, 1))
-        run_tasks(tasks, self.useful_threads(len(files)), self._cancel, share)
+        run_tasks(tasks, self.useful_threads(len(plan.files)), self.cancel, share)
 
-    def _tasks(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
+    def tasks(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
+    ) -> Iterator[Callable[[], None]]:
+        """Yield what threads have to call for `run`, in the order in which they should take it."""
+        return self._ordered(self._requests(plan, blocks, memory))
+
+    def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         """Yield the requests of a plan, in the order of the files."""
         for extent in plan.extents:
             with no_collection():
@@ -149,8 +154,8 @@ class Transfer(ABC, Generic[_F]):
     def _move(self, file: _F, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Make a request for each range of a file: `(offset, buffers)`, as long as its buffers together."""
 
-    def _cancel(self) -> None:
-        """Cancel the requests of a plan that has failed, so that no thread waits for them."""
+    def cancel(self) -> None:
+        """Cancel requests, so that no thread waits for those of a plan that has failed."""
         with self._lock:
             files = list(self._files.values())
         for file in files:

@@ -28,7 +28,7 @@ from orbax_safetensors.geometry.coalesce import (
 )
 from orbax_safetensors.geometry.elementwise import Ops
 from orbax_safetensors.geometry.encoding import Encoding
-from orbax_safetensors.geometry.strided import Copy
+from orbax_safetensors.geometry.strided import Copy, split
 from orbax_safetensors.geometry.view import View
 
 
@@ -63,13 +63,14 @@ class Block(NamedTuple):
     """Memory at one end of a transfer: a dense row-major array whose leading corner is `box` of `view`.
 
     `shape` is that of the box, or larger; elements outside the box do not take part. If `dtype` is not the stored
-    dtype, elements are cast.
+    dtype, elements are cast; if the block is `lossless`, a cast into it that loses a value is an error.
     """
 
     view: View
     box: Box
     shape: tuple[int, ...]
     dtype: np.dtype
+    lossless: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -214,6 +215,47 @@ def transfer_plan(
         tuple(files),
         window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
     )
+
+
+class Rows(NamedTuple):
+    """Where a file has all elements of a block, in their order: in `[begin, end)`, with `strides` in bytes."""
+
+    file: int
+    begin: int
+    end: int
+    strides: tuple[int, ...]
+
+
+def rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
+    """Return where a block lies in a file, None if it does not, and would have to be put together, reordered or cast.
+
+    Its innermost elements lie side by side, as in a row of a matrix.
+    """
+    copies = block.view.copies(block.box, block.shape)
+    if len(copies) != 1:
+        return None
+    ((name, copy, ops),) = copies
+    if name is None:
+        return None
+    location = locate(name)
+    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
+        return None
+    itemsize = block.dtype.itemsize
+    begin = location.begin + copy.source * itemsize
+    steps = [stride for _, stride, _ in copy.modes]
+    dims = split(tuple((size, stride) for size, stride, _ in copy.modes), block.shape)
+    if (
+        dims is None
+        or any(len(modes) > 1 for modes in dims)
+        or steps != sorted(steps, reverse=True)
+        or steps[-1:] not in ([], [1])
+        or copy.elements * itemsize != block.nbytes
+        or begin % block.dtype.alignment
+    ):
+        return None
+    last = sum((size - 1) * stride for size, stride, _ in copy.modes)
+    strides = tuple(modes[0][1] * itemsize if modes else itemsize for modes in dims)
+    return Rows(location.file, begin, begin + (last + 1) * itemsize, strides)
 
 
 def in_file_order(names: Iterable[str], locate: Callable[[str], Location]) -> list[tuple[Location, str]]:

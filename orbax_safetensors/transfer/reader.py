@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -11,10 +11,11 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.coalesce import Encoded, Staged
 from orbax_safetensors.geometry.elementwise import apply
 from orbax_safetensors.storage.direct import DirectStore
+from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.storage.store import File, Stamp, Store
 from orbax_safetensors.transfer.decode import decode
-from orbax_safetensors.transfer.engine import Transfer, Window, of_window
+from orbax_safetensors.transfer.engine import Task, Transfer, Window, of_window
 from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
@@ -25,13 +26,18 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def memory_for(plan: TransferPlan, blocks: Sequence[Block], store: Store) -> list[np.ndarray]:
     """Return memory for `blocks`; if `store` reads directly, it lies in its pages as the bytes do in the files."""
+    return allocate([block.nbytes for block in blocks], direct_offsets(plan, store))
+
+
+def direct_offsets(plan: TransferPlan, store: Store) -> dict[int, int]:
+    """Return where the bytes of blocks lie in files, by the number of the block, if `store` reads directly."""
     offsets: dict[int, int] = {}
     for extent in plan.extents if isinstance(store, DirectStore) else ():
         at = extent.begin
         for block, offset, nbytes in extent.parts:
             offsets.setdefault(block, at - offset)
             at += nbytes
-    return allocate([block.nbytes for block in blocks], offsets)
+    return offsets
 
 
 class Reader(Transfer[File]):
@@ -40,25 +46,13 @@ class Reader(Transfer[File]):
     def __init__(self, open_file: Callable[[int], File], threads: int, sums: Sums | None = None) -> None:
         """See `Transfer`."""
         super().__init__(open_file, threads, sums)
-        self._lossless: Sequence[bool] = ()
         self._mappings: dict[int, memoryview] = {}
+        self._leases: dict[int, LeasedMapping | None] = {}
 
-    def read(
-        self,
-        plan: TransferPlan,
-        blocks: Sequence[Block],
-        memory: Sequence[np.ndarray],
-        lossless: Sequence[bool],
-        report: Callable[[float], None] | None = None,
-    ) -> None:
-        """Execute `plan`, as `run` does.
-
-        If `lossless` is set for a block, a cast that loses a value raises `TensorMismatchError`.
-        """
-        self._lossless = lossless
+    def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         for constant in plan.constants:
             _fill(constant, blocks[constant.end.block], memory[constant.end.block])
-        self.run(plan, blocks, memory, report)
+        yield from super()._requests(plan, blocks, memory)
 
     def map(self, number: int) -> memoryview:
         """Return a whole file as memory, the same memory for every caller."""
@@ -66,6 +60,49 @@ class Reader(Transfer[File]):
         if mapping is None:
             mapping = self._mappings[number] = self._file(number).map()
         return mapping
+
+    def answer(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
+        """Return bytes of a file in the memory that a request brings them to; None if `run` says where they go."""
+        answer = self._file(number).answer(offset, nbytes)
+        if answer is None:
+            return None
+        self._count(1, nbytes)
+        if self.sums is not None:
+            self.sums.add_buffers(number, offset, [answer])
+        return np.frombuffer(answer, np.uint8)
+
+    def lease(self, number: int) -> LeasedMapping | None:
+        """Return a file mapped under a read lease; None if that is not possible, or not any more."""
+        if number not in self._leases:
+            self._leases[number] = self._file(number).lease()
+        return self._leases[number]
+
+    def bring(self, number: int, begin: int, end: int) -> None:
+        """Bring bytes of a leased file into memory."""
+        mapping = self._leases[number]
+        assert mapping is not None
+        mapping.populate(begin, end)
+        self._count(1, end - begin)
+
+    @property
+    def lease_is_wanted(self) -> bool:
+        """Return whether another program waits for a lease to end."""
+        return any(mapping is not None and mapping.is_wanted for mapping in self._leases.values())
+
+    def give_up_leases(self) -> None:
+        """End the leases that other programs wait for; `lease` returns None for these files from now on."""
+        for number, mapping in self._leases.items():
+            if mapping is not None and mapping.is_wanted:
+                mapping.close()
+                self._leases[number] = None
+
+    def close(self) -> None:
+        """See `Transfer`."""
+        for mapping in self._leases.values():
+            if mapping is not None:
+                mapping.close()
+        self._leases.clear()
+        super().close()
 
     def check(self, stamps: Mapping[int, Stamp]) -> None:
         """Raise `StorageError` if a file that was opened has changed since its stamp was taken."""
@@ -95,7 +132,8 @@ class Reader(Transfer[File]):
                 assign(copy.dense, copy.packed)
                 continue
             try:
-                copy_applying(copy.packed, copy.dense, copy.end.ops, lossless=self._lossless[copy.end.block])
+                lossless = window.blocks[copy.end.block].lossless
+                copy_applying(copy.packed, copy.dense, copy.end.ops, lossless=lossless)
             except TensorMismatchError as error:
                 path = self._file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
@@ -126,15 +164,7 @@ class Reader(Transfer[File]):
     def _answer(self, window: Window) -> np.ndarray | None:
         """Return the bytes of a window in the memory of a store, if one request brings them there anyway."""
         nbytes = window.high - window.low
-        if window.first_nbytes < nbytes:
-            return None
-        answer = self._file(window.part.file).answer(window.offset, nbytes)
-        if answer is None:
-            return None
-        self._count(1, nbytes)
-        if self.sums is not None:
-            self.sums.add_buffers(window.part.file, window.offset, [answer])
-        return np.frombuffer(answer, np.uint8)
+        return None if window.first_nbytes < nbytes else self.answer(window.part.file, window.offset, nbytes)
 
     def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
         """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""

@@ -22,7 +22,7 @@ class Writer(Transfer[NewFile]):
         """Wait until all bytes that were written into `files`, or into all files, are on the disk."""
         numbers = sorted(self._files if files is None else files)
         syncs = (self._files[number].sync for number in numbers)
-        run_tasks(syncs, self.useful_threads(len(numbers)), self._cancel)
+        run_tasks(syncs, self.useful_threads(len(numbers)), self.cancel)
 
     def _ordered(self, tasks: Iterator[Task]) -> Iterator[Callable[[], None]]:
         """See `Transfer`. A thread goes to the file at which fewest are: a file system lets them write in turn."""

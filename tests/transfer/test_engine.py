@@ -105,7 +105,8 @@ class Case:
         return self.files[number]
 
     def read(self, reader, lossless=False):
-        reader.read(self.plan, self.blocks, self.memory, [lossless] * 2)
+        blocks = [block._replace(lossless=lossless) for block in self.blocks]
+        reader.run(self.plan, blocks, self.memory)
 
     def write(self, writer):
         for memory, array in zip(self.memory, self.arrays, strict=True):
@@ -148,7 +149,7 @@ def test_the_thread_that_waits_reports_what_has_moved():
 
     case = Case(waits, waits)
     with Reader(case.open, 1) as reader:
-        reader.read(case.plan, case.blocks, case.memory, [False] * 2, report)
+        reader.run(case.plan, case.blocks, case.memory, report)
     assert [memory.tobytes() for memory in case.memory] == [array.tobytes() for array in case.arrays]
     assert shares == sorted(shares)
     assert 0.25 in shares
@@ -161,7 +162,7 @@ def test_a_report_that_fails_ends_the_plan():
 
     case = Case(until_cancelled, until_cancelled)
     with pytest.raises(RuntimeError, match="^enough$"), Reader(case.open, 2) as reader:
-        reader.read(case.plan, case.blocks, case.memory, [False] * 2, fail)
+        reader.run(case.plan, case.blocks, case.memory, fail)
     assert len(case.files[0].requests + case.files[1].requests) == 2
 
 
@@ -180,7 +181,7 @@ def test_bytes_that_a_store_holds_are_not_staged(gap, answers, monkeypatch):
     with Reader(lambda number: file, 1) as reader:
         staging = reader._staging
         monkeypatch.setattr(reader, "_staging", lambda nbytes, offset: staged.append(nbytes) or staging(nbytes, offset))
-        reader.read(plan, blocks, memory, [False] * len(blocks))
+        reader.run(plan, blocks, memory)
     for block, out in zip(blocks, memory, strict=True):
         np.testing.assert_array_equal(out.view(f8).reshape(8, 2), stored[:, slice(*block.box[1])])
     assert staged == ([] if gap and answers else [sum(file.moved_bytes for file in plan.files)])
@@ -204,7 +205,7 @@ def test_a_window_is_staged_where_its_bytes_are_in_their_page(begin, aligned):
     memory = np.zeros(block.nbytes, np.uint8)
     plan = transfer_plan([block], lambda name: Location(0, begin, F4), max_gap_bytes=0)
     with Reader(lambda number: file, 1) as reader:
-        reader.read(plan, [block], [memory], [False])
+        reader.run(plan, [block], [memory])
     np.testing.assert_array_equal(memory.view(F4).reshape(4, 6), stored[2:].T)
     assert all(address % 8 == 0 and ((address - offset) % 4096 == 0) == aligned for address, offset in places)
     assert places

@@ -28,7 +28,7 @@ def restored(path, blocks, max_gap_bytes=4096):
     memory = [np.zeros(block.nbytes, np.uint8) for block in blocks]
     plan = transfer_plan(blocks, lambda name: Location(0, 8, U2), max_gap_bytes=max_gap_bytes, max_request_bytes=2**24)
     with Reader(lambda number: LocalFile(path), 2) as reader:
-        reader.read(plan, blocks, memory, [False] * len(blocks))
+        reader.run(plan, blocks, memory)
     assert (reader.counters.num_requests, reader.counters.nbytes) == (plan.num_requests, plan.moved_bytes)
     return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 

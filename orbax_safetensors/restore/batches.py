@@ -1,0 +1,143 @@
+"""What a restore fills at a time: the shards of leaves, in the order of the files, in batches that fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.devices.arrays import on_host
+from orbax_safetensors.devices.growing import can_grow
+from orbax_safetensors.devices.sharding import plain
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.groups import by_tensors
+from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
+from orbax_safetensors.restore.in_flight import Room
+from orbax_safetensors.restore.target import Target
+from orbax_safetensors.transfer.engine import batches
+from orbax_safetensors.transfer.plan import Block
+from orbax_safetensors.transfer.threads import Countdown
+
+# What no leaf is cut below: programs on devices and requests for short parts would take longer than the bytes.
+_LEAST_CUT_BYTES = 16 * 2**20
+
+
+class Piece(NamedTuple):
+    """What becomes arrays at once: the shards of the target at `number`, or of each the part that begins at `start`."""
+
+    number: int
+    start: tuple[int, ...] | None
+    blocks: tuple[Block, ...]  # one for each of the target's local boxes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+
+class Batch:
+    """Pieces that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
+
+    If the arrays leave host memory, they have `room` in it until they have arrived. `counted` bytes of the batch count
+    for progress.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], counted: int, *, leaves_host: bool) -> None:
+        """Describe a batch of which nothing is filled yet."""
+        self.pieces = pieces
+        self.blocks = [block for piece in pieces for block in piece.blocks]
+        self.nbytes = sum(block.nbytes for block in self.blocks)
+        self.counted = counted
+        self.leaves_host = leaves_host
+        self.filled = Countdown()
+        self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
+        self.room: Room | None = None
+
+
+def batches_of(
+    checkpoint: Checkpoint, targets: Sequence[Target], counted: Sequence[int] | None, most: int, batch_bytes: int
+) -> list[Batch]:
+    """Return all shards of `targets` that this process holds, in batches.
+
+    Everything that stays in host memory is one batch. The others have `batch_bytes`, or one group of leaves that are
+    made of the same tensors, which has at most `most` bytes. A leaf with more is in parts if it can be.
+    """
+    whole = [_whole(number, target) for number, target in enumerate(targets)]
+    sizes = [piece.nbytes for piece in whole]
+    stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
+    groups = in_file_order(checkpoint, targets)
+    staying = [whole[number] for group in groups for number in group if stays[number]]
+    sized: list[tuple[list[Piece], int]] = []
+    for group in groups:
+        leaving = [number for number in group if not stays[number]]
+        nbytes = sum(sizes[number] for number in leaving)
+        if nbytes <= most:
+            sized.append(([whole[number] for number in leaving], nbytes))
+            continue
+        for number in leaving:
+            sized += [([piece], piece.nbytes) for piece in _cut(whole[number], targets[number], most)]
+
+    def count(pieces: Sequence[Piece]) -> int:
+        if counted is None:
+            return sum(piece.nbytes for piece in pieces)
+        return sum(counted[piece.number] * piece.nbytes // max(sizes[piece.number], 1) for piece in pieces)
+
+    batched = [[piece for pieces in batch for piece in pieces] for batch in batches(sized, batch_bytes)]
+    return [
+        *([Batch(staying, count(staying), leaves_host=False)] if staying else []),
+        *(Batch(pieces, count(pieces), leaves_host=True) for pieces in batched if pieces),
+    ]
+
+
+def blocks(target: Target) -> tuple[Block, ...]:
+    """Return the blocks that this process fills for a target, one for each distinct box."""
+    return tuple([_block(target, box) for box in target.local_boxes()])
+
+
+def _block(target: Target, box: Box) -> Block:
+    view = target.view
+    clipped = box if target.shape == view.shape else view.clipped(box)
+    return Block(view, clipped, box.shape, target.dtype, target.lossless)
+
+
+def _whole(number: int, target: Target) -> Piece:
+    return Piece(number, None, blocks(target))
+
+
+def _cut(piece: Piece, target: Target, most: int) -> Iterator[Piece]:
+    """Yield the same part of every shard of a target, of at most `most` bytes altogether, in the order of storage."""
+    most = max(most, _LEAST_CUT_BYTES)
+    if piece.nbytes <= most or not can_grow(target.sharding, target.dtype):
+        yield piece
+        return
+    boxes = target.local_boxes()
+    shape, order = boxes[0].shape, storage_order(target.view)
+    limit = most // (len(boxes) * target.dtype.itemsize)
+    for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
+        yield Piece(piece.number, part.start, tuple([_block(target, _within(box, part)) for box in boxes]))
+
+
+def _within(box: Box, part: Box) -> Box:
+    return Box((low + start, low + stop) for (low, _), (start, stop) in zip(box, part, strict=True))
+
+
+def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[list[int]]:
+    """Return the positions of `targets`, in one group those that are made of the same tensors.
+
+    Groups are in the order of the files, so that a disk reads forward and each batch is one stretch of it.
+    """
+    groups = by_tensors([target.view for target in targets])
+
+    def begin(group: list[int]) -> tuple[int, int]:
+        names = [name for at in group for name in targets[at].view.tensors]
+        return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
+
+    return sorted(groups, key=begin)
+
+
+def has_gaps(block: Block) -> bool:
+    """Return whether some elements of a block come from no tensor: those over the end of its view."""
+    return prod(block.shape) != block.box.volume

@@ -1,0 +1,199 @@
+"""Where the bytes of a batch come from: a mapping of a local file, the answer of a server, or reads into memory.
+
+A mapping and an answer go to the device as they are. Everything else is read into memory of a pool, which is used again
+once the device has it, or into memory that arrays on CPU devices keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.batches import Batch, Piece, has_gaps
+from orbax_safetensors.restore.in_flight import InFlight
+from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
+from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.transfer.plan import Block, Rows, TransferPlan, rows_of, transfer_plan
+from orbax_safetensors.transfer.reader import Reader, direct_offsets, memory_for
+
+# What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
+_MAPPED_BYTES = 4 * 2**20
+# Shorter rows are not handed to a runtime, which copies them one by one.
+_ROW_BYTES = 64
+# Ranges so close are brought in as one.
+_NEAR_BYTES = 2**16
+
+Range = tuple[int, int, int]  # file, begin, end
+
+
+class Bringer:
+    """Makes tasks of batches. `num_reads` and `needed_bytes` are those of the tasks so far."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, reader: Reader, in_flight: InFlight
+    ) -> None:
+        """Make no task yet."""
+        self.num_reads = self.needed_bytes = 0
+        self._checkpoint, self._options, self._pace = checkpoint, options, pace
+        self._reader, self._in_flight = reader, in_flight
+        self._staying_bytes = 0, 1  # that were read before, and that are to be read
+
+    @property
+    def share(self) -> float:
+        """Return the share of the bytes that stay in host memory which has been read."""
+        before, nbytes = self._staying_bytes
+        return min((self._reader.counters.nbytes - before) / max(nbytes, 1), 1)
+
+    def tasks(self, batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Callable[[], object]]:
+        """Yield what threads have to call to fill `batches` of `targets`, in order. Waits for room in flight."""
+        for batch in batches:
+            make = self._leaving if batch.leaves_host else partial(self._staying, targets)
+            yield from batch.filled.of(make(batch))
+
+    def _staying(self, targets: Sequence[Target], batch: Batch) -> Iterator[Callable[[], object]]:
+        with no_collection():
+            if self._options.alias:
+                self._alias(batch, targets)
+            left, blocks = self._left(batch)
+            plan = self._planned(blocks)
+            memory = memory_for(plan, blocks, self._checkpoint.store)
+            self._place(batch, left, memory)
+        self._staying_bytes = self._reader.counters.nbytes, plan.moved_bytes
+        yield from self._reader.tasks(plan, blocks, memory)
+
+    def _leaving(self, batch: Batch) -> Iterator[Callable[[], object]]:
+        if self._reader.lease_is_wanted:
+            self._in_flight.drain()
+            self._reader.give_up_leases()
+        with no_collection():
+            ranges = self._map(batch)
+            answers = self._answered(batch)
+            answered = {number for number, _ in answers}
+            left, blocks = self._left(batch, answered)
+            plan = self._planned(blocks)
+            offsets = direct_offsets(plan, self._checkpoint.store)
+        batch.room = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
+        memory = batch.room.memory
+        empty = {constant.end.block for constant in plan.constants}
+        for number, block in enumerate(blocks):
+            if number in empty or has_gaps(block):
+                memory[number][:] = 0
+        self._place(batch, left, memory)
+        self.num_reads += len(ranges) + len(answers)
+        for range_ in ranges:
+            yield partial(self._reader.bring, *range_)
+        for number, rows in answers:
+            yield partial(self._answer, batch, number, rows)
+        yield from self._reader.tasks(plan, blocks, memory)
+
+    def _left(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block]]:
+        """Return the blocks that have no bytes from elsewhere, with their numbers."""
+        left = [at for at in range(len(batch.blocks)) if at not in batch.arrays and at not in without]
+        return left, [batch.blocks[at] for at in left]
+
+    def _planned(self, blocks: Sequence[Block]) -> TransferPlan:
+        plan = transfer_plan(blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes)
+        self.num_reads += plan.num_requests
+        self.needed_bytes += plan.needed_bytes
+        return plan
+
+    @staticmethod
+    def _place(batch: Batch, numbers: Sequence[int], memory: Sequence[np.ndarray]) -> None:
+        for number, data in zip(numbers, memory, strict=True):
+            block = batch.blocks[number]
+            batch.arrays[number] = np.ndarray(block.shape, block.dtype, data)
+
+    def _alias(self, batch: Batch, targets: Sequence[Target]) -> None:
+        """Let blocks of CPU arrays be mapped files, if they lie there as memory needs them."""
+        at = 0
+        for piece in batch.pieces:
+            can_share = targets[piece.number].kind is jax.Array
+            for block in piece.blocks:
+                rows = rows_of(block, self._checkpoint.location) if can_share else None
+                if rows is not None and rows.end - rows.begin == block.nbytes and rows.begin % ALIGNMENT == 0:
+                    batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._reader.map(rows.file), rows.begin)
+                at += 1
+
+    def _map(self, batch: Batch) -> list[Range]:
+        """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in."""
+        if not self._options.map_files or self._options.checksums:
+            return []
+        ranges: list[Range] = []
+        first = 0
+        for piece in batch.pieces:
+            found = self._mappable(piece)
+            brought = joined([(rows.file, rows.begin, rows.end) for rows in found.values()], 0)
+            needed = sum(piece.blocks[at].nbytes for at in found)
+            if 2 * needed >= sum(end - begin for _, begin, end in brought):
+                ranges += brought
+                self.needed_bytes += needed
+                for at, rows in found.items():
+                    block, mapping = piece.blocks[at], self._reader.lease(rows.file)
+                    assert mapping is not None
+                    memory = mapping.memory
+                    batch.arrays[first + at] = np.ndarray(block.shape, block.dtype, memory, rows.begin, rows.strides)
+            first += len(piece.blocks)
+        return [
+            (file, at, min(at + _MAPPED_BYTES, end))
+            for file, begin, end in joined(ranges, _NEAR_BYTES)
+            for at in range(begin, end, _MAPPED_BYTES)
+        ]
+
+    def _mappable(self, piece: Piece) -> dict[int, Rows]:
+        """Return where blocks lie in files that can be mapped, by their number in the piece."""
+        found = {}
+        for number, block in enumerate(piece.blocks):
+            rows = rows_of(block, self._checkpoint.location)
+            if rows is not None and _row_bytes(block, rows) >= _ROW_BYTES and self._reader.lease(rows.file) is not None:
+                found[number] = rows
+        return found
+
+    def _answered(self, batch: Batch) -> list[tuple[int, Rows]]:
+        """Return the blocks that are one long request to a server, by number."""
+        if self._checkpoint.store.is_local:
+            return []
+        most = self._pace.max_request_bytes
+        out = []
+        for number, block in enumerate(batch.blocks):
+            if most // 2 <= block.nbytes <= most:
+                rows = rows_of(block, self._checkpoint.location)
+                if rows is not None and rows.end - rows.begin == block.nbytes:
+                    out.append((number, rows))
+                    self.needed_bytes += block.nbytes
+        return out
+
+    def _answer(self, batch: Batch, number: int, rows: Rows) -> None:
+        block = batch.blocks[number]
+        answer = self._reader.answer(rows.file, rows.begin, block.nbytes)
+        assert answer is not None, "a store that is not local answers"
+        if answer.ctypes.data % block.dtype.alignment:
+            answer = answer.copy()
+        batch.arrays[number] = np.ndarray(block.shape, block.dtype, answer)
+
+
+def _row_bytes(block: Block, rows: Rows) -> int:
+    """Return how many bytes of a block lie side by side at least."""
+    nbytes = block.dtype.itemsize
+    for size, stride in zip(reversed(block.shape), reversed(rows.strides), strict=True):
+        if size > 1:
+            if stride != nbytes:
+                break
+            nbytes *= size
+    return block.nbytes if nbytes == block.nbytes else nbytes
+
+
+def joined(ranges: Iterable[Range], gap: int) -> list[Range]:
+    """Return the ranges, sorted, with those of a file as one that overlap or are at most `gap` bytes apart."""
+    out: list[Range] = []
+    for file, begin, end in sorted(ranges):
+        if out and out[-1][0] == file and begin <= out[-1][2] + gap:
+            out[-1] = (file, out[-1][1], max(out[-1][2], end))
+        else:
+            out.append((file, begin, end))
+    return out

@@ -1,0 +1,110 @@
+"""Local files as memory, from which the runtime of a device copies bytes straight to the device.
+
+A file that is truncated while it is mapped ends the process (`SIGBUS`) as soon as somebody touches a page that is gone.
+So a file is mapped only under a *read lease*: the kernel lets other programs that want to change the file wait until
+the lease is given up, or for `/proc/sys/fs/lease-break-time`, 45 seconds by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+from collections.abc import Callable
+
+import numpy as np
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.memory import PAGE_BYTES
+
+_MADV_POPULATE_READ = 22  # of Linux since 5.14; Python does not know it
+
+# File systems of this machine, by the magic numbers of `statfs`. Elsewhere, a program on another machine can truncate a
+# file in spite of a lease, and each page may be a request to a server.
+_LOCAL_FILE_SYSTEMS = {
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0xCA451A4E: "bcachefs",
+    0x01021994: "tmpfs",
+    0x794C7630: "overlayfs",
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+
+
+class LeasedMapping:
+    """A whole local file as read-only memory, under a read lease.
+
+    Nothing may touch a page before `populate` has brought it in, or after `close`.
+    """
+
+    def __init__(self, descriptor: int, path: str, read: Callable[[int, int], None]) -> None:
+        """Map the file that is open at `descriptor`.
+
+        `read` reads a range, `(offset, nbytes)`, as usual, and raises its error if that fails. Raises `OSError` if the
+        file cannot be leased or mapped, as many cannot: of another user, open for writing, on a network file system.
+        """
+        if _file_system(descriptor) not in _LOCAL_FILE_SYSTEMS:
+            raise OSError(errno.EOPNOTSUPP, "not a local file system")
+        self._path, self._read = path, read
+        # A separate open file, because the lease belongs to it.
+        self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # The kernel tells of a writer who waits by a signal: not by SIGIO, which would end the process.
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            memory = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            self.memory: np.ndarray = np.frombuffer(memory, np.uint8)
+            self._populate(0, 1)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise OSError(getattr(error, "errno", errno.EINVAL), str(error)) from error
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether another program waits to change the file."""
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+
+    def populate(self, begin: int, end: int) -> None:
+        """Bring the pages of the bytes `[begin, end)` in; `StorageError` if that fails."""
+        try:
+            self._populate(begin, end)
+        except OSError:
+            self._read(begin, end - begin)  # says what is wrong, or has brought the pages in
+            try:
+                self._populate(begin, end)
+            except OSError as error:
+                raise StorageError(
+                    f"{self._path}: mapping {end - begin} bytes at offset {begin} failed: {error.strerror}"
+                ) from error
+
+    def _populate(self, begin: int, end: int) -> None:
+        begin -= begin % PAGE_BYTES
+        if _libc.madvise(self.memory.ctypes.data + begin, end - begin, _MADV_POPULATE_READ):
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
+
+    def close(self) -> None:
+        """Give up the lease. The memory goes with the last array over it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            # Not by closing: the mapping keeps the open file.
+            with contextlib.suppress(OSError):  # there is no lease
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            os.close(descriptor)
+
+
+def _file_system(descriptor: int) -> int:
+    """Return the magic number of a file's file system; 0 if it is not known."""
+    facts = ctypes.create_string_buffer(512)  # longer than `struct statfs`, which begins with it
+    if _libc.fstatfs(descriptor, facts):
+        return 0
+    return ctypes.c_uint32.from_buffer(facts).value
