@@ -32,8 +32,6 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-import orbax_safetensors.devices.arrays as seam
-
 THREADS = 2
 # Of each thread: a larger one costs the host a write to memory, which a card that reads from the cache saves it.
 RING_BYTES = 2**24
@@ -135,7 +133,7 @@ def accelerator(*, digests: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, function in _functions(send).items():
             stack.enter_context(mock.patch.object(jax, name, function))
-        stack.enter_context(mock.patch.object(seam, "is_cpu", return_value=False))
+        stack.enter_context(mock.patch("orbax_safetensors.devices.arrays.is_cpu", return_value=False))
         try:
             yield
         finally:

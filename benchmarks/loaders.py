@@ -47,7 +47,7 @@ class Job:
     `threads` are the package's own; 0 leaves its default. The files are in the page cache, or, where it is `cold`, not
     in it.
 
-    `device` is "cpu", "real" for JAX's accelerators, of which there may be fewer, or "emulated" for those of
+    `device` is "cpu", "real" for JAX's accelerators, fewer if there are not so many, or "emulated" for those of
     `emulation.py`, whose check is made while they transfer, on the clock.
     """
 
@@ -74,7 +74,7 @@ def run(job: Job) -> dict[str, Any] | None:
     Memory is in bytes above what the process had before, times are in seconds.
     """
     if job.device == "real":
-        job = replace(job, devices=min(job.devices, jax.device_count()))
+        job = replace(job, devices=min(job.devices, 2 ** (jax.device_count().bit_length() - 1)))
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
