@@ -60,7 +60,9 @@ def cpu_for_a_gigabyte(runs: Runs) -> float:
 
 
 def anonymous_above_the_budget(runs: Runs) -> float:
-    return max(run["peak_anonymous_bytes"] - IN_FLIGHT_BYTES for run in runs[PACKAGE] if "peak_anonymous_bytes" in run)
+    """In MB."""
+    peaks = [run["peak_anonymous_bytes"] for run in runs[PACKAGE] if "peak_anonymous_bytes" in run]
+    return (max(peaks) - IN_FLIGHT_BYTES) / 1e6
 
 
 def of_the_mapping_loop(bound: float) -> Target:
@@ -99,7 +101,7 @@ def scenarios(device: str) -> dict[str, Scenario]:
             instead={TURNED: {"family": ""}},  # the same shards of the stored tensors
             rounds={MATERIALISED: 1},
             memory=3.0,
-            targets=(at_least("of the transposed mapping loop", faster_than(TURNED), 0.5),),
+            targets=(at_least("of the transposed mapping loop", faster_than(TURNED), 2.4),),
         ),
         "fp8": scenario(
             "MaxText's tree of DeepSeek-V3, fp8 to bf16, experts over 8 devices",
@@ -124,7 +126,7 @@ def scenarios(device: str) -> dict[str, Scenario]:
             checkpoint="large",
             loaders=(MAPPING, PACKAGE),
             memory=0.4,
-            targets=(at_most("anonymous bytes above in_flight_bytes", anonymous_above_the_budget, 100e6),),
+            targets=(at_most("MB of anonymous memory above in_flight_bytes", anonymous_above_the_budget, 100),),
         ),
     }
 
