@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ LLAMA = {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "vocab_size": 128_256,
+    "rope_scaling": {"rope_type": "llama3"},
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
@@ -85,8 +87,10 @@ DEEPSEEK = {
 }
 
 
-def make_checkpoints(directory: Path, quick: bool) -> None:
-    """Writes what is not there yet."""
+def make_checkpoints(
+    directory: Path, quick: bool, names: Collection[str] = ("llama", "qwen3-moe", "deepseek-fp8")
+) -> None:
+    """Writes what is not there yet of the checkpoints `names`."""
     llama, qwen, deepseek = LLAMA, QWEN3_MOE, DEEPSEEK
     if quick:
         llama = {**LLAMA, "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 16_384}
@@ -104,8 +108,9 @@ def make_checkpoints(directory: Path, quick: bool) -> None:
         ("qwen3-moe", qwen, checkpoints.qwen3_moe(qwen)),
         ("deepseek-fp8", deepseek, checkpoints.deepseek_fp8(deepseek)),
     ):
-        checkpoints.write(directory / name, tensors, files=4)
-        (directory / name / "config.json").write_text(json.dumps(config, indent=1))
+        if name in names:
+            checkpoints.write(directory / name, tensors, files=4)
+            (directory / name / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def of_stored(runs: Runs) -> float:

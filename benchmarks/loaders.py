@@ -8,6 +8,7 @@ the `safetensors` package reads, or with what NumPy makes of that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -15,10 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import emulation
 import jax
 import ml_dtypes
 import models
@@ -39,10 +41,14 @@ Arrays = dict[str, Any]
 class Job:
     """What to load: `directory`'s tensors (those of its first file, with `subset`), sharded over `devices` devices.
 
-    `layout` is "leading", "inner" or "replicated": which dimension is cut, if any; or one of `models.LAYOUTS`. With a
-    `family`, the arrays are those of its tree, by their paths. With several `processes`, which meet at `coordinator`,
-    the devices are dealt to them evenly; where the first is `alone`, the others wait for it. `threads` are the
-    package's own; 0 leaves its default. The files are in the page cache, or, where it is `cold`, not in it.
+    `layout` is "leading", "inner", "both" or "replicated": which dimensions are cut, if any; or one of
+    `models.LAYOUTS`. With a `family`, the arrays are those of its tree, by their paths. With several `processes`, which
+    meet at `coordinator`, the devices are dealt to them evenly; where the first is `alone`, the others wait for it.
+    `threads` are the package's own; 0 leaves its default. The files are in the page cache, or, where it is `cold`, not
+    in it.
+
+    `device` is "cpu", "real" for JAX's accelerators, fewer if there are not so many, or "emulated" for those of
+    `emulation.py`, whose check is made while they transfer, on the clock.
     """
 
     loader: str
@@ -59,6 +65,7 @@ class Job:
     family: str = ""
     alone: bool = False
     check: bool = True
+    device: str = "cpu"
 
 
 def run(job: Job) -> dict[str, Any] | None:
@@ -66,8 +73,11 @@ def run(job: Job) -> dict[str, Any] | None:
 
     Memory is in bytes above what the process had before, times are in seconds.
     """
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
+    if job.device == "real":
+        job = replace(job, devices=min(job.devices, 2 ** (jax.device_count().bit_length() - 1)))
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", job.devices // job.processes)
     if job.processes > 1:
         jax.distributed.initialize(job.coordinator, job.processes, job.process)
     if job.alone and job.process:
@@ -84,11 +94,14 @@ def run(job: Job) -> dict[str, Any] | None:
     fresh(job.pretouch_bytes)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
     before, reads_before, cpu_before = memory(), process_reads(), time.process_time()
-    began = time.monotonic()
-    arrays = load()
-    jax.block_until_ready(arrays)
-    loaded = time.monotonic()
-    for array in arrays.values():
+    emulated = job.device == "emulated"
+    with emulation.accelerator(digests=job.check) if emulated else contextlib.nullcontext():
+        before, reads_before, cpu_before = memory(), process_reads(), time.process_time()
+        began = time.monotonic()
+        arrays = load()
+        jax.block_until_ready(arrays)
+        loaded = time.monotonic()
+    for array in arrays.values() if job.device == "cpu" else ():
         touch(array)
     ended = time.monotonic()
     cpu_after, reads_after, after = time.process_time(), process_reads(), memory()
@@ -107,12 +120,15 @@ def run(job: Job) -> dict[str, Any] | None:
         "read_bytes": reads_after["rchar"] - reads_before["rchar"],
         "storage_bytes": reads_after["read_bytes"] - reads_before["read_bytes"],
         "event_bytes": events.get(EVENT_BYTES_READ),
+        "device_peak_bytes": device_peak_bytes() if job.device == "real" else None,
     }
 
 
 def abstract_arrays(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays that are wanted, by name, with their shardings."""
-    mesh = jax.make_mesh((job.devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sizes = {"x": min(job.devices, 2), "y": max(job.devices // 2, 1)} if job.layout == "both" else {"x": job.devices}
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(auto,) * len(sizes))
     if job.family:
         import orbax_safetensors as ost
 
@@ -134,6 +150,7 @@ def abstract_arrays(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
             spec = {
                 "leading": ("x",),
                 "inner": (*(None for _ in shape[1:]), "x"),
+                "both": ("x", "y")[: len(shape)],
                 "replicated": (),
             }[job.layout]
             shardings[name] = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
@@ -230,6 +247,41 @@ def materialise(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     return load
 
 
+def mapping(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """The loop of ten lines: the files are mapped, and JAX gets every shard as a slice of the mapping."""
+
+    def load() -> Arrays:
+        return {
+            name: jax.make_array_from_callback(values.shape, wanted[name].sharding, values.__getitem__)
+            for name, values in models.map_tensors(Path(job.directory)).items()
+            if name in wanted
+        }
+
+    return load
+
+
+def turned(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """The same loop, which gives JAX the transposes of what MaxText transposes. It stacks nothing."""
+    for name, array in wanted.items():
+        spec = (*array.sharding.spec, *(None,) * len(array.shape))[: len(array.shape)]
+        if _turns(name):
+            sharding = jax.sharding.NamedSharding(array.sharding.mesh, jax.sharding.PartitionSpec(*reversed(spec)))
+            wanted[name] = jax.ShapeDtypeStruct(array.shape[::-1], array.dtype, sharding=sharding)
+
+    def load() -> Arrays:
+        out: Arrays = {}
+        for name, values in models.map_tensors(Path(job.directory)).items():
+            values = values.T if _turns(name) else values
+            out[name] = jax.make_array_from_callback(values.shape, wanted[name].sharding, values.__getitem__)
+        return out
+
+    return load
+
+
+def _turns(name: str) -> bool:
+    return "embed_tokens" not in name
+
+
 def torch(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
     """`safetensors.torch.load_file`, which maps the files, and NumPy views of its tensors."""
     from safetensors.torch import load_file as load_torch
@@ -281,6 +333,17 @@ def runai(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
         return out
 
     return load
+
+
+def pinned_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
+    """Not a loader: the shards lie in memory that the device reads itself. What the way to the device can give."""
+    pinned = {
+        name: jax.device_put(values, wanted[name].sharding.with_memory_kind("pinned_host"))
+        for name, values in models.map_tensors(Path(job.directory)).items()
+        if name in wanted
+    }
+    jax.block_until_ready(pinned)
+    return lambda: {name: jax.device_put(array, wanted[name].sharding) for name, array in pinned.items()}
 
 
 def copy_limit(job: Job, wanted: Wanted) -> Callable[[], Arrays]:
@@ -368,6 +431,9 @@ LOADERS: dict[str, Callable[[Job, Wanted], Callable[[], Arrays]]] = {
     "safetensors.numpy": numpy,
     "safetensors.torch": torch,
     "NumPy, then shards": materialise,
+    "mapping loop": mapping,
+    "mapping loop, transposed": turned,
+    "pinned limit": pinned_limit,
     "fastsafetensors": fastsafetensors,
     "runai-model-streamer": runai,
     "copy limit": copy_limit,
@@ -420,7 +486,8 @@ def check(job: Job, arrays: Arrays, wanted: Wanted) -> None:
         for name, stored in deserialize(file.read_bytes()):
             if name in wanted:
                 expected = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
-                same(name, arrays[name], wanted[name], expected)
+                turn = LOADERS[job.loader] is turned and _turns(name)
+                same(name, arrays[name], wanted[name], expected.T if turn else expected)
 
 
 def same(name: str, array: Any, wanted: jax.ShapeDtypeStruct, expected: np.ndarray) -> None:
@@ -429,6 +496,9 @@ def same(name: str, array: Any, wanted: jax.ShapeDtypeStruct, expected: np.ndarr
     assert array.sharding.is_equivalent_to(wanted.sharding, len(wanted.shape)), name
     bits = f"u{expected.dtype.itemsize}"
     for shard in array.addressable_shards:
+        if isinstance(shard, emulation.EmulatedShard):
+            assert shard.transfer.digest == emulation.digest_of(expected[shard.index]), name
+            continue
         assert np.array_equal(np.asarray(shard.data).view(bits), expected[shard.index].view(bits)), name
 
 
@@ -448,12 +518,17 @@ def process_reads() -> dict[str, int]:
     return {key: int(value) for key, _, value in (line.partition(": ") for line in lines)}
 
 
+def device_peak_bytes() -> int:
+    """The most memory of a device that was in use."""
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
+
+
 def needed_bytes(arrays: Arrays) -> int:
     """Bytes of the distinct shards that this process holds."""
     return sum(
         sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
         for array in arrays.values()
-        if isinstance(array, jax.Array)
+        if hasattr(array, "addressable_shards")
     )
 
 

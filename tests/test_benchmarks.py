@@ -1,5 +1,6 @@
-"""The programs in `benchmarks/`, as far as they get before they measure."""
+"""The programs in `benchmarks/`, as far as they get before they measure, and one that measures a little."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,3 +27,21 @@ def test_a_directory_that_is_not_there_is_one_line(program, tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"--directory {missing}: is not a directory\n")
     assert not missing.exists()
+
+
+def test_a_quick_run_of_restores_onto_accelerators_finds_every_byte_right(tmp_path):
+    report = tmp_path / "report.json"
+    command = ["accelerator.py", "--quick", "--only", "memory", "--directory", tmp_path, "--json", report]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / command[0], *command[1:]],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "failed" not in done.stdout
+    runs = json.loads(report.read_text())["scenarios"]["memory"]["runs"]
+    (package,), (mapping,) = runs["this package"], runs["mapping loop"]
+    assert package["loaded_bytes"] == mapping["loaded_bytes"] > 50e6
+    assert package["seconds"] > 0
