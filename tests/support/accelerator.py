@@ -4,14 +4,15 @@ With it, `jax.device_put` and `jax.make_array_from_callback` give the package an
 bytes follow as late as possible, when somebody waits for the array, or at a random moment before. Until then, the
 source must keep its bytes, as a GPU's runtime may read it at any time.
 
-JAX orders all that reads an array behind its transfer. Here, whatever reads one inside a restore has to wait for it:
-`np.asarray` does, and so do arrays that another module than `devices.arrays` puts together for a program.
+JAX lets programs, and whatever else reads an array, wait for its transfer. Here, those in a restore wait when they take
+an array apart or put it together in another module than `devices.arrays`; a program there would read garbage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import random
 import sys
 import threading
@@ -193,19 +194,25 @@ def accelerator(
     )
 
     def put(tree: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _restoring(sys._getframe(1).f_globals):
+        if not _hands_over(sys._getframe(1).f_globals):
             return device_put(tree, *args, **kwargs)
         return device.hand_over(lambda pick: device_put(jax.tree.map(pick, tree), *args, **kwargs))
 
     def callback(shape: Any, sharding: Any, data: Callable[[Any], Any], dtype: Any = None) -> jax.Array:
-        if not _restoring(sys._getframe(1).f_globals):
+        if not _hands_over(sys._getframe(1).f_globals):
             return from_callback(shape, sharding, data, dtype)
         return device.hand_over(lambda pick: from_callback(shape, sharding, lambda index: pick(data(index)), dtype))
 
     def put_together(shape: Any, sharding: Any, arrays: Any, **kwargs: Any) -> jax.Array:
-        if sys._getframe(1).f_globals["__name__"] != _SEAM:
+        if _reads(sys._getframe(1).f_globals):
             device.wait(arrays)
         return of_shards(shape, sharding, arrays, **kwargs)
+
+    def data(shard: jax.Shard) -> Any:
+        array = shard_data(shard)
+        if _reads(sys._getframe(1).f_globals):
+            device.wait(array)
+        return array
 
     def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(tree: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +221,7 @@ def accelerator(
 
         return run
 
+    shard_data = jax.Shard.data.fget
     enter, leave, check = Reader.__enter__, Reader.__exit__, Reader.check
 
     def opened(reader: Reader) -> Reader:
@@ -233,6 +241,7 @@ def accelerator(
         patch.setattr(jax, "device_put", put)
         patch.setattr(jax, "make_array_from_callback", callback)
         patch.setattr(jax, "make_array_from_single_device_arrays", put_together)
+        patch.setattr(jax.Shard, "data", property(data))
         patch.setattr(jax, "block_until_ready", waiting(wait))
         patch.setattr(_Array, "block_until_ready", waiting(_block_until_ready))
         patch.setattr(_Array, "__array__", waiting(_as_numpy))
@@ -247,9 +256,14 @@ def accelerator(
     assert not device.problems, "\n".join(device.problems)
 
 
-def _restoring(caller: dict[str, Any]) -> bool:
-    """Return whether a module may hand over bytes of tensors."""
-    return caller["__name__"].startswith((_SEAM, "orbax_safetensors.restore."))
+def _hands_over(caller: dict[str, Any]) -> bool:
+    """Return whether a module hands over bytes of tensors."""
+    return caller["__name__"] == _SEAM or _reads(caller)
+
+
+def _reads(caller: dict[str, Any]) -> bool:
+    """Return whether a module looks into arrays that a restore has made."""
+    return caller["__name__"].startswith("orbax_safetensors.restore.")
 
 
 def _addresses(tree: Any) -> list[int]:
@@ -260,8 +274,13 @@ def _addresses(tree: Any) -> list[int]:
 
 def _copy(source: jax.Array, destination: jax.Array) -> None:
     """Copy the memory of all shards of an array to another one of the same sharding and layout."""
-    for shard, address in zip(source.addressable_shards, _addresses(destination), strict=False):
-        ctypes.memmove(address, shard.data.unsafe_buffer_pointer(), shard.data.on_device_size_in_bytes())
+    for start, end in zip(_addresses(source), _addresses(destination), strict=True):
+        ctypes.memmove(end, start, shard_nbytes(source))
+
+
+def shard_nbytes(array: jax.Array) -> int:
+    """Return the bytes of a shard as it lies in memory, where JAX packs elements of less than a byte."""
+    return math.ceil(math.prod(array.sharding.shard_shape(array.shape)) * jax.dtypes.itemsize_bits(array.dtype) / 8)
 
 
 def _checksum(source: np.ndarray) -> int:
