@@ -37,8 +37,7 @@ def handed_over(host, sharding):
     """The array that the package makes of `host`, of which each shard is a strided view."""
     plain = sharding.sharding if isinstance(sharding, Format) else sharding
     shards = {
-        box_of(index, host.shape): host[index]
-        for index in plain.addressable_devices_indices_map(host.shape).values()
+        box_of(index, host.shape): host[index] for index in plain.addressable_devices_indices_map(host.shape).values()
     }
     return arrays.assemble(sharding, host.shape, host.dtype, shards)
 

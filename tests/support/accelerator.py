@@ -122,7 +122,9 @@ class Accelerator:
             read = [source for transfer in self._pending.values() for source in transfer.sources]
         for buffer in buffers:
             if any(np.may_share_memory(buffer, source) for source in read):
-                self.problems.append(f"{buffer.nbytes} bytes of memory were given back before their transfer was complete")
+                self.problems.append(
+                    f"{buffer.nbytes} bytes of memory were given back before their transfer was complete"
+                )
             buffer[...] = _POISON
 
     def begin_restore(self) -> None:

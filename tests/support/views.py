@@ -57,7 +57,9 @@ def compositions(
     """
     made: dict[str, np.ndarray] = {}
     fewest, least = (2, 1) if matrices else (0, 0)
-    view, array = _stored(made, tuple(draw(st.lists(st.integers(least, 6), min_size=fewest, max_size=4))), dtype, prefix)
+    view, array = _stored(
+        made, tuple(draw(st.lists(st.integers(least, 6), min_size=fewest, max_size=4))), dtype, prefix
+    )
     refused = 0
     for word in draw(st.lists(st.sampled_from(["transpose", "reshape", "slice", "stack", "concatenate"]), max_size=6)):
         if word == "transpose":
