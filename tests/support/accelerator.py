@@ -5,7 +5,8 @@ bytes follow as late as possible, when somebody waits for the array, or at a ran
 source must keep its bytes, as a GPU's runtime may read it at any time.
 
 JAX lets programs, and whatever else reads an array, wait for its transfer. Here, those in a restore wait when they take
-an array apart or put it together in another module than `devices.arrays`; a program there would read garbage.
+an array apart or put it together in another module than `devices.arrays`, and so does the program of `devices.growing`;
+another program would read garbage.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ import jax
 import numpy as np
 import pytest
 
+from orbax_safetensors.devices import growing
+from orbax_safetensors.storage.pool import Pool, Taken
 from orbax_safetensors.transfer.reader import Reader
 
 # From 1 GiB on, the GPU's runtime does not stage a transfer, which makes it slow.
 MAX_TRANSFER_BYTES = 2**30
 _GARBAGE = 0xA5
 _POISON = 0xDB
+_Make = Callable[[Callable[[Callable[[], np.ndarray]], np.ndarray]], Any]
 _SEAM = "orbax_safetensors.devices.arrays"
 _DELAYS = (0.0, 0.0, 0.001, 0.003)  # seconds
 
@@ -40,9 +44,9 @@ _block_until_ready, _is_ready, _as_numpy = _Array.block_until_ready, _Array.is_r
 
 
 class _Transfer:
-    """Sources on their way into arrays. `make` makes these arrays of what the function that it is given returns."""
+    """Sources on their way into arrays. `make(buffer_of)` makes arrays of `buffer_of(get)` for each `get()`."""
 
-    def __init__(self, make: Callable[[Callable[[Any], Any]], Any]) -> None:
+    def __init__(self, make: _Make) -> None:
         self.sources: list[np.ndarray] = []
         self.arrived = self.polled = False
         self._make = make
@@ -50,9 +54,8 @@ class _Transfer:
         self.arrays = make(self._take)
         self._sums = list(map(_checksum, self.sources))
 
-    def _take(self, source: Any) -> Any:
-        if not isinstance(source, np.ndarray):
-            return source
+    def _take(self, get: Callable[[], np.ndarray]) -> np.ndarray:
+        source = get()
         self.sources.append(source)
         return np.full(source.nbytes, _GARBAGE, np.uint8).view(source.dtype).reshape(source.shape)
 
@@ -67,7 +70,7 @@ class _Transfer:
                 if _checksum(source) != expected
             ]
             left = iter(self.sources)
-            made = self._make(lambda source: next(left) if isinstance(source, np.ndarray) else source)
+            made = self._make(lambda get: next(left))
             for array, staged in zip(jax.tree.leaves(self.arrays), jax.tree.leaves(made), strict=True):
                 if not array.is_deleted():
                     _copy(_block_until_ready(staged), _block_until_ready(array))
@@ -89,7 +92,7 @@ class Accelerator:
         self._delays = random.Random(seed)
         self._threads = ThreadPoolExecutor(2, "device") if arrival == "random" else None
 
-    def hand_over(self, make: Callable[[Callable[[Any], Any]], Any]) -> Any:
+    def hand_over(self, make: _Make) -> Any:
         transfer = _Transfer(make)
         self.num_transfers += len(transfer.sources)
         for source in transfer.sources:
@@ -118,8 +121,7 @@ class Accelerator:
 
     def poison(self, buffers: Iterable[np.ndarray]) -> None:
         """Spoil memory that may be used again, which no transfer may read any more."""
-        with self._lock:
-            read = [source for transfer in self._pending.values() for source in transfer.sources]
+        read = [source for transfer in self._under_way() for source in transfer.sources]
         for buffer in buffers:
             if any(np.may_share_memory(buffer, source) for source in read):
                 self.problems.append(
@@ -132,7 +134,7 @@ class Accelerator:
             self._restores += 1
 
     def check_files(self) -> None:
-        self._checked_early = bool(self._pending)
+        self._checked_early = bool(self._under_way())
 
     def end_restore(self) -> None:
         """Let everything arrive. If no restore of another thread is under way, all of it should have arrived before."""
@@ -150,12 +152,15 @@ class Accelerator:
             self._threads.shutdown(cancel_futures=True)
 
     def _expect_nothing_pending(self, when: str, judge: bool) -> None:
-        with self._lock:
-            pending = set(self._pending.values())
+        pending = self._under_way()
         if pending and judge:
             self.problems.append(f"{len(pending)} transfers were not complete when {when}")
         for transfer in pending:
             self._arrive(transfer)
+
+    def _under_way(self) -> set[_Transfer]:
+        with self._lock:
+            return {transfer for transfer in self._pending.values() if not transfer.arrived}
 
     def _transfers(self, tree: Any) -> Sequence[_Transfer]:
         """Return the transfers that arrays wait for."""
@@ -180,7 +185,7 @@ def accelerator(
     arrival: Literal["late", "random"] = "late",
     *,
     seed: int = 0,
-    strict: bool = False,
+    strict: bool = True,
     max_bytes: int = MAX_TRANSFER_BYTES,
 ) -> Iterator[Accelerator]:
     """Make all devices accelerators, and fail if the package handled memory as it may only with CPUs.
@@ -196,14 +201,19 @@ def accelerator(
     )
 
     def put(tree: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _hands_over(sys._getframe(1).f_globals):
+        in_memory = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+        if not in_memory or not _hands_over(sys._getframe(1).f_globals):
             return device_put(tree, *args, **kwargs)
-        return device.hand_over(lambda pick: device_put(jax.tree.map(pick, tree), *args, **kwargs))
+        return device.hand_over(
+            lambda buffer_of: device_put(jax.tree.map(lambda leaf: buffer_of(lambda: leaf), tree), *args, **kwargs)
+        )
 
     def callback(shape: Any, sharding: Any, data: Callable[[Any], Any], dtype: Any = None) -> jax.Array:
         if not _hands_over(sys._getframe(1).f_globals):
             return from_callback(shape, sharding, data, dtype)
-        return device.hand_over(lambda pick: from_callback(shape, sharding, lambda index: pick(data(index)), dtype))
+        return device.hand_over(
+            lambda buffer_of: from_callback(shape, sharding, lambda index: buffer_of(lambda: data(index)), dtype)
+        )
 
     def put_together(shape: Any, sharding: Any, arrays: Any, **kwargs: Any) -> jax.Array:
         if _reads(sys._getframe(1).f_globals):
@@ -223,7 +233,18 @@ def accelerator(
 
         return run
 
-    shard_data = jax.Shard.data.fget
+    def writing(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def write(shards: jax.Array, part: jax.Array, start: np.ndarray) -> jax.Array:
+            device.wait(part)
+            return run(shards, part, start)
+
+        return write
+
+    def given_back(pool: Pool, taken: Taken) -> None:
+        device.poison(taken.buffers)
+        give_back(pool, taken)
+
+    program, give_back, shard_data = growing._program, Pool.give_back, jax.Shard.data.fget
     enter, leave, check = Reader.__enter__, Reader.__exit__, Reader.check
 
     def opened(reader: Reader) -> Reader:
@@ -248,6 +269,8 @@ def accelerator(
         patch.setattr(_Array, "block_until_ready", waiting(_block_until_ready))
         patch.setattr(_Array, "__array__", waiting(_as_numpy))
         patch.setattr(_Array, "is_ready", lambda array: device.is_ready(array) and _is_ready(array))
+        patch.setattr(growing, "_program", lambda mesh: writing(program(mesh)))
+        patch.setattr(Pool, "give_back", given_back)
         patch.setattr(Reader, "__enter__", opened)
         patch.setattr(Reader, "__exit__", closed)
         patch.setattr(Reader, "check", checked)
