@@ -37,9 +37,9 @@ def _restores() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """The name, options and leaves of every restore."""
     for case in cases.matrix():
         together = len(case.specs) > 1
-        if together or case.mesh == "2x4" and all(name.startswith("bf16") for name in case.specs):
+        if together or (case.mesh == "2x4" and all(name.startswith("bf16") for name in case.specs)):
             yield case.id, {}, _args(case, ocp.ArrayRestoreArgs)
-        if together:
+        if case.id == "2x4 all both":
             yield f"{case.id} cooperative", {"cooperative": True}, _args(case, ocp.ArrayRestoreArgs)
     case = next(case for case in cases.matrix() if case.id == "2x4 all leading")
     own = {

@@ -8,13 +8,16 @@ import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.devices import arrays
 from orbax_safetensors.mapping import Family
+from orbax_safetensors.restore import fill
 from tests.support.accelerator import accelerator
 from tests.support.files import write
 from tests.support.saves import assert_same_bits
@@ -94,3 +97,22 @@ def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, seed):
             assert device.num_transfers > 0 or not any(array.size for array in expected.values())
         for name, array in expected.items():
             assert_same_bits(restored[name], array)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
+def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, monkeypatch, spec):
+    tensors = {f"w{number}": np.ones((8, 8), np.float32) for number in range(4)}
+    write(tmp_path / "model.safetensors", tensors)
+    calls = []
+
+    def assemble(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return arrays.assemble(*args)
+
+    monkeypatch.setattr(fill, "assemble", assemble)
+    with accelerator() as device:
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            ost.load(tmp_path, NamedSharding(mesh, spec))
+        assert device.num_transfers == 16

@@ -79,12 +79,12 @@ class _Transfer:
 
 
 class Accelerator:
-    """What the devices are doing. `num_transfers` counts the arrays' sources, `problems` says what the package did wrong."""
+    """What the devices are doing: `num_transfers` counts sources, `problems` says what the package did wrong."""
 
-    def __init__(self, arrival: Literal["late", "random"], seed: int, strict: bool, max_bytes: int) -> None:
+    def __init__(self, arrival: Literal["late", "random"], seed: int, max_bytes: int) -> None:
         self.num_transfers = 0
         self.problems: list[str] = []
-        self._strict, self._max_bytes = strict, max_bytes
+        self._max_bytes = max_bytes
         self._pending: dict[int, _Transfer] = {}  # by the address of each shard
         self._lock = threading.RLock()
         self._restores = 0
@@ -140,14 +140,14 @@ class Accelerator:
         """Let everything arrive. If no restore of another thread is under way, all of it should have arrived before."""
         with self._lock:
             self._restores -= 1
-            judge = self._strict and not self._restores
+            judge = not self._restores
         self._expect_nothing_pending("the files were closed", judge)
         if judge and self._checked_early:
             self.problems.append("files were checked for changes before all transfers were complete")
         self._checked_early = False
 
     def close(self) -> None:
-        self._expect_nothing_pending("the test ended", self._strict)
+        self._expect_nothing_pending("the test ended", judge=True)
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
@@ -185,14 +185,13 @@ def accelerator(
     arrival: Literal["late", "random"] = "late",
     *,
     seed: int = 0,
-    strict: bool = True,
     max_bytes: int = MAX_TRANSFER_BYTES,
 ) -> Iterator[Accelerator]:
-    """Make all devices accelerators, and fail if the package handled memory as it may only with CPUs.
+    """Make all devices accelerators, and fail if the package lets go of memory before they are done with it.
 
-    If `strict`, it has to wait for all transfers before it checks files for changes and closes them.
+    It has to wait for all transfers before it checks files for changes and closes them.
     """
-    device = Accelerator(arrival, seed, strict, max_bytes)
+    device = Accelerator(arrival, seed, max_bytes)
     device_put, from_callback, of_shards, wait = (
         jax.device_put,
         jax.make_array_from_callback,

@@ -47,9 +47,7 @@ def _factors(draw: Any, elements: int) -> tuple[int, ...]:
 
 
 @st.composite
-def compositions(
-    draw: Any, *, matrices: bool = False, dtype: np.dtype = np.dtype(np.int32), prefix: str = ""
-) -> Composition:
+def compositions(draw: Any, *, matrices: bool = False, dtype: Any = np.int32, prefix: str = "") -> Composition:
     """Views of up to six operations. A reshape that is refused is left out on both sides, and counted.
 
     With `matrices`, no view is empty, and each stored tensor has two dimensions or more. Names of tensors begin with
