@@ -14,7 +14,7 @@ import pytest
 from tests.support import full_size
 
 # Object stores on this machine.
-pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers"]
+pytest_plugins = ["tests.support.servers.fixtures", "tests.support.tiers", "tests.support.both_devices"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

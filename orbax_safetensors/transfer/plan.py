@@ -241,6 +241,8 @@ def rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
     if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
         return None
     itemsize = block.dtype.itemsize
+    if copy.elements * itemsize != block.nbytes:  # the rest is padding
+        return None
     begin = location.begin + copy.source * itemsize
     steps = [stride for _, stride, _ in copy.modes]
     dims = split(tuple((size, stride) for size, stride, _ in copy.modes), block.shape)
@@ -249,7 +251,6 @@ def rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
         or any(len(modes) > 1 for modes in dims)
         or steps != sorted(steps, reverse=True)
         or steps[-1:] not in ([], [1])
-        or copy.elements * itemsize != block.nbytes
         or begin % block.dtype.alignment
     ):
         return None

@@ -13,6 +13,7 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.geometry.view import Taken, View
+from tests.support.files import random_bits
 
 
 @dataclass
@@ -25,10 +26,12 @@ class Composition:
     refused: int = 0
 
 
-def _stored(draw: Any, made: dict[str, np.ndarray], shape: tuple[int, ...]) -> tuple[View, np.ndarray]:
-    name = f"t{len(made)}"
-    # Every element of every tensor is another number, so that a wrong source shows.
+def _stored(made: dict[str, np.ndarray], shape: tuple[int, ...], dtype: Any, prefix: str) -> tuple[View, np.ndarray]:
+    name = f"{prefix}t{len(made)}"
+    # Every element of every tensor is another number, so that a wrong source shows; of other dtypes, any bits.
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape) + 10_000 * len(made)
+    if dtype != array.dtype:
+        array = random_bits(np.random.default_rng(len(made)), shape, dtype)
     made[name] = array
     return View.tensor(name, shape, array.dtype), array
 
@@ -44,14 +47,17 @@ def _factors(draw: Any, elements: int) -> tuple[int, ...]:
 
 
 @st.composite
-def compositions(draw: Any, *, matrices: bool = False) -> Composition:
+def compositions(draw: Any, *, matrices: bool = False, dtype: Any = np.int32, prefix: str = "") -> Composition:
     """Views of up to six operations. A reshape that is refused is left out on both sides, and counted.
 
-    With `matrices`, no view is empty, and each stored tensor has two dimensions or more.
+    With `matrices`, no view is empty, and each stored tensor has two dimensions or more. Names of tensors begin with
+    `prefix`.
     """
     made: dict[str, np.ndarray] = {}
     fewest, least = (2, 1) if matrices else (0, 0)
-    view, array = _stored(draw, made, tuple(draw(st.lists(st.integers(least, 6), min_size=fewest, max_size=4))))
+    view, array = _stored(
+        made, tuple(draw(st.lists(st.integers(least, 6), min_size=fewest, max_size=4))), dtype, prefix
+    )
     refused = 0
     for word in draw(st.lists(st.sampled_from(["transpose", "reshape", "slice", "stack", "concatenate"]), max_size=6)):
         if word == "transpose":
@@ -74,14 +80,14 @@ def compositions(draw: Any, *, matrices: bool = False) -> Composition:
                 view, array = view.slice(*taken), array[tuple(taken)]
         elif word == "stack" and array.size <= 2000 and array.ndim >= fewest:
             axis = draw(st.integers(-array.ndim - 1, array.ndim))
-            other, other_array = _stored(draw, made, array.shape)
+            other, other_array = _stored(made, array.shape, dtype, prefix)
             view = View.stack([view, other, view], axis)
             array = np.stack([array, other_array, array], axis)
         elif word == "concatenate" and array.ndim >= max(fewest, 1):
             axis = draw(st.integers(-array.ndim, array.ndim - 1))
             shape = list(array.shape)
             shape[axis] = draw(st.integers(least, 4))
-            other, other_array = _stored(draw, made, tuple(shape))
+            other, other_array = _stored(made, tuple(shape), dtype, prefix)
             view, array = View.concatenate([view, other], axis), np.concatenate([array, other_array], axis)
     return Composition(view, array, made, refused)
 

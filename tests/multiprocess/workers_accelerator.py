@@ -1,0 +1,53 @@
+"""What `test_accelerator.py` runs in several processes: restores onto devices that are emulated accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+import orbax_safetensors as ost
+from tests.support import cases
+from tests.support.accelerator import accelerator
+from tests.support.checkpoints import Reference
+from tests.support.measure import different_shards
+
+# So little that every restore of more than a few tensors has to wait for transfers before it ends.
+IN_FLIGHT_BYTES = 10_000
+
+
+def run(directory: str) -> dict[str, Any]:
+    """By the name of each restore, how many shards it handed over and which of them are wrong."""
+    reference = Reference(Path(directory)).tensors
+    found = {}
+    for name, options, args in _restores():
+        handler = ost.SafetensorsHandler(options=ost.SafetensorsOptions(in_flight_bytes=IN_FLIGHT_BYTES, **options))
+        with accelerator("random" if options else "late") as device:
+            request = ost.SafetensorsRestore(restore_args=args, partial_restore=True)
+            restored = handler.restore(directory, request)
+        wrong = [f"{leaf} {shard}" for leaf in args for shard in different_shards(restored[leaf], reference[leaf])]
+        found[name] = {"transfers": device.num_transfers, "wrong": wrong}
+    return found
+
+
+def _restores() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The name, options and leaves of every restore."""
+    for case in cases.matrix():
+        together = len(case.specs) > 1
+        if together or (case.mesh == "2x4" and all(name.startswith("bf16") for name in case.specs)):
+            yield case.id, {}, _args(case, ocp.ArrayRestoreArgs)
+        if case.id == "2x4 all both":
+            yield f"{case.id} cooperative", {"cooperative": True}, _args(case, ocp.ArrayRestoreArgs)
+    case = next(case for case in cases.matrix() if case.id == "2x4 all leading")
+    own = {
+        name: jax.sharding.PartitionSpec(*("y" if axes else None for axes in spec)) for name, spec in case.specs.items()
+    }
+    yield "one replica reads", {}, _args(cases.Case("", "2x4", own), ocp.type_handlers.SingleReplicaArrayRestoreArgs)
+
+
+def _args(case: cases.Case, kind: type) -> dict[str, Any]:
+    mesh = cases.MESHES[case.mesh].mesh()
+    return {name: kind(sharding=jax.sharding.NamedSharding(mesh, spec)) for name, spec in case.specs.items()}

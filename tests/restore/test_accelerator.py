@@ -1,0 +1,118 @@
+"""Restores onto accelerators: any view, dtype and sharding, through little memory, is what NumPy makes of it."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import orbax_safetensors as ost
+from orbax_safetensors.devices import arrays
+from orbax_safetensors.mapping import Family
+from orbax_safetensors.restore import fill
+from tests.support.accelerator import accelerator
+from tests.support.files import write
+from tests.support.saves import assert_same_bits
+from tests.support.strategies import examples
+from tests.support.views import compositions
+
+# The dtypes of leaves by those that are stored.
+DTYPES = {
+    np.dtype(stored): list(map(np.dtype, wanted))
+    for stored, wanted in {
+        bool: [bool],
+        np.int8: [np.int8, np.int32, np.float32],
+        np.uint16: [np.uint16],
+        np.float32: [np.float32],
+        np.int32: [np.int32],
+        ml_dtypes.bfloat16: [ml_dtypes.bfloat16],
+        ml_dtypes.float8_e4m3fn: [ml_dtypes.float8_e4m3fn],
+    }.items()
+}
+AXES = {"x": 2, "y": 4}
+MESH_AXES = [(), (), ("x",), ("y",), ("x", "y")]
+
+
+@st.composite
+def layouts(draw, shape):
+    """A spec over the axes of the mesh, and a shape that it divides: the view's, padded or cut."""
+    free, spec, sizes = list(AXES), [], []
+    for size in shape:
+        axes = tuple(axis for axis in draw(st.sampled_from(MESH_AXES)) if axis in free)
+        free = [axis for axis in free if axis not in axes]
+        shards = math.prod(AXES[axis] for axis in axes)
+        fewer = draw(st.integers(0, 1)) if size > shards else 0
+        spec.append(axes or None)
+        sizes.append(shards * (size // shards if fewer else -(-size // shards)))
+    return P(*spec), tuple(sizes)
+
+
+def fitted(array, shape, dtype):
+    """`array` with zeros at the ends, or cut there."""
+    out = np.zeros(shape, dtype)
+    common = tuple(slice(min(sizes)) for sizes in zip(shape, array.shape, strict=True))
+    out[common] = array[common].astype(dtype)
+    return out
+
+
+@examples(300)
+@given(
+    st.data(),
+    st.sampled_from(["late", "random"]),
+    st.sampled_from([1, 256, 10**6]),
+    st.sampled_from([1, 3]),
+    st.integers(0, 2**16),
+)
+def test_any_view_in_any_layout(data, arrival, in_flight_bytes, threads, seed):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), tuple(AXES))
+    leaves, tensors, args, expected = {}, {}, {}, {}
+    for number in range(data.draw(st.integers(1, 4))):
+        dtype = data.draw(st.sampled_from(list(DTYPES)))
+        made = data.draw(compositions(dtype=dtype, prefix=f"{number}."))
+        wanted = data.draw(st.sampled_from(DTYPES[dtype]))
+        spec, shape = data.draw(layouts(made.array.shape))
+        name = f"leaf{number}"
+        leaves[name], expected[name] = made.view, fitted(made.array, shape, wanted)
+        tensors |= made.stored
+        sharding = NamedSharding(mesh, spec)
+        args[name] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, strict=False, dtype=wanted)
+    # Bytes at the beginning move all others to odd offsets.
+    odd = {"": np.zeros(data.draw(st.integers(0, 3)), np.uint8)}
+    family = Family("drawn", (), lambda config: leaves)
+    options = ost.SafetensorsOptions(in_flight_bytes=in_flight_bytes, threads=threads)
+    with tempfile.TemporaryDirectory() as directory:
+        write(Path(directory) / "model.safetensors", odd | tensors)
+        with accelerator(arrival, seed=seed) as device:
+            restored = ost.SafetensorsHandler(family=family, options=options).restore(
+                Path(directory), ost.SafetensorsRestore(restore_args=args, partial_restore=True)
+            )
+            assert device.num_transfers > 0 or not any(array.size for array in expected.values())
+        for name, array in expected.items():
+            assert_same_bits(restored[name], array)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
+def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, monkeypatch, spec):
+    tensors = {f"w{number}": np.ones((8, 8), np.float32) for number in range(4)}
+    write(tmp_path / "model.safetensors", tensors)
+    calls = []
+
+    def assemble(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return arrays.assemble(*args)
+
+    monkeypatch.setattr(fill, "assemble", assemble)
+    with accelerator() as device:
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            ost.load(tmp_path, NamedSharding(mesh, spec))
+        assert device.num_transfers == 16
