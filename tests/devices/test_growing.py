@@ -49,7 +49,7 @@ def test_bits_of_every_dtype(mesh, name):
     assert_same_bits(made, array)
 
 
-@pytest.mark.parametrize(("spec", "tile"), zip(SPECS, TILES, strict=True), ids=str)
+@pytest.mark.parametrize(("spec", "tile"), [*zip(SPECS, TILES, strict=True)], ids=str)
 def test_cuts_along_any_axis(mesh, spec, tile):
     array = random_bits(RNG, (8, 16, 2), np.dtype(ml_dtypes.bfloat16))
     assert_same_bits(grown(NamedSharding(mesh, spec), array, tile), array)
