@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.header_record import write_header_record
 from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
@@ -209,6 +210,7 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # raises if the file has changed since its header was read
     staging.finish()
+    write_header_record(checkpoint.store, checkpoint.directory, list(checkpoint.fingerprints))
     record_in_step(staging.destination, HANDLER, decision.envelope.custom_metadata, new=step)
     logger.info(
         "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)
