@@ -78,6 +78,9 @@ class Opening(NamedTuple):
     requests_without_record: int
 
 
+NO_OPENING = Opening(0, 0)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them.
@@ -100,7 +103,7 @@ class Checkpoint:
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
     is_partial: bool = False
-    opening: Opening = Opening(0, 0)
+    opening: Opening = NO_OPENING
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:

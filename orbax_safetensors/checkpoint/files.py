@@ -11,13 +11,13 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from orbax_safetensors.checkpoint.header_record import recorded_texts
-from orbax_safetensors.checkpoint.header_texts import StoredText, read_text, read_texts
+from orbax_safetensors.checkpoint.header_texts import StoredText, read_all, read_text, text_of
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
@@ -62,7 +62,8 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
     return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """The files of a checkpoint, before their headers are known.
 
     Attributes:
@@ -75,8 +76,8 @@ class Found(NamedTuple):
 
     paths: list[str]
     index: Index | None = None
-    states: Mapping[str, Stamp | None] = MappingProxyType({})
-    recorded: Mapping[str, StoredText] = MappingProxyType({})
+    states: Mapping[str, Stamp | None] = field(default_factory=dict)
+    recorded: Mapping[str, StoredText] = field(default_factory=dict)
     requests: int = 0
     requests_without_record: int = 0
 
@@ -90,7 +91,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
             return Found([posixpath.join(path, FILE_NAME)], None, requests=1, requests_without_record=1)
-        index = _index(file.path, read_text(file))
+        index = _index(file.path, text_of(file))
         return Found([posixpath.join(path, name) for name in index.files], index, requests=1, requests_without_record=1)
     states = store.states(path)
     if states is None:
@@ -172,7 +173,7 @@ def _read_index(store: Store, path: str, recorded: StoredText | None) -> Index:
     if recorded is not None:
         with contextlib.suppress(IndexFileError):  # of the record, perhaps, and not of the index
             return _index(path, recorded)
-    return _index(path, read_text(store.open(path)))
+    return _index(path, read_text(store, path))
 
 
 def _index(path: str, text: StoredText) -> Index:
@@ -201,18 +202,11 @@ def read_headers(
     store: Store, paths: Sequence[str], known: Mapping[str, StoredText] = MappingProxyType({})
 ) -> Iterator[StoredFile | SafetensorsError]:
     """Yield the header of each file, in their order, or its error; `known` are headers that need not be read."""
-    stored = {}
-    for path in known.keys() & set(paths):
-        with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
-            stored[path] = _stored_file(path, known[path])
-    texts = read_texts(store, [path for path in paths if path not in stored])
-    for path in paths:
-        if path in stored:
-            yield stored[path]
-        elif isinstance(text := next(texts), SafetensorsError):
-            yield text
-        else:
-            try:
-                yield _stored_file(path, text)
-            except SafetensorsError as fault:
-                yield fault
+
+    def read(store: Store, path: str) -> StoredFile:
+        if path in known:
+            with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
+                return _stored_file(path, known[path])
+        return _stored_file(path, read_text(store, path))
+
+    yield from read_all(store, paths, read)

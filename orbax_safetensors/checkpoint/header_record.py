@@ -1,8 +1,8 @@
 """`safetensors.headers.json.gz`: what the headers of a directory and its index say, to be read in one request.
 
 What writes a checkpoint into an object store writes the record last. A text of it stands for its file as long as the
-listing of the directory has the file in the recorded state. Otherwise, or if anything is wrong with the record, the file
-itself is read: a record saves requests, and nothing depends on it.
+listing of the directory has the file in the recorded state. Otherwise, or if anything is wrong with the record, the
+file itself is read: a record saves requests, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import posixpath
 from collections.abc import Iterable, Mapping
 
-from orbax_safetensors.checkpoint.header_texts import MAX_BYTES, StoredText, decode, encode, read_texts
+from orbax_safetensors.checkpoint.header_texts import MAX_BYTES, StoredText, decode, encode, read_all, read_text
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.storage.store import Stamp, Store, read_small, write_small
@@ -58,10 +58,9 @@ def write_header_record(store: Store, directory: str, names: Iterable[str]) -> N
     try:
         states = store.states(directory) or {}
         names = [*names, *(name for name in states if name.endswith(INDEX_SUFFIX))]
+        read = read_all(store, [posixpath.join(directory, name) for name in names], read_text)
         texts: dict[str, StoredText] = {}
-        for name, text in zip(
-            names, read_texts(store, [posixpath.join(directory, name) for name in names]), strict=True
-        ):
+        for name, text in zip(names, read, strict=True):
             if isinstance(text, SafetensorsError):
                 raise text
             if not is_exact(text.stamp) or text.stamp != states.get(name):

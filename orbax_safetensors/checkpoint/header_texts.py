@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from orbax_safetensors.errors import IndexFileError, SafetensorsError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, header_length
@@ -17,6 +17,8 @@ from orbax_safetensors.storage.store import File, Stamp, Store
 MAX_BYTES = 128 * 2**20
 _GZIP = 31  # `wbits` of zlib for the format of gzip, which has a checksum
 
+_T = TypeVar("_T")
+
 
 class StoredText(NamedTuple):
     """The JSON of a header, or a whole index, and the state of the file that it was read from."""
@@ -25,11 +27,13 @@ class StoredText(NamedTuple):
     text: bytes
 
 
-def read_text(file: File) -> StoredText:
-    """Read the header of a `.safetensors` file, or a whole index, and close the file.
+def read_text(store: Store, path: str) -> StoredText:
+    """Read the header of a `.safetensors` file, or a whole index; raises `SafetensorsError` if it can be neither."""
+    return text_of(store.open(path))
 
-    Raises `SafetensorsError` if it can be neither.
-    """
+
+def text_of(file: File) -> StoredText:
+    """Return what `read_text` returns of an open file, and close it."""
     try:
         return _index(file) if file.path.endswith(INDEX_SUFFIX) else _header(file)
     finally:
@@ -52,21 +56,21 @@ def _index(file: File) -> StoredText:
     return StoredText(file.stamp, bytes(text))
 
 
-def read_texts(store: Store, paths: Sequence[str]) -> Iterator[StoredText | SafetensorsError]:
-    """Yield `read_text` of each file, in their order, or its error. On remote stores, many files are read at once."""
+def read_all(store: Store, paths: Sequence[str], read: Callable[[Store, str], _T]) -> Iterator[_T | SafetensorsError]:
+    """Yield `read` of each file, in their order, or its error. On remote stores, many files are read at once."""
 
-    def read(path: str) -> StoredText | SafetensorsError:
+    def attempt(path: str) -> _T | SafetensorsError:
         try:
-            return read_text(store.open(path))
+            return read(store, path)
         except SafetensorsError as fault:
             return fault
 
     if store.is_local or len(paths) < 2:
-        yield from map(read, paths)
+        yield from map(attempt, paths)
         return
     with ThreadPoolExecutor(min(store.cost.requests, len(paths)), "safetensors") as pool:
         try:
-            yield from pool.map(read, paths)
+            yield from pool.map(attempt, paths)
         except BaseException:  # an interrupt, or the caller has stopped to iterate
             store.cancel()
             pool.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import jax
 
-from orbax_safetensors.checkpoint.header_texts import StoredText, decode, encode, read_texts
+from orbax_safetensors.checkpoint.header_texts import StoredText, decode, encode, read_all, read_text
 from orbax_safetensors.devices.agreement import publish, published, withdraw
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.storage.store import Store
@@ -44,7 +44,7 @@ def shared_texts(store: Store, paths: Sequence[str], key: str) -> dict[str, Stor
     if here < len(parts):
         found = {
             path: text
-            for path, text in zip(parts[here], read_texts(store, parts[here]), strict=True)
+            for path, text in zip(parts[here], read_all(store, parts[here], read_text), strict=True)
             if not isinstance(text, SafetensorsError)
         }
         while len(_published) > 1:
@@ -52,9 +52,8 @@ def shared_texts(store: Store, paths: Sequence[str], key: str) -> dict[str, Stor
         publish(f"{key}/{here}", encode(found))
         _published.append(f"{key}/{here}")
     # Each begins with the part after its own, so that they do not all ask for the same.
-    others = [
-        process % len(parts) for process in range(here + 1, here + 1 + len(parts)) if process % len(parts) != here
-    ]
+    after = here % len(parts) + 1
+    others = [process for process in (*range(after, len(parts)), *range(after)) if process != here]
     received = published([f"{key}/{process}" for process in others], _WAIT_SECONDS)
     for process in others:
         if (content := received.get(f"{key}/{process}")) is None:

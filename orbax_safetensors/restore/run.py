@@ -127,7 +127,7 @@ def _restored(
     partial: bool = False,
 ) -> Any:
     """Restore the request that `resolve` returns for the checkpoint at `path`; if `partial`, files may be missing."""
-    # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
+    # Made before anything can fail, and only for what all processes do, so that they count keys alike.
     # A process may have a copy of the checkpoint at another path; devices exchange leaves in one order anyway.
     key = new_key("restore", "" if cooperates(options) else path) if company.together else None
     shared_by = new_key("headers", path) if company.share else None
@@ -174,9 +174,10 @@ def _company(
 def _read_for(
     path: str, storage_options: Mapping[str, Any] | None, key: str | None, shared_by: str | None, partial: bool
 ) -> Checkpoint:
-    """Read the checkpoint at `path`; with the `key` of a restore together, all processes read one commit of a repository.
+    """Read the checkpoint at `path`; processes may share headers, see `read_checkpoint` for `shared_by`.
 
-    The first process to come here decides on the commit; no process waits for another.
+    With the `key` of a restore together, all processes read one commit of a repository. The first process to come here
+    decides on the commit; no process waits for another.
     """
     checkpoint = read_checkpoint(path, storage_options, partial=partial, shared_by=shared_by)
     if key is None or not is_unpinned(path):
