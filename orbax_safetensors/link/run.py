@@ -206,11 +206,11 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.in_source:
         staging.link_files([*(file.path for file in checkpoint.files), *_model_files(decision.request)])
+    write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
     for file in checkpoint.files:
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # raises if the file has changed since its header was read
     staging.finish()
-    write_header_record(checkpoint.store, checkpoint.directory, list(checkpoint.fingerprints))
     record_in_step(staging.destination, HANDLER, decision.envelope.custom_metadata, new=step)
     logger.info(
         "Linked %s: %d arrays are addresses, %d were made", staging.destination, len(decision.linked), len(made)
