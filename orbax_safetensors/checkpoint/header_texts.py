@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,12 +79,15 @@ def read_all(store: Store, paths: Sequence[str], read: Callable[[Store, str], _T
 
 
 def encode(texts: Mapping[str, StoredText]) -> bytes:
-    """Return texts by name as JSON, `{name: {"nbytes": ..., "version": ..., "text": ...}}`, compressed by gzip."""
-    document = {
-        name: {"nbytes": stamp.nbytes, "version": stamp.version, "text": text.decode()}
-        for name, (stamp, text) in texts.items()
-    }
-    return zlib.compress(json.dumps(document, ensure_ascii=False).encode(), wbits=_GZIP)
+    """Return texts by name as JSON, `{name: {"nbytes": ..., "version": ..., "text": ...}}`, compressed by gzip.
+
+    Leaves out what is not UTF-8, and so not valid.
+    """
+    document = {}
+    for name, (stamp, text) in texts.items():
+        with contextlib.suppress(UnicodeDecodeError):
+            document[name] = {"nbytes": stamp.nbytes, "version": stamp.version, "text": text.decode()}
+    return zlib.compress(json.dumps(document).encode(), wbits=_GZIP)
 
 
 def decode(content: bytes) -> dict[str, StoredText]:
