@@ -341,3 +341,23 @@ def test_no_tampering_ends_in_another_error_than_the_packages(saved):
     assert {name: state for name, state in store.states(path).items() if name != HEADERS_NAME} == {
         name: state for name, state in states.items() if name != HEADERS_NAME
     }
+
+
+def test_a_plan_says_what_opening_takes(saved):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = ost.plan_restore(f"{saved.url}/x", sharding, family="identity", options=options(saved))
+    assert (found.open_requests, found.open_requests_without_record) == (2, 8)
+    assert len(asked(saved)) == 2
+    obstore.delete(saved.store(), f"x/{HEADERS_NAME}")
+    saved.server.clear()
+    found = ost.plan_restore(f"{saved.url}/x", sharding, family="identity", options=options(saved))
+    assert (found.open_requests, found.open_requests_without_record) == (8, 8)
+    assert len(asked(saved)) == 8
+
+
+def test_what_a_restore_requests_before_the_first_tensor(saved):
+    target = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in TREE.items()}
+    ost.load(f"{saved.url}/x", target, options=options(saved))
+    names = [one.path.rpartition("/")[2] for one in saved.server.log]
+    assert len(names) == 2 + 6  # each of the files has one tensor
+    assert names[1] == HEADERS_NAME

@@ -14,8 +14,11 @@ from orbax_safetensors.devices.agreement import (
     new_key,
     post,
     posted,
+    publish,
+    published,
     same_arguments,
     together,
+    withdraw,
 )
 from orbax_safetensors.errors import HeaderError, StorageError, TensorMismatchError
 from tests.support.processes import Processes
@@ -211,3 +214,27 @@ def test_what_all_have_left_behind_is_forgotten(processes):
     assert processes.service.values == {}
     processes.service.key_value_delete = None  # nothing depends on it
     assert processes.run(lambda index: forget("key")) == [None] * 3
+
+
+def test_bytes_are_published_in_pieces(processes):
+    content = bytes(range(256)) * 12_000  # three MB
+    key = new_key("test")
+
+    def work(index):
+        if index == 0:
+            publish(f"{key}/long", content)
+            publish(f"{key}/empty", b"")
+        found = published([f"{key}/long", f"{key}/missing", f"{key}/empty"], 0.5)
+        return found == {f"{key}/long": content, f"{key}/empty": b""}
+
+    assert processes.run(work) == [True] * 3
+    for name in ("long", "empty"):
+        withdraw(f"{key}/{name}")
+    assert not processes.service.values
+
+
+def test_nothing_is_published_without_a_service(monkeypatch):
+    monkeypatch.setattr(agreement.global_state, "client", None)
+    publish("key", b"")
+    withdraw("key")
+    assert published(["key"], 0.1) == {}
