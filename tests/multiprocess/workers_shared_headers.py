@@ -19,6 +19,9 @@ from orbax_safetensors.devices.agreement import new_key, together
 from tests.support.measure import different_shards
 
 
+LOADED = 3  # tensors: the server, which is of one process, is busy with headers
+
+
 def values(files: int, processes: int) -> dict[str, np.ndarray]:
     """The tensors of each file: one."""
     size = processes * 4
@@ -38,7 +41,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     expected = values(job["files"], jax.process_count())
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
     target = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for name, array in expected.items()
+        name: jax.ShapeDtypeStruct(expected[name].shape, expected[name].dtype, sharding=sharding)
+        for name in list(expected)[:LOADED]
     }
     found: dict[str, Any] = {"wrong": [], "seconds": []}
     for url, wait in zip(job["urls"], job["waits"], strict=True):
@@ -47,7 +51,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             mock.patch.object(shared_headers, "publish", _end).start()
         together(new_key("ready"), lambda: None)  # imports take some processes far longer than others
         began = time.monotonic()
-        restored = ost.load(url, target)
+        restored = ost.SafetensorsHandler().restore(url, ost.SafetensorsRestore(target, partial_restore=True))
         found["seconds"].append(time.monotonic() - began)
         found["wrong"] += [
             f"{url} {name}" for name, array in restored.items() if list(different_shards(array, expected[name]))
