@@ -18,7 +18,6 @@ from orbax_safetensors.checkpoint import shared_headers
 from orbax_safetensors.devices.agreement import new_key, together
 from tests.support.measure import different_shards
 
-
 LOADED = 3  # tensors: the server, which is of one process, is busy with headers
 
 
