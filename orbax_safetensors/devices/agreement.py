@@ -266,15 +266,18 @@ def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
 
     def collect() -> None:
+        nonlocal deadline
         client = _client()
         for key in keys:
             left = deadline - time.monotonic()
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # not there, or not in time
+            try:
                 if left > 0:
                     count = int(client.blocking_key_value_get_bytes(f"{key}/pieces", max(1, round(left * 1000))))
                 else:
                     count = int(client.key_value_try_get_bytes(f"{key}/pieces"))
                 found[key] = b"".join(client.key_value_try_get_bytes(f"{key}/{number}") for number in range(count))
+            except jax.errors.JaxRuntimeError:
+                deadline = 0.0  # what else is there already still counts; a wait of the last millisecond would miss it
 
     with contextlib.suppress(SafetensorsError):  # there is no client
         _interruptibly(collect)

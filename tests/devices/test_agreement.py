@@ -1,5 +1,6 @@
 """Agreement in one process, and between threads that take themselves for processes."""
 
+import jax
 import pytest
 
 from orbax_safetensors.devices import agreement
@@ -238,3 +239,21 @@ def test_nothing_is_published_without_a_service(monkeypatch):
     publish("key", b"")
     withdraw("key")
     assert published(["key"], 0.1) == {}
+
+
+def test_what_is_there_counts_after_a_wait_in_vain(processes, monkeypatch):
+    """Too little time may be left for another wait, even if the value has long been there."""
+
+    def late(*_):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(processes.service, "blocking_key_value_get_bytes", late)
+    key = new_key("test")
+
+    def work(index):
+        if index == 0:
+            publish(f"{key}/there", b"x")
+            return published([f"{key}/missing", f"{key}/there"], 60)
+        return None
+
+    assert processes.run(work)[0] == {f"{key}/there": b"x"}
