@@ -16,7 +16,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from orbax_safetensors.checkpoint.header_record import recorded_texts
+from orbax_safetensors.checkpoint.header_record import HEADERS_NAME, recorded_texts
 from orbax_safetensors.checkpoint.header_texts import StoredText, read_all, read_text, text_of
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import Header
@@ -114,7 +114,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         index,
         {posixpath.join(path, name): state for name, state in states.items()},
         {posixpath.join(path, name): text for name, text in recorded.items()},
-        without_record + bool(recorded) - (index_name in recorded),
+        without_record + (use_record and states.get(HEADERS_NAME) is not None) - (index_name in recorded),
         without_record,
     )
 
