@@ -66,6 +66,21 @@ class StoredTensor(NamedTuple):
         return self.pieces[0].file
 
 
+class Opening(NamedTuple):
+    """The requests that open a checkpoint, for its listing, its index and its headers.
+
+    Attributes:
+      requests: of each process, with the record of headers if the directory has one.
+      requests_without_record: of each process if there were no record.
+    """
+
+    requests: int
+    requests_without_record: int
+
+
+NO_OPENING = Opening(0, 0)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them.
@@ -76,6 +91,7 @@ class Checkpoint:
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
       is_partial: whether files may be missing, because the caller has said so.
+      opening: what it takes to open it.
     """
 
     path: str
@@ -87,6 +103,7 @@ class Checkpoint:
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
     is_partial: bool = False
+    opening: Opening = NO_OPENING
 
     @cached_property
     def leaves(self) -> Mapping[str, View]:

@@ -5,18 +5,21 @@ Only headers and the index are read here; the bytes of tensors are moved by `tra
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
-from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
-from orbax_safetensors.format.header import MAX_HEADER_BYTES, PREFIX_BYTES, Header, header_length
+from orbax_safetensors.checkpoint.header_record import HEADERS_NAME, recorded_texts
+from orbax_safetensors.checkpoint.header_texts import StoredText, read_all, read_text, text_of
+from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
+from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
@@ -24,7 +27,7 @@ from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.index_note import fingerprint, read_note
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import File, Stamp, Store
+from orbax_safetensors.storage.store import Stamp, Store
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +62,45 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
     return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
-def checkpoint_files(
-    store: Store, path: str, report: Callable[[SafetensorsError], None]
-) -> tuple[list[str], Index | None]:
-    """Return the paths of a checkpoint's files, and the index that names them if there is one."""
+@dataclass(frozen=True)
+class Found:
+    """The files of a checkpoint, before their headers are known.
+
+    Attributes:
+      index: what names the files, if there is one.
+      states: those of the directory's listing, by path; none if it was not listed.
+      recorded: the headers that a record has of these files, by path.
+      requests: made to find all this.
+      requests_without_record: to find all this but the record.
+    """
+
+    paths: list[str]
+    index: Index | None = None
+    states: Mapping[str, Stamp | None] = field(default_factory=dict)
+    recorded: Mapping[str, StoredText] = field(default_factory=dict)
+    requests: int = 0
+    requests_without_record: int = 0
+
+
+def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError], None], *, use_record: bool) -> Found:
+    """Find the files of a checkpoint, the index that names them, and with `use_record` the headers in a record."""
     if path.endswith(SUFFIX) and not store.is_local:  # a reader of an object may not be allowed to list its neighbours
-        return [path], None
+        return Found([path])
     index: Index | None
     if not store.lists:
         file = store.find(posixpath.join(path, INDEX_NAME))
         if file is None:
-            return [posixpath.join(path, FILE_NAME)], None
-        index = _read_index(file)
-        return [posixpath.join(path, name) for name in index.files], index
-    names = store.list(path)
-    if names is None:
-        return [path], None
-    index_name = _index_name(path, names)
-    index = None if index_name is None else _read_index(store.open(posixpath.join(path, index_name)))
+            return Found([posixpath.join(path, FILE_NAME)], None, requests=1, requests_without_record=1)
+        index = _index(file.path, text_of(file))
+        return Found([posixpath.join(path, name) for name in index.files], index, requests=1, requests_without_record=1)
+    states = store.states(path)
+    if states is None:
+        return Found([path])
+    names = list(states)
+    recorded = recorded_texts(store, path, states) if use_record else {}
+    index, index_name = None, _index_name(path, names)
+    if index_name is not None:
+        index = _read_index(store, posixpath.join(path, index_name), recorded.get(index_name))
     files = _file_names(path, names, index, report)
     incomplete = [] if index is not None else list(_incomplete_sets(files))
     if incomplete and not _are_linked(store, path, files):
@@ -84,7 +108,15 @@ def checkpoint_files(
         kind = MissingError if store.is_local else IndexFileError
         for lacking in incomplete:
             report(kind(f"{path}: is not complete: {lacking}"))
-    return [posixpath.join(path, name) for name in files], index
+    without_record = 1 + (index is not None)
+    return Found(
+        [posixpath.join(path, name) for name in files],
+        index,
+        {posixpath.join(path, name): state for name, state in states.items()},
+        {posixpath.join(path, name): text for name, text in recorded.items()},
+        without_record + (use_record and states.get(HEADERS_NAME) is not None) - (index_name in recorded),
+        without_record,
+    )
 
 
 def _file_names(
@@ -137,34 +169,25 @@ def _index_name(path: str, names: Sequence[str]) -> str | None:
     return name
 
 
-def _read_index(file: File) -> Index:
-    """Read and close an index."""
-    try:
-        if file.stamp.nbytes > MAX_HEADER_BYTES:
-            raise IndexFileError(f"{file.path}: expected at most {MAX_HEADER_BYTES} bytes, found {file.stamp.nbytes}")
-        text = bytearray(file.stamp.nbytes)
-        file.read([(0, [memoryview(text)])])
-    finally:
-        file.close()
-    index = Index.parse(bytes(text), file=file.path)
+def _read_index(store: Store, path: str, recorded: StoredText | None) -> Index:
+    if recorded is not None:
+        with contextlib.suppress(IndexFileError):  # of the record, perhaps, and not of the index
+            return _index(path, recorded)
+    return _index(path, read_text(store, path))
+
+
+def _index(path: str, text: StoredText) -> Index:
+    index = Index.parse(text.text, file=path)
     if not index.weight_map:
-        raise IndexFileError(f"{file.path}: names no tensor")
+        raise IndexFileError(f"{path}: names no tensor")
     return index
 
 
-def _read_header(store: Store, path: str) -> StoredFile:
-    """Read and validate one file's header."""
-    file = store.open(path)
-    try:
-        prefix = bytearray(min(PREFIX_BYTES, file.stamp.nbytes))
-        file.read([(0, [memoryview(prefix)])])
-        text = bytearray(header_length(bytes(prefix), file.stamp.nbytes, file=path))
-        file.read([(PREFIX_BYTES, [memoryview(text)])])
-        with no_collection():
-            header = Header.parse(bytes(text), file.stamp.nbytes, file=path)
-        return StoredFile(path, file.stamp, header, fingerprint(file.stamp.nbytes, text))
-    finally:
-        file.close()
+def _stored_file(path: str, text: StoredText) -> StoredFile:
+    """Validate one file's header."""
+    stamp, header = text
+    with no_collection():
+        return StoredFile(path, stamp, Header.parse(header, stamp.nbytes, file=path), fingerprint(stamp.nbytes, header))
 
 
 def read_usual(store: Store, path: str) -> Iterator[StoredFile | SafetensorsError]:
@@ -175,22 +198,15 @@ def read_usual(store: Store, path: str) -> Iterator[StoredFile | SafetensorsErro
         yield next((other for other in others if not isinstance(other, MissingError)), header)
 
 
-def read_headers(store: Store, paths: Sequence[str]) -> Iterator[StoredFile | SafetensorsError]:
-    """Yield the header of each file, in their order, or its error. On remote stores, many files are read at once."""
+def read_headers(
+    store: Store, paths: Sequence[str], known: Mapping[str, StoredText] = MappingProxyType({})
+) -> Iterator[StoredFile | SafetensorsError]:
+    """Yield the header of each file, in their order, or its error; `known` are headers that need not be read."""
 
-    def read(path: str) -> StoredFile | SafetensorsError:
-        try:
-            return _read_header(store, path)
-        except SafetensorsError as fault:
-            return fault
+    def read(store: Store, path: str) -> StoredFile:
+        if path in known:
+            with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
+                return _stored_file(path, known[path])
+        return _stored_file(path, read_text(store, path))
 
-    if store.is_local or len(paths) == 1:
-        yield from map(read, paths)
-        return
-    with ThreadPoolExecutor(min(store.cost.requests, len(paths)), "safetensors") as pool:
-        try:
-            yield from pool.map(read, paths)
-        except BaseException:  # an interrupt, or the caller has stopped to iterate
-            store.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    yield from read_all(store, paths, read)

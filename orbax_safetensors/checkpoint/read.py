@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredPiece, StoredTensor
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Opening, StoredPiece, StoredTensor
 from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers, read_usual
+from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.sharding_info import saved_offsets
@@ -34,11 +35,16 @@ _T = TypeVar("_T")
 
 
 def read_checkpoint(
-    path: PathLike, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
+    path: PathLike,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    partial: bool = False,
+    shared_by: str | None = None,
 ) -> Checkpoint:
     """Read the index and all headers, as `open_checkpoint` does, without a family.
 
     `storage_options` are as in `SafetensorsOptions`. If `partial`, files may be missing, and with them their tensors.
+    If all processes call this with the same new key, `shared_by`, each may read only a part of the headers.
     """
 
     def fail(fault: SafetensorsError) -> None:
@@ -46,7 +52,7 @@ def read_checkpoint(
             raise fault
         logger.warning("%s", fault)
 
-    checkpoint = _of_one_state(path, lambda: _read(path, storage_options, fail))
+    checkpoint = _of_one_state(path, lambda: _read(path, storage_options, fail, shared_by=shared_by))
     if not checkpoint.files:
         raise MissingError(f"{checkpoint.path}: has none of the files that the index names")
     return replace(checkpoint, is_partial=partial)
@@ -61,7 +67,7 @@ def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) ->
     def examined() -> Checkpoint | list[SafetensorsError]:
         faults: list[SafetensorsError] = []
         try:
-            checkpoint = _read(path, storage_options, faults.append)
+            checkpoint = _read(path, storage_options, faults.append, use_record=False)
         except StorageError:
             raise
         except SafetensorsError as fault:
@@ -104,17 +110,27 @@ def _read(
     path: PathLike,
     storage_options: Mapping[str, Any] | None,
     report: Callable[[SafetensorsError], None],
+    *,
+    use_record: bool = True,
+    shared_by: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, and pass each fault to `report` that does not prevent looking for more."""
     store, path = store_of(path, storage_options)
     if store.is_local:
         recover(path)
-    paths, index = checkpoint_files(store, path, report)
+    found = checkpoint_files(store, path, report, use_record=use_record)
+    paths, index = found.paths, found.index
     files = []
     usual = index is None and not store.lists and paths != [path]
     # Only the caller, or the usual name, says that there is such a file.
     assumed = usual or paths == [path]
-    for stored_or_fault in read_usual(store, path) if usual else read_headers(store, paths):
+    known = dict(found.recorded)
+    unknown = [path for path in paths if path not in known]
+    opening = Opening(found.requests + len(unknown), found.requests_without_record + len(paths))
+    if shared_by is not None and unknown and not (usual or store.is_local):
+        shared = shared_texts(store, unknown, shared_by)
+        known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
+    for stored_or_fault in read_usual(store, path) if usual else read_headers(store, paths, known):
         if assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):
@@ -128,7 +144,7 @@ def _read(
             stacklevel=2,
         )
     with no_collection():
-        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store)
+        return Checkpoint(path, tuple(files), _tensors(path, files, index, report), store, opening=opening)
 
 
 def _tensors(

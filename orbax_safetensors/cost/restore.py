@@ -103,6 +103,9 @@ class RestorePlan:
         sharded over the same mesh.
       processes: the cost for each process.
       over_reads: the leaves of which processes read more than 1.1 times the needed bytes, the most wasteful first.
+      open_requests: what each process requests to open the checkpoint, before any of its `num_requests`: the listing,
+        the index and the headers, or a record of these if the directory has one.
+      open_requests_without_record: the same if there were no record.
       cooperation: what processes read directly and in cooperation; None with one process, and without
         `SafetensorsOptions(cooperative=True)`.
     """
@@ -114,6 +117,8 @@ class RestorePlan:
     smallest_shard: ShardSize
     processes: tuple[ProcessCost, ...]
     over_reads: tuple[LeafOverRead, ...]
+    open_requests: int = 0
+    open_requests_without_record: int = 0
     cooperation: Cooperation | None = None
 
     def to_json(self) -> str:

@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from orbax_safetensors.format.names import some
 # How long the slowest process may take after the fastest, in seconds. A disk that is much slower than the others must
 # not fail a save, and jax.distributed itself notices a process that has died.
 _TIMEOUT_SECONDS = 3600
+# Of one value. A message to the service that has more than 4 MiB is refused.
+_PIECE_BYTES = 2**20
 
 _T = TypeVar("_T")
 
@@ -239,6 +242,46 @@ def announced(key: str) -> str | None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is no such key
         return str(_client().key_value_try_get(key))
     return None
+
+
+def publish(key: str, content: bytes) -> None:
+    """Leave bytes for `published` in other processes, in pieces; nothing if these cannot be reached."""
+    pieces = [content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES)] or [b""]
+    with contextlib.suppress(Exception):  # the others do without
+        # The number of pieces goes last: who finds it finds all of them.
+        for number, piece in enumerate(pieces):
+            _client().key_value_set_bytes(f"{key}/{number}", piece)
+        _client().key_value_set_bytes(f"{key}/pieces", str(len(pieces)).encode())
+
+
+def withdraw(key: str) -> None:
+    """Delete what this process has published, which would otherwise stay until the program ends."""
+    with contextlib.suppress(Exception):  # nothing depends on it
+        _client().key_value_delete(key)
+
+
+def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
+    """Return by key what other processes have published, as far as it comes within `seconds` for all keys together."""
+    deadline = time.monotonic() + seconds
+    found: dict[str, bytes] = {}
+
+    def collect() -> None:
+        nonlocal deadline
+        client = _client()
+        for key in keys:
+            left = deadline - time.monotonic()
+            try:
+                if left > 0:
+                    count = int(client.blocking_key_value_get_bytes(f"{key}/pieces", max(1, round(left * 1000))))
+                else:
+                    count = int(client.key_value_try_get_bytes(f"{key}/pieces"))
+                found[key] = b"".join(client.key_value_try_get_bytes(f"{key}/{number}") for number in range(count))
+            except jax.errors.JaxRuntimeError:
+                deadline = 0.0  # what else is there already still counts; a wait of the last millisecond would miss it
+
+    with contextlib.suppress(SafetensorsError):  # there is no client
+        _interruptibly(collect)
+    return found
 
 
 def _client() -> Any:

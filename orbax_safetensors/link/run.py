@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.header_record import write_header_record
 from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
 from orbax_safetensors.devices.partition import MeshLike, Spec
@@ -205,6 +206,7 @@ def _write(decision: Decision, staging: Staging | ObjectStaging, made: Mapping[s
         staging.write(name, content)
     if isinstance(staging, Staging) and not decision.request.in_source:
         staging.link_files([*(file.path for file in checkpoint.files), *_model_files(decision.request)])
+    write_header_record(checkpoint.store, checkpoint.directory, checkpoint.fingerprints)
     for file in checkpoint.files:
         with closing(checkpoint.store.open(file.path)) as opened:
             opened.check(file.stamp)  # raises if the file has changed since its header was read

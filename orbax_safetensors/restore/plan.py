@@ -128,7 +128,12 @@ class Distribution:
 
         With `compared`, the plan has what cooperation would save even if the options rule it out.
         """
-        direct = self._plan([None] * len(self.leaves))
+        opening = self.checkpoint.opening
+        direct = replace(
+            self._plan([None] * len(self.leaves)),
+            open_requests=opening.requests,
+            open_requests_without_record=opening.requests_without_record,
+        )
         if self.process_count == 1 or not (compared or cooperates(self.options)):
             return direct
         count = sum(swap is not None for swap in self.possible)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.family import FamilyLike, fitted, mapped
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.checkpoint.shared_headers import MIN_PROCESSES
 from orbax_safetensors.devices.agreement import first, new_key
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
@@ -22,7 +23,7 @@ from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.restore.saved_tree import saved_tree
 from orbax_safetensors.restore.variants import resolved
 from orbax_safetensors.storage.memory import no_collection
-from orbax_safetensors.storage.paths import PathLike, as_text
+from orbax_safetensors.storage.paths import PathLike, as_text, is_url
 from orbax_safetensors.storage.schemes import is_unpinned
 
 
@@ -79,8 +80,8 @@ def restore(
             request = requests.everything(checkpoint, sharding_of)
         return checkpoint, request
 
-    together = _all_together(path, item, restore_args, sharding_of, options)
-    return _restored(path, together, options, resolve, partial=partial_restore)
+    company = _company(path, item, restore_args, sharding_of, options)
+    return _restored(path, company, options, resolve, partial=partial_restore)
 
 
 def restore_leaves(
@@ -101,28 +102,38 @@ def restore_leaves(
         restore_args = {paths[name]: args for name, args in leaves.items()}
         return checkpoint, requests.resolve(checkpoint, None, restore_args, partial=checkpoint.mapped is None)
 
-    restored = _restored(path, _all_together(path, None, dict(leaves), None, options), options, resolve)
+    restored = _restored(path, _company(path, None, dict(leaves), None, options), options, resolve)
     return {name: restored[paths[name]] for name in leaves}
+
+
+class _Company(NamedTuple):
+    """What this process does with all others in a restore.
+
+    Attributes:
+      together: they agree on the request, as `cooperative.decide` says.
+      share: they read headers for each other.
+    """
+
+    together: bool
+    share: bool
 
 
 def _restored(
     path: str,
-    together: bool,
+    company: _Company,
     options: SafetensorsOptions,
     resolve: Callable[[Checkpoint], tuple[Checkpoint, requests.Request]],
     *,
     partial: bool = False,
 ) -> Any:
-    """Restore the request that `resolve` returns for the checkpoint at `path`, in all processes `together` or alone.
-
-    If `partial`, files of the checkpoint may be missing.
-    """
-    # Made before anything can fail, and only for shared restores, so that all processes count keys alike.
+    """Restore the request that `resolve` returns for the checkpoint at `path`; if `partial`, files may be missing."""
+    # Made before anything can fail, and only for what all processes do, so that they count keys alike.
     # A process may have a copy of the checkpoint at another path; devices exchange leaves in one order anyway.
-    key = new_key("restore", "" if cooperates(options) else path) if together else None
+    key = new_key("restore", "" if cooperates(options) else path) if company.together else None
+    shared_by = new_key("headers", path) if company.share else None
 
     def placed() -> tuple[Checkpoint, requests.Request]:
-        stored = _read_for(path, options.storage_options, key, partial)
+        stored = _read_for(path, options.storage_options, key, shared_by, partial)
         with no_collection():
             checkpoint, request = resolve(stored)
             return checkpoint, requests.placed(request, checkpoint)
@@ -131,19 +142,22 @@ def _restored(
     return decided.request.tree(cooperative.restore(decided, options))
 
 
-def _all_together(
+def _company(
     path: str, item: Any, restore_args: Any, sharding_of: ShardingOf | None, options: SafetensorsOptions
-) -> bool:
-    """Return whether all processes make this restore together; otherwise each one restores alone.
+) -> _Company:
+    """Return what this process does with all others.
 
-    A shared restore has arrays over devices of all processes, and these exchange parts or must read one commit. Raises
+    A restore together has arrays over devices of all processes, and these exchange parts or must read one commit.
+    Headers are shared in any restore of such arrays from a server if there are many processes. Raises
     `TensorMismatchError` if arrays over devices of only some processes would have to be of one commit.
     """
     count = jax.process_count()
     if count == 1:
-        return False
+        return _Company(together=False, share=False)
+    many = count >= MIN_PROCESSES and is_url(path)
     if sharding_of is not None:  # its arrays are not known before the checkpoint is open
-        return is_unpinned(path) or cooperates(options)
+        together = is_unpinned(path) or cooperates(options)
+        return _Company(together, many and together)
     spread = [leaf for leaf in requests.leaf_requests(item, restore_args) if len(leaf.processes) > 1]
     everywhere = [leaf for leaf in spread if len(leaf.processes) == count]
     if spread and is_unpinned(path):
@@ -152,16 +166,20 @@ def _all_together(
                 f"{path}: arrays over devices of some of {count} processes could come from different commits; name its "
                 "commit, which is in the path of open_checkpoint"
             )
-        return True
-    return cooperates(options) and any(map(exchangeable, everywhere))
+        return _Company(together=True, share=many)
+    together = cooperates(options) and any(map(exchangeable, everywhere))
+    return _Company(together, many and bool(everywhere))
 
 
-def _read_for(path: str, storage_options: Mapping[str, Any] | None, key: str | None, partial: bool) -> Checkpoint:
-    """Read the checkpoint at `path`; with the `key` of a shared restore, all processes read one commit of a repository.
+def _read_for(
+    path: str, storage_options: Mapping[str, Any] | None, key: str | None, shared_by: str | None, partial: bool
+) -> Checkpoint:
+    """Read the checkpoint at `path`; processes may share headers, see `read_checkpoint` for `shared_by`.
 
-    The first process to come here decides on the commit; no process waits for another.
+    With the `key` of a restore together, all processes read one commit of a repository. The first process to come here
+    decides on the commit; no process waits for another.
     """
-    checkpoint = read_checkpoint(path, storage_options, partial=partial)
+    checkpoint = read_checkpoint(path, storage_options, partial=partial, shared_by=shared_by)
     if key is None or not is_unpinned(path):
         return checkpoint
     repository, _, pinned = first(f"{key}/commit", f"{path}\n{checkpoint.path}").partition("\n")

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 
 from orbax_safetensors.checkpoint.files import SUFFIX
+from orbax_safetensors.checkpoint.header_record import HEADERS_NAME, write_header_record
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import forget, new_key, post, posted, together
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
@@ -154,7 +155,7 @@ def _write_facts(save: Save, files: NewFiles, recorded: Mapping[str, FileChecksu
     """Write what follows from the tensors, and headers last: the last of them makes the files a checkpoint.
 
     On a store whose files appear whole, the headers are there already, and the index of several files is last, or
-    first if it takes the place of another one.
+    first if it takes the place of another one. A record of what is there then saves readers requests.
     """
     store, is_local = files.store, files.store.is_local
     index = save.layout.index
@@ -177,6 +178,8 @@ def _write_facts(save: Save, files: NewFiles, recorded: Mapping[str, FileChecksu
     if save.replaces:
         files.delete_others()
     if not is_local:
+        files.names.add(HEADERS_NAME)
+        write_header_record(store, files.path, list(recorded))
         return
     for name, header in save.layout.files:
         files.write(name, header.encoded, header.file_bytes)

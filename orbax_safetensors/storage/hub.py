@@ -89,6 +89,10 @@ class HubStore:
         names = {file[len(prefix) :].partition("/")[0] for file in self._contents.files if file.startswith(prefix)}
         return sorted(names) if names or not key else None
 
+    def states(self, path: str) -> dict[str, None] | None:
+        """Return `list` without states."""
+        return None if (names := self.list(path)) is None else dict.fromkeys(names)
+
     def open(self, path: str, stamp: Stamp | None = None) -> File:
         """Open a file of the cache, or with two requests, for the place and the first bytes.
 

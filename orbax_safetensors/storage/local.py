@@ -290,6 +290,10 @@ class LocalStore:
         except (OSError, ValueError) as error:
             raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
 
+    def states(self, path: str) -> dict[str, None] | None:
+        """Return `list` without states."""
+        return None if (names := self.list(path)) is None else dict.fromkeys(names)
+
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
         file = self.opened(path)

@@ -167,11 +167,20 @@ def _scatter(source: memoryview, buffers: Sequence[memoryview]) -> None:
 
 
 def _stamp(meta: ObjectMeta) -> Stamp:
-    """Return the state of an object: its version, or else the date of its last change, if the server sends either."""
-    tag, generation, modified = meta["e_tag"], meta["version"], meta["last_modified"]
+    """Return the state of an object: its ETag, or else the date of its last change, if the server sends either.
+
+    A generation is not part of it: listings do not have it, and a copy of an object has another one.
+    """
+    tag, modified = meta["e_tag"], meta["last_modified"]
     if tag:
-        return Stamp(meta["size"], f"{tag} of generation {generation}" if generation else tag)
+        return Stamp(meta["size"], tag)
     return Stamp(meta["size"], UNKNOWN if modified == NO_DATE else f"modified {modified.isoformat()}")
+
+
+def _listed_stamp(meta: ObjectMeta) -> Stamp:
+    """Return the state of an object that a listing has. Azure lists ETags without the quotes that its answers have."""
+    nbytes, version = _stamp(meta)
+    return Stamp(nbytes, f'"{version}"' if meta["e_tag"] and '"' not in version else version)
 
 
 def changed(path: str, stamp: Stamp, found: str) -> StorageError:
@@ -230,17 +239,21 @@ class RemoteStore:
 
     def list(self, path: str) -> list[str] | None:
         """Return the names of the objects below `path` up to the next slash, sorted; None if there are none."""
+        return None if (states := self.states(path)) is None else list(states)
+
+    def states(self, path: str) -> dict[str, Stamp | None] | None:
+        """Return `list`, with the states of objects; None is the state of what has objects below it."""
         prefix = self._key(path)
 
-        async def listed() -> list[str]:
-            async def attempt() -> list[str]:
-                found = await obstore.list_with_delimiter_async(self.objects, prefix or None)
-                keys = [meta["path"] for meta in found["objects"]] + [*found["common_prefixes"]]
-                return sorted({key.rpartition("/")[2] for key in keys if key != prefix} - {""})
+        async def listed() -> dict[str, Stamp | None]:
+            found = await obstore.list_with_delimiter_async(self.objects, prefix or None)
+            keys: dict[str, Stamp | None] = dict.fromkeys(found["common_prefixes"])
+            keys |= {meta["path"]: _listed_stamp(meta) for meta in found["objects"]}
+            states = {key.rpartition("/")[2]: state for key, state in sorted(keys.items()) if key != prefix}
+            states.pop("", None)
+            return states
 
-            return await self.retries.run(path, "listing", attempt)
-
-        return self._run(path, "listing", listed()) or None
+        return self._run(path, "listing", self.retries.run(path, "listing", listed)) or None
 
     def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
         """Open an object with a request for its first bytes, or without a request if its state is known."""
@@ -335,7 +348,7 @@ class RemoteStore:
             return await obstore.list(self.objects, prefix or None).collect_async()
 
         found = self._run(path, "listing", self.retries.run(path, "listing", listed))
-        return {meta["path"][len(prefix) :].lstrip("/"): _stamp(meta) for meta in found}
+        return {meta["path"][len(prefix) :].lstrip("/"): _listed_stamp(meta) for meta in found}
 
     def delete(self, path: str, names: Iterable[str]) -> None:
         """Delete objects below `path`, with one request for each and many requests at once."""

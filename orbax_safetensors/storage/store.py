@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -147,6 +147,9 @@ class Store(Protocol):
 
     def list(self, path: str) -> list[str] | None:
         """Return the names of the files in the directory `path`, sorted; None if `path` is a file."""
+
+    def states(self, path: str) -> Mapping[str, Stamp | None] | None:
+        """Return `list`, each name with the file's state if the listing tells the state in which `open` finds it."""
 
     def open(self, path: str, stamp: Stamp | None = None) -> File:
         """Open a file for reading; `StorageError` if it cannot be opened.

@@ -12,6 +12,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from orbax_safetensors.checkpoint.header_record import write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
@@ -190,6 +191,7 @@ class ObjectsSink(JointSink):
         self._write_kept([unit for unit in self._expected if unit == self._last])
         if (index := self._files.layout.index) is not None:
             write_small(self._store, posixpath.join(self.path, INDEX_NAME), index.encode())
+        write_header_record(self._store, self.path, [name for name, _ in self._files.layout.files])
 
     def _release(self) -> None:
         """Give up files that are not whole."""

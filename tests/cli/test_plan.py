@@ -36,6 +36,7 @@ def test_json(cli, directory):
     assert found["total_params"] == 3230
     assert found["replicated_arrays"] == 2
     assert found["uneven_arrays"] == []
+    assert found["open_requests"] == found["open_requests_without_record"] == 2 + len(FILES)  # with a listing and index
     assert found["largest_shard"] == found["smallest_shard"]
     for process in found["processes"]:
         assert process["needed_bytes"] == NEEDED
@@ -68,6 +69,7 @@ def test_a_pipe_gets_lines_of_fields(cli, directory):
     assert dict(facts)["mesh"] == "data=2,model=4"
     assert dict(facts)["devices"] == "8"
     assert dict(facts)["shards"] == "even"
+    assert dict(facts)["requests to open"] == str(2 + len(FILES))
     assert processes[0] == ["process", "needed", "read", "over-read", "requests", "staging", "destination"]
     assert [row[0] for row in processes[1:]] == ["0", "1", "2", "3"]
     assert files[0] == ["process", "file", "needed", "read", "over-read", "requests"]

@@ -14,6 +14,7 @@ import pytest
 from etils import epath
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.link.decide import Decision
 from orbax_safetensors.link.objects import ObjectStaging
@@ -95,7 +96,7 @@ def test_beside_the_objects(url, objects):
     before = content(objects)
     done = ost.link(f"{url}/")
     assert (done.path, done.made_bytes) == (url, 0)
-    assert names(objects) == OF_A_LINK | OF_A_MODEL
+    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME}
     assert of_model(objects) == before
     assert_same(read(url), arrays())
     assert_same(ost.SafetensorsHandler().restore(epath.Path(url)), arrays())
@@ -109,7 +110,7 @@ def test_what_is_computed_is_made(url, objects):
     done = ost.link(url, family=FAMILY, progress=lambda *now: told.append(now))
     assert done.made_bytes == plan.made_bytes == MADE_BYTES
     assert told[-1] == (MADE_BYTES, MADE_BYTES)
-    assert names(objects) == OF_A_LINK | OF_A_MODEL | {"made"}
+    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME} | {"made"}
     assert not [name for name in objects if name.startswith("model/made/_")]
     assert_same(read(url), mapped())
     with pytest.raises(ost.StorageError, match="made: holds no finished checkpoint of Orbax"):
@@ -246,7 +247,7 @@ def test_interrupted_and_resumed(name, url, objects):
     told = []
     ost.link(url, family=FAMILY, resume=True, progress=lambda *now: told.append(now))
     assert told == []
-    assert names(objects) == OF_A_LINK | OF_A_MODEL | {"made"}
+    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME} | {"made"}
     assert of_model(objects) == before
     assert_same(read(url), mapped())
 
@@ -280,7 +281,7 @@ def test_killed_and_begun_anew(url, objects):
         ost.link(url, family=FAMILY, resume=True, progress=lambda *now: again.append(now))
     assert again[-1] == (MADE_BYTES, MADE_BYTES)
     ost.link(url)
-    assert names(objects) == OF_A_LINK | OF_A_MODEL
+    assert names(objects) == OF_A_LINK | OF_A_MODEL | {HEADERS_NAME}
     assert_same(read(url), arrays())
 
 
@@ -308,6 +309,7 @@ def test_an_object_that_changes_meanwhile(url, objects):
     write = ObjectStaging.write
     path = epath.Path(url) / "model-00001-of-00002.safetensors"
     text = path.read_bytes()
+    text = text[:-1] + bytes([text[-1] ^ 1])
 
     def change(self, name, content):
         write(self, name, content)

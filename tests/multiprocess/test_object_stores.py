@@ -7,6 +7,7 @@ import obstore
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
 from tests.multiprocess.workers_object_stores import expected, family_values
 from tests.support.launch import launch
 from tests.support.servers.faults import Answer
@@ -43,7 +44,7 @@ def test_what_several_processes_save(together):
     assert max(written) <= 1.3 * np.mean(written)
     names = [one["path"] for one in obstore.list(s3.store(), "one").collect()]
     files = [f"one/model-{number + 1:05}-of-{PROCESSES:05}.safetensors" for number in range(PROCESSES)]
-    assert names == ["one/config.json", *files, "one/safetensors.checksums.json"]
+    assert names == ["one/config.json", *files, "one/safetensors.checksums.json", f"one/{HEADERS_NAME}"]
     # Whole tensors, in files with an index as one process writes them, which are as long.
     checkpoint = ost.open_checkpoint(f"{s3.url}/whole", options=options)
     assert all(len(tensor.pieces) == 1 and not any(tensor.pieces[0].start) for tensor in checkpoint.tensors.values())
@@ -84,6 +85,7 @@ def test_what_several_processes_save(together):
         "commit_success.txt",
         "model-00001-of-00001.safetensors",
         "safetensors.checksums.json",
+        HEADERS_NAME,
     ]
     # One that cannot even use its way to the store ends the save of all, whatever it was about to do there.
     for process, of_process in enumerate(found):

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,20 @@ class LaunchError(Exception):
     """A process failed or did not end; the message has what each of them wrote to stderr."""
 
 
-def launch(function: str, arguments: Any, *, processes: int, devices: int, timeout: float = 150.0) -> list[Any]:
+def launch(
+    function: str,
+    arguments: Any,
+    *,
+    processes: int,
+    devices: int,
+    timeout: float = 150.0,
+    killed: Collection[int] = (),
+) -> list[Any]:
     """Calls `function`, as `module:name`, with `arguments` in every process; returns their results in order.
 
     Arguments and results are JSON. Every process has `devices` simulated CPU devices. Once one fails, or after
-    `timeout` seconds, the others are killed and `LaunchError` is raised.
+    `timeout` seconds, the others are killed and `LaunchError` is raised. Those in `killed`, not the first, may end as
+    they like, and have no results.
     """
     with tempfile.TemporaryDirectory() as scratch, socket.socket() as reserved:
         # Bound and never listening: it keeps the port from others, and shares it with the coordinator.
@@ -50,6 +60,7 @@ def launch(function: str, arguments: Any, *, processes: int, devices: int, timeo
             "processes": processes,
             "coordinator": f"127.0.0.1:{reserved.getsockname()[1]}",
             "timeout": timeout,
+            "lasting": [index for index in range(processes) if index not in killed],
         }
         Path(scratch, "job.json").write_text(json.dumps(job))
         environment = {
@@ -73,13 +84,13 @@ def launch(function: str, arguments: Any, *, processes: int, devices: int, timeo
                             stderr=stderr,
                         )
                     )
-            _wait(running, timeout + _GRACE_SECONDS)
+            _wait([running[index] for index in job["lasting"]], timeout + _GRACE_SECONDS)
         finally:
             for process in running:
                 process.kill()
             codes = [process.wait() for process in running]
-        results = [Path(scratch, f"{index}.json") for index in range(processes)]
-        if any(codes):
+        results = [Path(scratch, f"{index}.json") for index in job["lasting"]]
+        if any(codes[index] for index in job["lasting"]):
             raise LaunchError(
                 f"{function} with {processes} processes:\n"
                 + "\n".join(
@@ -119,7 +130,12 @@ def _main(scratch: str, index: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             result = function(job["arguments"])
-        Path(scratch, f"{index}.json").write_text(json.dumps(result))
+        Path(scratch, f"{index}.part").write_text(json.dumps(result))
+        Path(scratch, f"{index}.part").rename(Path(scratch, f"{index}.json"))
+        if len(job["lasting"]) < job["processes"]:  # JAX ends all that are left once it notices, or when the first ends
+            while not all(Path(scratch, f"{other}.json").exists() for other in job["lasting"]):
+                time.sleep(0.05)
+            os._exit(0)
     except BaseException:
         # An ordinary exit would first wait for the processes that this one has let down.
         traceback.print_exc()

@@ -1,6 +1,7 @@
 """Processes of one JAX program, as threads of this one: for what they agree on, without starting any."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -30,6 +31,22 @@ class Service:
     def key_value_try_get(self, key):
         if key not in self.values:
             raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def key_value_set_bytes(self, key, value):
+        assert isinstance(value, bytes)
+        assert len(value) < 4 * 2**20  # as the real one takes no more
+        self.key_value_set(key, value)
+
+    def key_value_try_get_bytes(self, key):
+        return self.key_value_try_get(key)
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        until = time.monotonic() + milliseconds / 1000
+        while key not in self.values and not self.dead and time.monotonic() < until:
+            time.sleep(0.002)
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
         return self.values[key]
 
     def key_value_dir_get(self, directory):
