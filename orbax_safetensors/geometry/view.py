@@ -271,28 +271,12 @@ class View:
         if len(self.pieces) == 1 and shape == self.shape and box == Box.whole(self.shape):
             (piece,) = self.pieces
             return [Taken(piece.tensor, _whole_copy(piece.offset, piece.dims, self.shape), piece.ops)]
-        strides = row_major(shape)
-        out = []
-        for piece in self.pieces:
-            cuts = []
-            for (low, high), begin, modes in zip(box, piece.start, piece.dims, strict=True):
-                # (position in the box, offset in the tensor, modes)
-                cut = [
-                    (begin + at - low, offset, part)
-                    for at, offset, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
-                ]
-                if not cut:
-                    break
-                cuts.append(cut)
-            else:
-                for parts in product(*cuts):
-                    copy = Copy(
-                        piece.offset + sum(offset for _, offset, _ in parts),
-                        sum(at * stride for (at, _, _), stride in zip(parts, strides, strict=True)),
-                        copy_modes([modes for _, _, modes in parts], strides),
-                    )
-                    out.append(Taken(piece.tensor, copy, piece.ops))
-        return out
+        cut = _cut if len(self.pieces) == 1 else _cut.__wrapped__
+        return [
+            Taken(piece.tensor, copy, piece.ops)
+            for piece in self.pieces
+            for copy in cut(piece.offset, piece.dims, piece.start, box, tuple(shape))
+        ]
 
     def clipped(self, box: Box) -> Box:
         """Return the part of `box` that lies in the view; the box may reach over the end."""
@@ -308,6 +292,35 @@ class View:
     def __str__(self) -> str:
         shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
         return f"view {self.shape} of [{shown}]"
+
+
+# Tensors of a model's layers are cut alike. In a view of many pieces, no two of them are.
+@lru_cache(maxsize=2**16)
+def _cut(
+    offset: int, dims: tuple[Modes, ...], start: tuple[int, ...], box: Box, shape: tuple[int, ...]
+) -> tuple[Copy, ...]:
+    """Return the copies of one piece, which begins at `start` of its view, into an array of `shape`; see `copies`."""
+    cuts = []
+    for (low, high), begin, modes in zip(box, start, dims, strict=True):
+        # (position in the box, offset in the tensor, modes)
+        cut = [
+            (begin + at - low, offset, part)
+            for at, offset, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
+        ]
+        if not cut:
+            return ()
+        cuts.append(cut)
+    strides = row_major(shape)
+    return tuple(
+        [
+            Copy(
+                offset + sum(inside for _, inside, _ in parts),
+                sum(at * stride for (at, _, _), stride in zip(parts, strides, strict=True)),
+                copy_modes([modes for _, _, modes in parts], strides),
+            )
+            for parts in product(*cuts)
+        ]
+    )
 
 
 @lru_cache(maxsize=2**16)

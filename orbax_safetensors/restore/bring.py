@@ -23,7 +23,7 @@ from orbax_safetensors.transfer.plan import Block, Rows, TransferPlan, rows_of, 
 from orbax_safetensors.transfer.reader import Reader, direct_offsets, memory_for
 
 # What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
-_MAPPED_BYTES = 4 * 2**20
+_MAPPED_BYTES = 16 * 2**20
 # Shorter rows are not handed to a runtime, which copies them one by one.
 _ROW_BYTES = 64
 # Ranges so close are brought in as one.
@@ -79,6 +79,8 @@ class Bringer:
             plan = self._planned(blocks)
             offsets = direct_offsets(plan, self._checkpoint.store)
         batch.room = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
+        if ranges:
+            batch.room.arrived = partial(self._reader.release, ranges)
         memory = batch.room.memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):

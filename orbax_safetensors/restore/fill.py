@@ -46,6 +46,7 @@ EVENT_DURATION = "/jax/orbax/read/safetensors/duration_secs"
 # The most that goes to a device at once: a GPU's runtime copies less than 1 GiB into memory that the card reads itself,
 # and leaves more to the driver, which is slow.
 _MOST_BYTES = 2**30 - 1
+_BATCHES = 4
 
 
 class Filling:
@@ -65,7 +66,8 @@ class Filling:
         self._meter = meter
         self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
         self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
-        self._in_flight = InFlight(options.in_flight_bytes)
+        # Enough to read while others are on their way. The less it is, the sooner it is used again.
+        self._in_flight = InFlight(options.in_flight_bytes, _BATCHES * self._batch_bytes)
         self.bringer = Bringer(checkpoint, options, pace, reader, self._in_flight)
 
     def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
@@ -111,11 +113,11 @@ class Filling:
                 if failed.is_set():
                     break
                 with no_collection():
-                    sent = _arrays(batch, targets, values, growing)
+                    _make_arrays(batch, targets, values, growing)
                 if batch.room is None:
                     staying += batch.counted
                 else:
-                    self._in_flight.send(batch.room, sent)
+                    self._in_flight.send(batch.room)
                 batch.arrays.clear()
                 report()
         while self._in_flight.wait_for_one():
@@ -134,10 +136,10 @@ class Filling:
         self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
 
 
-def _arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> list[jax.Array]:
-    """Make leaves, or parts of them, of the filled arrays of a batch. Return what goes to devices."""
-    sent = []
+def _make_arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> None:
+    """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
+    sent = [] if batch.room is None else batch.room.sent
     for piece in batch.pieces:
         target = targets[piece.number]
         shards = list(islice(arrays, len(piece.blocks)))
@@ -152,7 +154,6 @@ def _arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing:
             if piece.number not in growing:
                 growing[piece.number] = Growing(plain(target.sharding), target.shape, target.dtype)
             sent.append(growing[piece.number].put(piece.start, of_boxes))
-    return sent
 
 
 @contextlib.contextmanager

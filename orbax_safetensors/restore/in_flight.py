@@ -5,29 +5,34 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import jax
 import numpy as np
 
 from orbax_safetensors.devices import arrays
+from orbax_safetensors.storage.memory import PAGE_BYTES
 from orbax_safetensors.storage.pool import Pool, Taken
 
-# Batches in flight: one is read, one is on its way, one is between, and one is a reserve.
-_ROOMS = 4
+# Of the pool, for batches that begin in their pages as the bytes do in files.
+_PAGES = 16
 
 
 @dataclass(eq=False)
 class Room:
-    """Room for `nbytes` in flight, of which `counted` count for progress, with memory if that has to be ours."""
+    """Room for `nbytes` in flight, of which `counted` count for progress, with memory if that has to be ours.
+
+    `sent` are the arrays that are made of the memory. Once they have arrived, `arrived` is called.
+    """
 
     nbytes: int
     counted: int
     taken: Taken | None
-    sent: Sequence[jax.Array] = ()
+    sent: list[jax.Array] = field(default_factory=list)
+    arrived: Callable[[], None] | None = None
 
     @property
     def memory(self) -> list[np.ndarray]:
@@ -36,16 +41,16 @@ class Room:
 
 
 class InFlight:
-    """At most `limit` bytes that are read or transferred, in few batches, or one larger batch.
+    """At most `limit` bytes that are read or transferred, or one larger batch.
 
-    Safe for several threads: one takes room, and fills its memory; another makes arrays of it and passes them to
-    `send`. The room is free again once the devices have the arrays, in the order of `send`.
+    Safe for several threads: one takes room and fills its memory, another makes arrays of it, adds each to the room
+    at once, and calls `send`. The room is free again once the devices have the arrays, in the order of `send`.
     """
 
-    def __init__(self, limit: int) -> None:
-        """Take no memory yet."""
+    def __init__(self, limit: int, most_memory: int) -> None:
+        """Take no memory yet; of `limit` bytes in flight, at most `most_memory` are ours, or one larger batch."""
         self.arrived = 0  # counted bytes
-        self._limit = limit
+        self._limit, self._most_memory = limit, most_memory
         self._changed = threading.Condition()
         self._rooms: list[Room] = []
         self._sent: deque[Room] = deque()
@@ -53,7 +58,7 @@ class InFlight:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(self._limit)
+        return Pool(self._limit + _PAGES * PAGE_BYTES)
 
     def take(
         self, nbytes: int, counted: int, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None
@@ -67,19 +72,21 @@ class InFlight:
                 self._collect()
                 if self._ended:
                     raise CancelledError
-                if not self._rooms or (
-                    len(self._rooms) < _ROOMS and sum(room.nbytes for room in self._rooms) + nbytes <= self._limit
-                ):
+                if self._has_room(nbytes, sum(sizes)):
                     taken = self._pool.take(sizes, offsets) if sizes else None
                     if taken is not None or not sizes:
                         self._rooms.append(room := Room(nbytes, counted, taken))
                         return room
                 self._wait()
 
-    def send(self, room: Room, sent: Sequence[jax.Array]) -> None:
-        """Free `room` when the devices have `sent`, which was made of its memory."""
+    def _has_room(self, nbytes: int, of_memory: int) -> bool:
+        held = sum(room.nbytes for room in self._rooms)
+        memory = sum(buffer.nbytes for room in self._rooms for buffer in room.memory)
+        return (not held or held + nbytes <= self._limit) and (not memory or memory + of_memory <= self._most_memory)
+
+    def send(self, room: Room) -> None:
+        """Free `room` when the devices have its arrays, which are all."""
         with self._changed:
-            room.sent = sent
             self._sent.append(room)
             self._collect()
             self._changed.notify_all()
@@ -109,16 +116,19 @@ class InFlight:
 
     def settle(self) -> None:
         """Wait until no device reads any room, whether or not it got what was there."""
-        for room in self._sent:
-            with contextlib.suppress(Exception):
-                arrays.wait(room.sent)
+        for room in self._rooms:
+            for array in room.sent:
+                with contextlib.suppress(Exception):
+                    arrays.wait([array])
 
     def _collect(self) -> None:
         while self._sent and arrays.are_ready(self._sent[0].sent):
             room = self._sent.popleft()
-            room.sent = ()
+            room.sent.clear()
             self._rooms.remove(room)
             self.arrived += room.counted
+            if room.arrived is not None:
+                room.arrived()
             if room.taken is not None:
                 self._pool.give_back(room.taken)
             self._changed.notify_all()

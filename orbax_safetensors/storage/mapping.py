@@ -23,6 +23,8 @@ from orbax_safetensors.storage.memory import PAGE_BYTES
 
 _MADV_POPULATE_READ = 22  # of Linux since 5.14; Python does not know it
 
+_CACHESTAT = 451  # the number of a system call, on every machine; of Linux since 6.5
+
 # File systems of this machine, by the magic numbers of `statfs`. Elsewhere, a program on another machine can truncate a
 # file in spite of a lease, and each page may be a request to a server.
 _LOCAL_FILE_SYSTEMS = {
@@ -38,6 +40,7 @@ _LOCAL_FILE_SYSTEMS = {
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 
@@ -76,6 +79,8 @@ class LeasedMapping:
 
     def populate(self, begin: int, end: int) -> None:
         """Bring the pages of the bytes `[begin, end)` in; `StorageError` if that fails."""
+        if self._is_cached(begin, end):
+            return  # whoever touches a page finds it, with those around it, in less time than it takes here
         try:
             self._populate(begin, end)
         except OSError:
@@ -87,10 +92,27 @@ class LeasedMapping:
                     f"{self._path}: mapping {end - begin} bytes at offset {begin} failed: {error.strerror}"
                 ) from error
 
+    def _is_cached(self, begin: int, end: int) -> bool:
+        """Return whether the page cache has all pages of a range; False if the system does not say."""
+        first = begin // PAGE_BYTES
+        facts = (ctypes.c_uint64 * 5)()  # the first is the number of pages
+        range_ = (ctypes.c_uint64 * 2)(begin, end - begin)
+        failed = _libc.syscall(_CACHESTAT, self._descriptor, range_, facts, 0)
+        return not failed and facts[0] >= -(-end // PAGE_BYTES) - first
+
     def _populate(self, begin: int, end: int) -> None:
         begin -= begin % PAGE_BYTES
         if _libc.madvise(self.memory.ctypes.data + begin, end - begin, _MADV_POPULATE_READ):
             raise OSError(code := ctypes.get_errno(), os.strerror(code))
+
+    def release(self, begin: int, end: int) -> None:
+        """Take whole pages of the bytes `[begin, end)` out of this process's memory; they stay in the page cache.
+
+        That takes as long as bringing them in, and for a whole file at once, nobody could do anything else meanwhile.
+        """
+        begin, end = -(-begin // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+        if begin < end:
+            _libc.madvise(self.memory.ctypes.data + begin, end - begin, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Give up the lease. The memory goes with the last array over it."""

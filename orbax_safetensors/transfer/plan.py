@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
@@ -241,22 +242,30 @@ def rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
     if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
         return None
     itemsize = block.dtype.itemsize
-    if copy.elements * itemsize != block.nbytes:  # the rest is padding
-        return None
+    rows = _rows(copy, block.shape)
     begin = location.begin + copy.source * itemsize
+    if rows is None or begin % block.dtype.alignment:
+        return None
+    elements, strides = rows
+    return Rows(location.file, begin, begin + elements * itemsize, tuple([stride * itemsize for stride in strides]))
+
+
+@lru_cache(maxsize=2**12)  # layers of a model have the same
+def _rows(copy: Copy, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """Return from the first to behind the last source element how far it is, and the stride of each dimension.
+
+    None if the copy does not fill an array of `shape` in the order of its source, with the innermost stride 1.
+    """
+    if copy.elements != prod(shape):  # the rest is padding
+        return None
     steps = [stride for _, stride, _ in copy.modes]
-    dims = split(tuple((size, stride) for size, stride, _ in copy.modes), block.shape)
-    if (
-        dims is None
-        or any(len(modes) > 1 for modes in dims)
-        or steps != sorted(steps, reverse=True)
-        or steps[-1:] not in ([], [1])
-        or begin % block.dtype.alignment
-    ):
+    dims = split(tuple([(size, stride) for size, stride, _ in copy.modes]), shape)
+    if dims is None or any(len(modes) > 1 for modes in dims) or steps != sorted(steps, reverse=True):
+        return None
+    if steps and steps[-1] != 1:
         return None
     last = sum((size - 1) * stride for size, stride, _ in copy.modes)
-    strides = tuple(modes[0][1] * itemsize if modes else itemsize for modes in dims)
-    return Rows(location.file, begin, begin + (last + 1) * itemsize, strides)
+    return last + 1, tuple([modes[0][1] if modes else 1 for modes in dims])
 
 
 def in_file_order(names: Iterable[str], locate: Callable[[str], Location]) -> list[tuple[Location, str]]:

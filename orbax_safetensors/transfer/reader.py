@@ -84,6 +84,12 @@ class Reader(Transfer[File]):
         mapping.populate(begin, end)
         self._count(1, end - begin)
 
+    def release(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Let pages go that nobody needs any more, of ranges `(file, begin, end)` for which `bring` was called."""
+        for number, begin, end in ranges:
+            if (mapping := self._leases.get(number)) is not None:
+                mapping.release(begin, end)
+
     @property
     def lease_is_wanted(self) -> bool:
         """Return whether another program waits for a lease to end."""

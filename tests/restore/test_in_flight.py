@@ -27,6 +27,11 @@ class Sent:
         return self
 
 
+def send(in_flight, room, array):
+    room.sent.append(array)
+    in_flight.send(room)
+
+
 def in_thread(function, *arguments):
     results = []
     thread = threading.Thread(target=lambda: results.append(function(*arguments)), daemon=True)
@@ -35,11 +40,11 @@ def in_thread(function, *arguments):
 
 
 def test_who_takes_room_waits_for_what_was_sent_first():
-    in_flight = InFlight(100)
+    in_flight = InFlight(100, 100)
     first, second = in_flight.take(60, 60, [60]), in_flight.take(40, 40, [40])
     sent = Sent(), Sent()
-    in_flight.send(first, [sent[0]])
-    in_flight.send(second, [sent[1]])
+    send(in_flight, first, sent[0])
+    send(in_flight, second, sent[1])
     thread, results = in_thread(in_flight.take, 50, 50, [50])
     assert sent[0].waited.wait(20)
     sent[1].arrived.set()
@@ -51,22 +56,22 @@ def test_who_takes_room_waits_for_what_was_sent_first():
 
 
 def test_who_takes_room_waits_for_what_is_not_sent_yet():
-    in_flight = InFlight(100)
+    in_flight = InFlight(100, 100)
     room = in_flight.take(80, 80, [80])
     thread, results = in_thread(in_flight.take, 50, 50, [50])
     assert not results
     sent = Sent()
     sent.arrived.set()
-    in_flight.send(room, [sent])
+    send(in_flight, room, sent)
     thread.join(20)
     assert len(results) == 1
 
 
 def test_memory_is_free_only_once_it_has_arrived():
-    in_flight = InFlight(2**20)
+    in_flight = InFlight(2**20, 2**20)
     first = in_flight.take(10, 10, [10])
     sent = Sent()
-    in_flight.send(first, [sent])
+    send(in_flight, first, sent)
     second = in_flight.take(10, 10, [10])
     assert second.memory[0].ctypes.data != first.memory[0].ctypes.data
     sent.arrived.set()
@@ -75,31 +80,48 @@ def test_memory_is_free_only_once_it_has_arrived():
 
 
 def test_more_than_the_limit_goes_alone():
-    in_flight = InFlight(100)
+    in_flight = InFlight(100, 100)
     large = in_flight.take(1000, 1000, [1000])
     thread, results = in_thread(in_flight.take, 1, 1, [1])
     sent = Sent()
     sent.arrived.set()
     assert not results
-    in_flight.send(large, [sent])
+    send(in_flight, large, sent)
     thread.join(20)
     assert len(results) == 1
 
 
 def test_bytes_without_memory_of_ours_count_as_well():
-    in_flight = InFlight(100)
-    assert in_flight.take(100, 100).memory == []
+    in_flight = InFlight(100, 100)
+    room = in_flight.take(100, 100)
+    assert room.memory == []
     thread, results = in_thread(in_flight.take, 1, 1)
-    in_flight.end()
-    thread.join(20)
-    assert not thread.is_alive()
+    sent = Sent()
+    sent.arrived.set()
     assert not results
+    send(in_flight, room, sent)
+    thread.join(20)
+    assert len(results) == 1
+
+
+def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
+    in_flight = InFlight(1000, 20)
+    first, mapped = in_flight.take(20, 20, [20]), in_flight.take(500, 500)
+    thread, results = in_thread(in_flight.take, 20, 20, [20])
+    sent = Sent(), Sent()
+    send(in_flight, first, sent[0])
+    send(in_flight, mapped, sent[1])
+    assert sent[0].waited.wait(20)
+    assert not results
+    sent[0].arrived.set()
+    thread.join(20)
+    assert len(results) == 1
 
 
 def test_who_waits_fails_at_the_end(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
     raised = []
-    in_flight = InFlight(100)
+    in_flight = InFlight(100, 100)
     in_flight.take(100, 100)
     thread, _ = in_thread(in_flight.take, 1, 1)
     in_flight.end()
@@ -110,11 +132,11 @@ def test_who_waits_fails_at_the_end(monkeypatch):
 
 
 def test_drain_waits_for_everything():
-    in_flight = InFlight(100)
+    in_flight = InFlight(100, 100)
     room = in_flight.take(10, 7)
     thread, results = in_thread(in_flight.drain)
     sent = Sent()
-    in_flight.send(room, [sent])
+    send(in_flight, room, sent)
     assert sent.waited.wait(20)
     assert not results
     sent.arrived.set()
@@ -125,10 +147,10 @@ def test_drain_waits_for_everything():
 
 
 def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it():
-    in_flight = InFlight(100)
+    in_flight = InFlight(100, 100)
     sent = Sent(), Sent()
     for number in range(2):
-        in_flight.send(in_flight.take(10, 10), [sent[number]])
+        send(in_flight, in_flight.take(10, 10), sent[number])
     sent[0].error = RuntimeError("out of memory on the device")
     is_ready = sent[0].is_ready
     sent[0].is_ready = lambda: False
