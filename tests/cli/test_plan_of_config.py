@@ -23,7 +23,11 @@ def test_it_says_that_it_is_of_the_config(cli, alone):
     assert result.facts["source"] == "config.json alone"
     files = cli("plan", QWEN3, *MESH, "--family", "maxtext")
     assert "source" not in files.facts
-    assert {name: text for name, text in result.facts.items() if name != "source"} == files.facts
+    differing = ("source", "requests to open")  # the files at hand are more than those that a save would write
+    for name in differing:
+        del result.facts[name]
+        files.facts.pop(name, None)
+    assert result.facts == files.facts
 
 
 def test_json(cli, alone):

@@ -8,7 +8,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.restore import run as restoring
-from orbax_safetensors.storage import local
+from orbax_safetensors.storage import local, pool
 from orbax_safetensors.storage import memory as arena
 from orbax_safetensors.transfer.reader import Reader
+from tests.support.accelerator import accelerator
 from tests.support.files import nothing_left, random_bits, write
 from tests.support.small_model import RNG, STEP, B, W, assert_same_bits, restore_alone, struct
 
@@ -93,17 +93,14 @@ def test_one_line_is_logged(directory, checkpointer, caplog):
     assert f"Restored 3 arrays from {directory}: {W.nbytes + B.nbytes + 4} bytes read in 2 requests" in line
 
 
-def test_memory_for_accelerators_is_held_to_the_budget(tmp_path, mesh, monkeypatch):
-    """As on a GPU, where host memory is given back once the transfer is done; here nothing is transferred."""
+@pytest.mark.parametrize("mapped", [True, False])
+def test_bytes_on_their_way_are_held_to_the_budget(tmp_path, mapped):
     arrays = {f"w{number}": random_bits(RNG, (64, 64), np.dtype("f4")) for number in range(10)}
     write(tmp_path / "x.safetensors", arrays)
-    monkeypatch.setattr("orbax_safetensors.devices.arrays.is_cpu", lambda device: False)
-    waited = []
-    monkeypatch.setattr(jax, "block_until_ready", lambda batch: waited.append(len(batch)))
-    options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4)
-    with ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
+    options = ost.SafetensorsOptions(in_flight_bytes=4 * 64 * 64 * 4, map_files=mapped)
+    with accelerator() as device, ocp.Checkpointer(ost.SafetensorsHandler(options=options)) as checkpointer:
         restored = checkpointer.restore(tmp_path, restore_args=dict.fromkeys(arrays, ocp.ArrayRestoreArgs()))
-    assert waited == [2, 2, 2]
+    assert (device.num_transfers, device.most_bytes) == (10, options.in_flight_bytes)
     for name, array in arrays.items():
         assert_same_bits(restored[name], array)
 
@@ -143,7 +140,7 @@ def test_a_read_that_fails_is_one_error_and_leaves_nothing(directory, mesh, monk
 
 def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeypatch):
     arenas = []
-    real = arena._map
+    real = arena.arena_of
 
     def remember(nbytes):
         memory = real(nbytes)
@@ -153,7 +150,8 @@ def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeyp
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(arena, "_map", remember)
+    monkeypatch.setattr(arena, "arena_of", remember)
+    monkeypatch.setattr(pool, "arena_of", remember)
     checkpoint = ost.open_checkpoint(directory)
     monkeypatch.setattr(restoring, "read_checkpoint", lambda *_, **__: checkpoint)
     monkeypatch.setattr(local.os, "preadv", fail)
@@ -180,7 +178,7 @@ def test_a_thread_that_cannot_be_started_stops_the_others(directory, monkeypatch
     read, stopped = [], threading.Event()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     monkeypatch.setattr(Reader, "_move", lambda *_: (read.append(1), stopped.wait(60)))
-    monkeypatch.setattr(Reader, "_cancel", lambda _: stopped.set())
+    monkeypatch.setattr(Reader, "cancel", lambda _: stopped.set())
     monkeypatch.setattr(local.LocalStore, "cost", dataclasses.replace(local.COST, max_request_bytes=16))
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(epath.Path(directory))

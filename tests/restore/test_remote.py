@@ -1,6 +1,8 @@
 """Checkpoints behind URLs: opened, verified, planned and restored as those in directories are."""
 
+import _thread
 import json
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.storage import remote, retries
-from orbax_safetensors.transfer import threads
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
@@ -75,7 +76,7 @@ def test_headers_are_one_request_for_each_file(server):
 
 
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P("y"), P()])
-def test_shards_and_what_is_read_for_them(server, mesh, spec):
+def test_shards_and_what_is_read_for_them(server, mesh, spec, device):
     item = {
         name: jax.ShapeDtypeStruct(
             array.shape, array.dtype, sharding=NamedSharding(mesh, P("x") if array.ndim == 1 else spec)
@@ -89,7 +90,8 @@ def test_shards_and_what_is_read_for_them(server, mesh, spec):
     assert all(same(restored[name], TENSORS[name]) for name in TENSORS)
     read = [one for one in server.log if one.range != (0, remote.HEAD_BYTES)]
     (cost,) = plan.processes
-    assert len(read) == cost.num_requests
+    # To an accelerator, a long shard is a request of its own, whose answer goes there as it is.
+    assert len(read) == cost.num_requests + (device is not None and spec == P())
     assert sum(one.sent for one in read) == cost.read_bytes
     assert max(one.sent for one in read) <= 8 * 2**20
 
@@ -147,16 +149,10 @@ def test_a_config_beside_the_files(server, tmp_path):
         ost.open_checkpoint(f"{server.url}/one", family="maxtext")
 
 
-def test_an_interrupt_ends_a_restore(server, monkeypatch):
+def test_an_interrupt_ends_a_restore(server):
     url = f"{server.url}/one/model.safetensors"
     ost.open_checkpoint(url)
     server.fail(Cut(None, "stall"), skip=1, times=None)
-    real = threads.wait
-
-    def interrupted(futures, timeout=None):
-        real(futures, timeout=0.2)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threads, "wait", interrupted)
+    threading.Timer(0.2, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         ost.SafetensorsHandler().restore(url)

@@ -107,6 +107,7 @@ def test_a_page_that_the_disk_does_not_give_is_the_error_of_a_read(path, leased,
     def broken(descriptor, buffers, offset):
         raise OSError(errno.EIO, "Input/output error")
 
+    monkeypatch.setattr(leased, "_is_cached", lambda begin, end: False)
     monkeypatch.setattr(leased, "_populate", refused)
     with pytest.raises(StorageError, match="file: mapping 4096 bytes at offset 8192 failed: Bad address"):
         leased.populate(8192, 12288)
@@ -125,9 +126,24 @@ def test_a_page_that_comes_at_the_second_attempt_is_no_error(leased, monkeypatch
             raise OSError(errno.EFAULT, "Bad address")
         populate(begin, end)
 
+    monkeypatch.setattr(leased, "_is_cached", lambda begin, end: False)
     monkeypatch.setattr(leased, "_populate", once_refused)
     leased.populate(0, 100)
     assert len(attempts) == 2
+
+
+def test_cached_pages_are_not_brought_in(leased, monkeypatch):
+    monkeypatch.setattr(leased, "_populate", None)
+    assert leased._is_cached(0, len(CONTENT))
+    assert not leased._is_cached(0, len(CONTENT) + 4096)
+    leased.populate(4000, 5000)
+
+
+def test_released_pages_come_again(leased):
+    leased.populate(0, len(CONTENT))
+    leased.release(100, len(CONTENT) - 100)
+    leased.release(5000, 5001)
+    assert leased.memory.tobytes() == CONTENT
 
 
 def test_threads_populate_at_once(leased):

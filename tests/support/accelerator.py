@@ -79,10 +79,13 @@ class _Transfer:
 
 
 class Accelerator:
-    """What the devices are doing: `num_transfers` counts sources, `problems` says what the package did wrong."""
+    """What the devices are doing: `problems` says what the package did wrong.
+
+    `num_transfers` counts sources, and `most_bytes` is the most that were under way at once.
+    """
 
     def __init__(self, arrival: Literal["late", "random"], seed: int, max_bytes: int) -> None:
-        self.num_transfers = 0
+        self.num_transfers = self.most_bytes = 0
         self.problems: list[str] = []
         self._max_bytes = max_bytes
         self._pending: dict[int, _Transfer] = {}  # by the address of each shard
@@ -101,6 +104,8 @@ class Accelerator:
         with self._lock:
             if transfer.sources:
                 self._pending.update((address, transfer) for address in _addresses(transfer.arrays))
+                under_way = sum(source.nbytes for each in self._under_way() for source in each.sources)
+                self.most_bytes = max(self.most_bytes, under_way)
             if self._threads is not None:
                 self._threads.submit(self._arrive_later, transfer, self._delays.choice(_DELAYS))
         return transfer.arrays
