@@ -15,7 +15,7 @@ from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
-from orbax_safetensors.restore.in_flight import Room
+from orbax_safetensors.restore.in_flight import Slot
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block
@@ -41,8 +41,8 @@ class Fill(NamedTuple):
 class Batch:
     """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
 
-    If the arrays leave host memory, they have `room` in it until they have arrived. `counted` bytes of the batch count
-    for progress.
+    If the arrays leave host memory, they have a `slot` in it until they have arrived. For progress, the batch counts as
+    `counted` bytes.
     """
 
     def __init__(self, fills: Sequence[Fill], counted: int, *, leaves_host: bool) -> None:
@@ -54,7 +54,7 @@ class Batch:
         self.leaves_host = leaves_host
         self.filled = Countdown()
         self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
-        self.room: Room | None = None
+        self.slot: Slot | None = None
 
 
 def batches_of(

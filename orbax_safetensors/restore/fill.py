@@ -76,8 +76,8 @@ class Filling:
         `counted` are the bytes that each target counts for progress, by default those that are filled.
 
         Arrays in host memory are read straight into place. Bytes on their way to accelerators take at most
-        `options.in_flight_bytes` of host memory; longer leaves are put together on the devices. If that is not
-        possible, or leaves are made of the same tensors, they take as much as they have.
+        `options.in_flight_bytes` of host memory, because devices put longer leaves together. If they cannot, such a
+        leaf takes as much as it has.
 
         Raises:
           TensorMismatchError: a cast that the caller did not request would change values.
@@ -114,10 +114,10 @@ class Filling:
                     break
                 with no_collection():
                     _make_arrays(batch, targets, values, growing)
-                if batch.room is None:
+                if batch.slot is None:
                     staying += batch.counted
                 else:
-                    self._in_flight.send(batch.room)
+                    self._in_flight.send(batch.slot)
                 batch.arrays.clear()
                 report()
         while self._in_flight.wait_for_one():
@@ -139,7 +139,7 @@ class Filling:
 def _make_arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
-    sent = [] if batch.room is None else batch.room.sent
+    sent = [] if batch.slot is None else batch.slot.sent
     for fill in batch.fills:
         target = targets[fill.number]
         shards = list(islice(arrays, len(fill.blocks)))

@@ -51,7 +51,7 @@ class Sources:
         return min((self._reader.counters.nbytes - before) / max(nbytes, 1), 1)
 
     def tasks(self, batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Callable[[], object]]:
-        """Yield what threads have to call to fill `batches` of `targets`, in order. Waits for room in flight."""
+        """Yield what threads have to call to fill `batches` of `targets`, in order. Waits for slots in flight."""
         for batch in batches:
             make = self._leaving if batch.leaves_host else partial(self._staying, targets)
             yield from batch.filled.of(make(batch))
@@ -78,10 +78,10 @@ class Sources:
             left, blocks = self._left(batch, answered)
             plan = self._planned(blocks)
             offsets = direct_offsets(plan, self._checkpoint.store)
-        batch.room = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
+        batch.slot = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
         if ranges:
-            batch.room.arrived = partial(self._reader.release, ranges)
-        memory = batch.room.memory
+            batch.slot.arrived = partial(self._reader.release, ranges)
+        memory = batch.slot.memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
             if number in empty or has_gaps(block):
@@ -155,8 +155,7 @@ class Sources:
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
                 continue
             mapping = self._reader.lease(rows.file)
-            # If the file was cut before it was leased, reading it says so.
-            if mapping is not None and rows.end <= mapping.memory.nbytes:
+            if mapping is not None and mapping.serves(rows.begin, rows.end):
                 found[number] = rows
         return found
 
