@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from orbax_safetensors.storage.mapping import LeasedMapping
+
 
 def page_cache(monkeypatch, full):
-    """Make reads that must not wait find all bytes, or none: what the page cache holds, no test can know."""
+    """Make the page cache seem to have all bytes, or none: what it holds, no test can know."""
     real = os.preadv
 
     def preadv(descriptor, buffers, offset, *flags):
@@ -21,6 +23,7 @@ def page_cache(monkeypatch, full):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(LeasedMapping, "_is_cached", lambda mapping, begin, end: full)
 
 
 def skip_if_refused(path):
