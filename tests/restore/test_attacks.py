@@ -72,8 +72,7 @@ class Restores:
     def attacked(self, attack, path, rng, arrival, pause):
         """What came of a restore, or the signal that has ended it; and how long the attack took."""
         self._say(f"{arrival} {rng.randrange(2**16)} {pause}")
-        if pause:
-            assert self._hear() == "paused"
+        assert self._hear() == "now"
         began = time.monotonic()
         attack(path, rng)
         seconds = time.monotonic() - began
@@ -97,9 +96,9 @@ def test_files_that_another_process_changes(tmp_path, arrival):
     with Restores(tmp_path) as restores:
         for attack in ATTACKS * 2:
             path = rng.choice(list(restores.files))
-            pause = rng.randint(1, attacked.TRANSFERS)
+            pause = rng.randint(1, attacked.LEAVES)
             outcome, seconds = restores.attacked(attack, path, rng, arrival, pause)
-            case = f"{attack.__name__} {path.name} before transfer {pause}"
+            case = f"{attack.__name__} {path.name} before leaf {pause}"
             assert outcome == "the old bits" or outcome.startswith(f"StorageError: {path}: "), case
             assert seconds < BRIEFLY, case
 

@@ -3,8 +3,9 @@
     python attacked.py DIRECTORY WITH_LEASES
 
 Each line of standard input, `ARRIVAL SEED PAUSE`, begins a restore, with transfers that arrive as `accelerator` says.
-Before it hands over transfer number `PAUSE`, it writes `paused`, and waits until there is another line, or a program
-waits for a file; if the number is 0, it does not pause. In the end it takes that line and says what was restored.
+Before it hands over leaf number `PAUSE` of `LEAVES`, it writes `now`, and waits until there is another line, or a
+program waits for a file. If the number is 0, it writes `now` once it has read headers, and goes on. In the end it takes
+the other line and says what was restored.
 """
 
 import fcntl
@@ -31,9 +32,9 @@ from tests.support.accelerator import Accelerator, accelerator
 # How leaves are restored in turn: as they lie in the file, as rows of it, through memory, and to every device.
 KINDS = ((P("x"), np.float32), (P(None, "x"), np.float32), (P("x"), np.float64), (P(), np.float32))
 FILES = 3
-TRANSFERS = 8 * len(KINDS) * FILES
-# A batch is one leaf of 512 KiB; a few are in flight.
-OPTIONS = ost.SafetensorsOptions(in_flight_bytes=2**20, threads=2)
+LEAVES = len(KINDS) * FILES
+# A batch is one leaf of 1 MiB, or two shorter ones.
+OPTIONS = ost.SafetensorsOptions(in_flight_bytes=2**21, threads=2)
 
 
 def tensors():
@@ -60,21 +61,27 @@ def restore(directory, arrival, seed):
 
 
 def main(directory, with_leases):
-    readers, pause = [], 0
+    readers, to_come = [], 0
     enter, hand_over = Reader.__enter__, Accelerator.hand_over
 
     def entered(reader):
         readers[:] = [reader]
+        if not to_come:
+            print("now", flush=True)
         return enter(reader)
 
     def handed_over(device, make):
-        nonlocal pause
-        if 0 < pause <= device.num_transfers + 1:
-            pause = 0
-            print("paused", flush=True)
-            while not readers[0].lease_is_wanted and not select.select([sys.stdin], [], [], 0.002)[0]:
+        nonlocal to_come
+        to_come -= 1
+        if not to_come:
+            print("now", flush=True)
+            while not is_wanted(readers[0]) and not select.select([sys.stdin], [], [], 0.002)[0]:
                 pass
         return hand_over(device, make)
+
+    def is_wanted(reader):
+        # Another thread may lease more files meanwhile.
+        return any(mapped is not None and mapped.is_wanted for mapped in list(reader._leases.values()))
 
     def without_leases(descriptor, command, *_):
         return fcntl.F_RDLCK if command == fcntl.F_GETLEASE else 0
@@ -84,7 +91,7 @@ def main(directory, with_leases):
         mapping.fcntl = types.SimpleNamespace(**vars(fcntl) | {"fcntl": without_leases})
     for line in sys.stdin:
         arrival, seed, number = line.split()
-        pause = int(number)
+        to_come = int(number)
         outcome = restore(directory, arrival, seed)
         sys.stdin.readline()
         print(outcome, flush=True)
