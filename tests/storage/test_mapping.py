@@ -107,6 +107,7 @@ def test_a_page_that_the_disk_does_not_give_is_the_error_of_a_read(path, leased,
     def broken(descriptor, buffers, offset):
         raise OSError(errno.EIO, "Input/output error")
 
+    monkeypatch.setattr(leased, "_is_cached", lambda begin, end: False)
     monkeypatch.setattr(leased, "_populate", refused)
     with pytest.raises(StorageError, match="file: mapping 4096 bytes at offset 8192 failed: Bad address"):
         leased.populate(8192, 12288)
@@ -125,6 +126,7 @@ def test_a_page_that_comes_at_the_second_attempt_is_no_error(leased, monkeypatch
             raise OSError(errno.EFAULT, "Bad address")
         populate(begin, end)
 
+    monkeypatch.setattr(leased, "_is_cached", lambda begin, end: False)
     monkeypatch.setattr(leased, "_populate", once_refused)
     leased.populate(0, 100)
     assert len(attempts) == 2

@@ -54,3 +54,37 @@ def _unmount(directory):
             return
         time.sleep(0.1)
     raise AssertionError(unmounted.stderr)
+
+
+@contextlib.contextmanager
+def broken_file(directory, content):
+    """Yield a file of a new disk at `directory` that cannot read its second half. Skips the test if there are no disks.
+
+    The disk is an image, which is cut behind the file system's back.
+    """
+    directory.mkdir()
+    image = directory.with_suffix(".image")
+    path = directory / "model.safetensors"
+    image.write_bytes(b"")
+    os.truncate(image, 4 * len(content))
+    # One block group with its lists in front, so that the file lies in one piece behind them.
+    for command in (
+        ["mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-O", "^has_journal", image],
+        ["mount", "-o", "loop", image, directory],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            pytest.skip(f"cannot make a disk: {error}")
+        if done.returncode:
+            pytest.skip(f"cannot make a disk: {done.stderr.strip()}")
+    try:
+        with open(path, "wb") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin = image.read_bytes().index(content[: 2**16])
+        os.truncate(image, begin + len(content) // 2)
+        yield path
+    finally:
+        _unmount(directory)
