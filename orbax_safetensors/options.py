@@ -25,12 +25,14 @@ class SafetensorsOptions:
         memory, at a multiple of 64 bytes. Bytes are then read only when they are used. While such an array lives, the
         file stays open, writing into the file changes the array, and truncating it kills the process; renaming and
         deleting are safe. A file behind a URL cannot be mapped: restoring it with `alias` is an error.
-      in_flight_bytes: host memory for bytes on their way to or from an accelerator, or as much as a process holds of
-        one leaf, with the leaves that are made of the same stored tensors, if that is more. Arrays on CPU devices do
-        not count, because bytes are read into and written from their memory; nor do asynchronous saves, which first
-        copy all shards of accelerators and all NumPy leaves. Other saves write one half while the other half is on its
-        way to the host. Requests to an object store hold more on top: at most a quarter of `in_flight_bytes`, unless
-        `threads` asks for more reads; a write holds at least three parts of 8 MiB.
+      in_flight_bytes: host memory for bytes on their way to or from an accelerator, mapped pages of files included. A
+        restore takes more if a process holds more of one leaf, and devices cannot put the leaf together from parts:
+        one of complex numbers or of elements of less than a byte, with a layout, or in other memory than the devices'
+        usual one. A save takes more if a process holds more of one leaf, with the leaves that are stored in the same
+        tensors. Arrays on CPU devices do not count, because bytes are read into and written from their memory; nor do
+        asynchronous saves, which first copy all shards of accelerators and all NumPy leaves. Other saves write one half
+        while the other half is on its way to the host. Requests to an object store hold more on top: at most a quarter
+        of `in_flight_bytes`, unless `threads` asks for more reads; a write holds at least three parts of 8 MiB.
       threads: reads or writes in flight at once; threads write into a file in turn. By default twice the number of
         CPUs and at most 16 for files, but at least 8 past the page cache; and 64 for object stores and HTTP servers,
         where a thread makes short reads together: these are up to 64 more.
@@ -40,8 +42,9 @@ class SafetensorsOptions:
         soon have to give up again.
       map_files: hand bytes of local files that lie there as an accelerator's array needs them to its runtime as they
         are, mapped into memory, instead of reading them first. While a restore does so, it has a lease on the file: the
-        system lets other programs that want to change it wait until the restore is past it. Files that cannot be leased
-        are read: those of other users or that are open for writing, and all on network or FUSE file systems.
+        system lets a program that opens it for writing or truncates it wait until a batch has arrived. Files that
+        cannot be leased are read: those of other users or that are open for writing, and all on network or FUSE file
+        systems.
       alignment: the data of a saved file begins at a multiple of this many bytes, a multiple of 8. With 64, the file
         can be restored with `alias`; with 8, it is the same byte for byte as the reference writer's.
       fsync: a save ends when its bytes are on the disk, rather than when the system has them.

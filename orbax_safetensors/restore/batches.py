@@ -15,7 +15,7 @@ from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
-from orbax_safetensors.restore.in_flight import Room
+from orbax_safetensors.restore.in_flight import Slot
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.plan import Block
@@ -25,7 +25,7 @@ from orbax_safetensors.transfer.threads import Countdown
 _LEAST_CUT_BYTES = 16 * 2**20
 
 
-class Piece(NamedTuple):
+class Fill(NamedTuple):
     """What becomes arrays at once: the shards of the target at `number`, or of each the part that begins at `start`."""
 
     number: int
@@ -39,22 +39,22 @@ class Piece(NamedTuple):
 
 
 class Batch:
-    """Pieces that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
+    """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
 
-    If the arrays leave host memory, they have `room` in it until they have arrived. `counted` bytes of the batch count
-    for progress.
+    If the arrays leave host memory, they have a `slot` in it until they have arrived. For progress, the batch counts as
+    `counted` bytes.
     """
 
-    def __init__(self, pieces: Sequence[Piece], counted: int, *, leaves_host: bool) -> None:
+    def __init__(self, fills: Sequence[Fill], counted: int, *, leaves_host: bool) -> None:
         """Describe a batch of which nothing is filled yet."""
-        self.pieces = pieces
-        self.blocks = [block for piece in pieces for block in piece.blocks]
+        self.fills = fills
+        self.blocks = [block for fill in fills for block in fill.blocks]
         self.nbytes = sum(block.nbytes for block in self.blocks)
         self.counted = counted
         self.leaves_host = leaves_host
         self.filled = Countdown()
         self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
-        self.room: Room | None = None
+        self.slot: Slot | None = None
 
 
 def batches_of(
@@ -66,11 +66,11 @@ def batches_of(
     made of the same tensors, which has at most `most` bytes. A leaf with more is in parts if it can be.
     """
     whole = [_whole(number, target) for number, target in enumerate(targets)]
-    sizes = [piece.nbytes for piece in whole]
+    sizes = [fill.nbytes for fill in whole]
     stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
     groups = in_file_order(checkpoint, targets)
     staying = [whole[number] for group in groups for number in group if stays[number]]
-    sized: list[tuple[list[Piece], int]] = []
+    sized: list[tuple[list[Fill], int]] = []
     for group in groups:
         leaving = [number for number in group if not stays[number]]
         nbytes = sum(sizes[number] for number in leaving)
@@ -78,17 +78,17 @@ def batches_of(
             sized.append(([whole[number] for number in leaving], nbytes))
             continue
         for number in leaving:
-            sized += [([piece], piece.nbytes) for piece in _cut(whole[number], targets[number], most)]
+            sized += [([fill], fill.nbytes) for fill in _cut(whole[number], targets[number], most)]
 
-    def count(pieces: Sequence[Piece]) -> int:
+    def count(fills: Sequence[Fill]) -> int:
         if counted is None:
-            return sum(piece.nbytes for piece in pieces)
-        return sum(counted[piece.number] * piece.nbytes // max(sizes[piece.number], 1) for piece in pieces)
+            return sum(fill.nbytes for fill in fills)
+        return sum(counted[fill.number] * fill.nbytes // max(sizes[fill.number], 1) for fill in fills)
 
-    batched = [[piece for pieces in batch for piece in pieces] for batch in batches(sized, batch_bytes)]
+    batched = [[fill for fills in batch for fill in fills] for batch in batches(sized, batch_bytes)]
     return [
         *([Batch(staying, count(staying), leaves_host=False)] if staying else []),
-        *(Batch(pieces, count(pieces), leaves_host=True) for pieces in batched if pieces),
+        *(Batch(fills, count(fills), leaves_host=True) for fills in batched if fills),
     ]
 
 
@@ -103,21 +103,21 @@ def _block(target: Target, box: Box) -> Block:
     return Block(view, clipped, box.shape, target.dtype, target.lossless)
 
 
-def _whole(number: int, target: Target) -> Piece:
-    return Piece(number, None, blocks(target))
+def _whole(number: int, target: Target) -> Fill:
+    return Fill(number, None, blocks(target))
 
 
-def _cut(piece: Piece, target: Target, most: int) -> Iterator[Piece]:
+def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:
     """Yield the same part of every shard of a target, of at most `most` bytes altogether, in the order of storage."""
     most = max(most, _LEAST_CUT_BYTES)
-    if piece.nbytes <= most or not can_grow(target.sharding, target.dtype):
-        yield piece
+    if fill.nbytes <= most or not can_grow(target.sharding, target.dtype):
+        yield fill
         return
     boxes = target.local_boxes()
     shape, order = boxes[0].shape, storage_order(target.view)
     limit = most // (len(boxes) * target.dtype.itemsize)
     for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
-        yield Piece(piece.number, part.start, tuple([_block(target, _within(box, part)) for box in boxes]))
+        yield Fill(fill.number, part.start, tuple([_block(target, _within(box, part)) for box in boxes]))
 
 
 def _within(box: Box, part: Box) -> Box:

@@ -23,8 +23,8 @@ from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, batches_of
-from orbax_safetensors.restore.bring import Bringer
 from orbax_safetensors.restore.in_flight import InFlight
+from orbax_safetensors.restore.sources import Sources
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import no_collection
@@ -68,7 +68,7 @@ class Filling:
         self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
         # Enough to read while others are on their way. The less it is, the sooner it is used again.
         self._in_flight = InFlight(options.in_flight_bytes, _BATCHES * self._batch_bytes)
-        self.bringer = Bringer(checkpoint, options, pace, reader, self._in_flight)
+        self.sources = Sources(checkpoint, options, pace, reader, self._in_flight)
 
     def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
         """Return the values of `targets`, with the shards of this process. Devices have them on return.
@@ -76,8 +76,8 @@ class Filling:
         `counted` are the bytes that each target counts for progress, by default those that are filled.
 
         Arrays in host memory are read straight into place. Bytes on their way to accelerators take at most
-        `options.in_flight_bytes` of host memory; longer leaves are put together on the devices. If that is not
-        possible, or leaves are made of the same tensors, they take as much as they have.
+        `options.in_flight_bytes` of host memory, because devices put longer leaves together. If they cannot, such a
+        leaf takes as much as it has.
 
         Raises:
           TensorMismatchError: a cast that the caller did not request would change values.
@@ -106,18 +106,18 @@ class Filling:
         total = max(sum(batch.counted for batch in batched), 1)
         if self._meter is not None:
             self._meter.begin(total)
-        with working(self.bringer.tasks(batched, targets), self._reader.useful_threads(len(targets)), cancel):
+        with working(self.sources.tasks(batched, targets), self._reader.useful_threads(len(targets)), cancel):
             for batch in batched:
                 while not batch.filled.ended.wait(SECONDS):
-                    report(0 if batch.leaves_host else self.bringer.share * batch.counted)
+                    report(0 if batch.leaves_host else self.sources.share * batch.counted)
                 if failed.is_set():
                     break
                 with no_collection():
                     _make_arrays(batch, targets, values, growing)
-                if batch.room is None:
+                if batch.slot is None:
                     staying += batch.counted
                 else:
-                    self._in_flight.send(batch.room)
+                    self._in_flight.send(batch.slot)
                 batch.arrays.clear()
                 report()
         while self._in_flight.wait_for_one():
@@ -139,21 +139,21 @@ class Filling:
 def _make_arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
-    sent = [] if batch.room is None else batch.room.sent
-    for piece in batch.pieces:
-        target = targets[piece.number]
-        shards = list(islice(arrays, len(piece.blocks)))
+    sent = [] if batch.slot is None else batch.slot.sent
+    for fill in batch.fills:
+        target = targets[fill.number]
+        shards = list(islice(arrays, len(fill.blocks)))
         if target.sharding is None:
-            values[piece.number] = _value(target, *shards)
+            values[fill.number] = _value(target, *shards)
             continue
         of_boxes = dict(zip(target.local_boxes(), shards, strict=True))
-        if piece.start is None:
-            values[piece.number] = assemble(target.sharding, target.shape, target.dtype, of_boxes)
-            sent.append(values[piece.number])
+        if fill.start is None:
+            values[fill.number] = assemble(target.sharding, target.shape, target.dtype, of_boxes)
+            sent.append(values[fill.number])
         else:
-            if piece.number not in growing:
-                growing[piece.number] = Growing(plain(target.sharding), target.shape, target.dtype)
-            sent.append(growing[piece.number].put(piece.start, of_boxes))
+            if fill.number not in growing:
+                growing[fill.number] = Growing(plain(target.sharding), target.shape, target.dtype)
+            sent.append(growing[fill.number].put(fill.start, of_boxes))
 
 
 @contextlib.contextmanager
@@ -188,9 +188,9 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         counters = reader.counters
     seconds = time.perf_counter() - started
     jax.monitoring.record_scalar(EVENT_BYTES_READ, float(counters.nbytes))
-    jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.bringer.num_reads))
+    jax.monitoring.record_scalar(EVENT_NUM_READS, float(under_way.sources.num_reads))
     jax.monitoring.record_scalar(EVENT_STORAGE_READS, float(counters.num_requests))
-    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(under_way.bringer.needed_bytes))
+    jax.monitoring.record_scalar(EVENT_BYTES_NEEDED, float(under_way.sources.needed_bytes))
     jax.monitoring.record_event_duration_secs(EVENT_DURATION, seconds)
     logger.info(
         "Restored %d arrays from %s: %d bytes read in %d requests, over-read %.3f, %.2f s, %.2f GB/s",
@@ -198,7 +198,7 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
         checkpoint.path,
         counters.nbytes,
         counters.num_requests,
-        counters.nbytes / max(under_way.bringer.needed_bytes, 1),
+        counters.nbytes / max(under_way.sources.needed_bytes, 1),
         seconds,
         counters.nbytes / max(seconds, 1e-9) / 1e9,
     )

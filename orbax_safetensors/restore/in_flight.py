@@ -22,8 +22,8 @@ _PAGES = 16
 
 
 @dataclass(eq=False)
-class Room:
-    """Room for `nbytes` in flight, of which `counted` count for progress, with memory if that has to be ours.
+class Slot:
+    """A place for `nbytes` in flight, of which `counted` count for progress, with memory if that has to be ours.
 
     `sent` are the arrays that are made of the memory. Once they have arrived, `arrived` is called.
     """
@@ -43,8 +43,8 @@ class Room:
 class InFlight:
     """At most `limit` bytes that are read or transferred, or one larger batch.
 
-    Safe for several threads: one takes room and fills its memory, another makes arrays of it, adds each to the room
-    at once, and calls `send`. The room is free again once the devices have the arrays, in the order of `send`.
+    Safe for several threads: one takes a slot and fills its memory, another makes arrays of it, adds each to the slot
+    at once, and calls `send`. The slot is free again once the devices have the arrays, in the order of `send`.
     """
 
     def __init__(self, limit: int, most_memory: int) -> None:
@@ -52,8 +52,8 @@ class InFlight:
         self.arrived = 0  # counted bytes
         self._limit, self._most_memory = limit, most_memory
         self._changed = threading.Condition()
-        self._rooms: list[Room] = []
-        self._sent: deque[Room] = deque()
+        self._slots: list[Slot] = []
+        self._sent: deque[Slot] = deque()
         self._ended = False
 
     @cached_property
@@ -62,8 +62,8 @@ class InFlight:
 
     def take(
         self, nbytes: int, counted: int, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None
-    ) -> Room:
-        """Return room for `nbytes`, with memory for buffers of `sizes`; wait for it if necessary.
+    ) -> Slot:
+        """Return a slot for `nbytes`, with memory for buffers of `sizes`; wait for it if necessary.
 
         `offsets` are as for `allocate`. Raises `CancelledError` once `end` has been called.
         """
@@ -75,32 +75,32 @@ class InFlight:
                 if self._has_room(nbytes, sum(sizes)):
                     taken = self._pool.take(sizes, offsets) if sizes else None
                     if taken is not None or not sizes:
-                        self._rooms.append(room := Room(nbytes, counted, taken))
-                        return room
+                        self._slots.append(slot := Slot(nbytes, counted, taken))
+                        return slot
                 self._wait()
 
     def _has_room(self, nbytes: int, of_memory: int) -> bool:
-        held = sum(room.nbytes for room in self._rooms)
-        memory = sum(buffer.nbytes for room in self._rooms for buffer in room.memory)
+        held = sum(slot.nbytes for slot in self._slots)
+        memory = sum(buffer.nbytes for slot in self._slots for buffer in slot.memory)
         return (not held or held + nbytes <= self._limit) and (not memory or memory + of_memory <= self._most_memory)
 
-    def send(self, room: Room) -> None:
-        """Free `room` when the devices have its arrays, which are all."""
+    def send(self, slot: Slot) -> None:
+        """Free `slot` when the devices have its arrays, which are all."""
         with self._changed:
-            self._sent.append(room)
+            self._sent.append(slot)
             self._collect()
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until all rooms are free, also those that another thread has still to send."""
+        """Wait until all slots are free, also those that another thread has still to send."""
         while self.wait_for_one():
             pass
 
     def wait_for_one(self) -> bool:
-        """Wait until one more room is free; return whether there was one that was not."""
+        """Wait until one more slot is free; return whether there was one that was not."""
         with self._changed:
             self._collect()
-            if not self._rooms:
+            if not self._slots:
                 return False
             if self._ended:
                 raise CancelledError
@@ -109,28 +109,28 @@ class InFlight:
             return True
 
     def end(self) -> None:
-        """Make threads fail that wait for room, or for rooms to be free."""
+        """Make threads fail that wait for a slot, or for slots to be free."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Wait until no device reads any room, whether or not it got what was there."""
-        for room in self._rooms:
-            for array in room.sent:
+        """Wait until no device reads any slot, whether or not it got what was there."""
+        for slot in self._slots:
+            for array in slot.sent:
                 with contextlib.suppress(Exception):
                     arrays.wait([array])
 
     def _collect(self) -> None:
         while self._sent and arrays.are_ready(self._sent[0].sent):
-            room = self._sent.popleft()
-            room.sent.clear()
-            self._rooms.remove(room)
-            self.arrived += room.counted
-            if room.arrived is not None:
-                room.arrived()
-            if room.taken is not None:
-                self._pool.give_back(room.taken)
+            slot = self._sent.popleft()
+            slot.sent.clear()
+            self._slots.remove(slot)
+            self.arrived += slot.counted
+            if slot.arrived is not None:
+                slot.arrived()
+            if slot.taken is not None:
+                self._pool.give_back(slot.taken)
             self._changed.notify_all()
 
     def _wait(self) -> None:

@@ -40,9 +40,15 @@ def plan_restore(
 ) -> RestorePlan:
     """Return what restoring `target` will cost each process; reads headers only.
 
-    The figures are exactly those of the restore, with three exceptions. A restore to accelerators, and one whose
-    devices exchange leaves, goes in batches of half of `in_flight_bytes`, and joins no requests across batches. With
-    `alias` it does not read what it maps. And past the page cache it may have more threads, with 2 MiB for each.
+    The figures are exactly those of the restore, with these exceptions:
+
+    - A restore to accelerators goes in batches, and parts of long leaves, and joins no requests of two of them. What
+      it maps counts as ranges of at most 16 MiB, with the gaps in them, which can double what is read of a leaf. A
+      shard that is one long answer of a server is one request.
+    - A restore whose devices exchange leaves goes in batches of half of `in_flight_bytes`.
+    - With `alias`, a restore does not read what it maps.
+    - Past the page cache, it may have more threads, with 2 MiB for each.
+
     If a sharding does not divide a dimension, the plan cuts the dimension as XLA would, although JAX refuses such a
     restore. As in a restore, 64-bit dtypes count as 32 bits unless x64 is enabled.
 

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from orbax_safetensors.storage.local import COST, LocalFile, LocalStore
+from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.memory import DIRECT_BYTES, PAGE_BYTES, allocate
 from orbax_safetensors.storage.store import Store
 
@@ -79,8 +80,9 @@ class DirectFile(LocalFile):
         """Fill runs of memory in turn, and return True, if the range is in the page cache."""
         return self._is_usual(offset, int(runs[:, 1].sum())) and super().scatter(offset, runs)
 
-    def lease(self) -> None:
-        """Return None: a mapping would fill the page cache."""
+    def lease(self) -> LeasedMapping | None:
+        """Return the file mapped under a read lease, for what is in the page cache; the rest would fill it."""
+        return self._lease(only_cached=True)
 
     def _is_usual(self, offset: int, nbytes: int) -> bool:
         """Return whether a range is in the page cache, by its first and its middle byte, or cannot be read directly."""

@@ -96,8 +96,11 @@ class LocalFile:
 
     def lease(self) -> LeasedMapping | None:
         """Return the file mapped under a read lease."""
+        return self._lease(only_cached=False)
+
+    def _lease(self, *, only_cached: bool) -> LeasedMapping | None:
         try:
-            return LeasedMapping(self._descriptor, self.path, self._read_away)
+            return LeasedMapping(self._descriptor, self.path, self._read_away, only_cached=only_cached)
         except OSError:
             return None
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import numpy as np
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.memory import PAGE_BYTES
 
 _MADV_POPULATE_READ = 22  # of Linux since 5.14; Python does not know it
 
@@ -48,15 +47,17 @@ class LeasedMapping:
     Nothing may touch a page before `populate` has brought it in, or after `close`.
     """
 
-    def __init__(self, descriptor: int, path: str, read: Callable[[int, int], None]) -> None:
-        """Map the file that is open at `descriptor`.
+    def __init__(
+        self, descriptor: int, path: str, read: Callable[[int, int], None], *, only_cached: bool = False
+    ) -> None:
+        """Map the file that is open at `descriptor`; `only_cached` if only what is in the page cache should be used.
 
         `read` reads a range, `(offset, nbytes)`, as usual, and raises its error if that fails. Raises `OSError` if the
         file cannot be leased or mapped, as many cannot: of another user, open for writing, on a network file system.
         """
         if _file_system(descriptor) not in _LOCAL_FILE_SYSTEMS:
             raise OSError(errno.EOPNOTSUPP, "not a local file system")
-        self._path, self._read = path, read
+        self._path, self._read, self._only_cached = path, read, only_cached
         # A separate open file, because the lease belongs to it.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -74,6 +75,11 @@ class LeasedMapping:
     def is_wanted(self) -> bool:
         """Return whether another program waits to change the file."""
         return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+
+    def serves(self, begin: int, end: int) -> bool:
+        """Return whether the bytes `[begin, end)` should be taken from here, rather than read."""
+        # If the file was cut before it was leased, reading it says so.
+        return end <= self.memory.nbytes and (not self._only_cached or self._is_cached(begin, end))
 
     def populate(self, begin: int, end: int) -> None:
         """Bring the pages of the bytes `[begin, end)` in; `StorageError` if that fails."""
@@ -95,14 +101,14 @@ class LeasedMapping:
 
         Not by `cachestat`, which also counts pages that the disk has refused: they end the process if touched.
         """
-        begin -= begin % PAGE_BYTES
-        pages = bytearray(-(-(end - begin) // PAGE_BYTES))
+        begin -= begin % mmap.PAGESIZE
+        pages = bytearray(-(-(end - begin) // mmap.PAGESIZE))
         vector = (ctypes.c_char * len(pages)).from_buffer(pages)
         failed = _libc.mincore(self.memory.ctypes.data + begin, end - begin, vector)
         return not failed and pages.count(1) == len(pages)
 
     def _populate(self, begin: int, end: int) -> None:
-        begin -= begin % PAGE_BYTES
+        begin -= begin % mmap.PAGESIZE
         if _libc.madvise(self.memory.ctypes.data + begin, end - begin, _MADV_POPULATE_READ):
             raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
@@ -111,7 +117,7 @@ class LeasedMapping:
 
         That takes as long as bringing them in, and for a whole file at once, nobody could do anything else meanwhile.
         """
-        begin, end = -(-begin // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             _libc.madvise(self.memory.ctypes.data + begin, end - begin, mmap.MADV_DONTNEED)
 

@@ -77,7 +77,7 @@ class Reader(Transfer[File]):
             self._leases[number] = self._file(number).lease()
         return self._leases[number]
 
-    def bring(self, number: int, begin: int, end: int) -> None:
+    def populate(self, number: int, begin: int, end: int) -> None:
         """Bring bytes of a leased file into memory."""
         mapping = self._leases[number]
         assert mapping is not None
@@ -85,7 +85,7 @@ class Reader(Transfer[File]):
         self._count(1, end - begin)
 
     def release(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Let pages go that nobody needs any more, of ranges `(file, begin, end)` for which `bring` was called."""
+        """Let pages go that nobody needs any more, of ranges `(file, begin, end)` for which `populate` was called."""
         for number, begin, end in ranges:
             if (mapping := self._leases.get(number)) is not None:
                 mapping.release(begin, end)

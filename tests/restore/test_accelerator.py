@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices import arrays
-from orbax_safetensors.mapping import Family
-from orbax_safetensors.restore import fill
+from orbax_safetensors.devices.sharding import local_boxes
+from orbax_safetensors.mapping import Family, tensor
+from orbax_safetensors.restore import batches, fill
 from tests.support.accelerator import accelerator
-from tests.support.files import write
+from tests.support.files import random_bits, write
 from tests.support.saves import assert_same_bits
 from tests.support.strategies import examples
 from tests.support.views import compositions
@@ -116,3 +117,36 @@ def test_a_restore_that_fails_waits_for_what_it_has_handed_over(tmp_path, mesh, 
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             ost.load(tmp_path, NamedSharding(mesh, spec))
         assert device.num_transfers == 16
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "read"])
+@pytest.mark.parametrize("turned", [False, True], ids=["as stored", "transposed"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, ("x", "y"))], ids=str)
+def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
+    tmp_path, mesh, monkeypatch, mapped, turned, spec
+):
+    monkeypatch.setattr(batches, "_LEAST_CUT_BYTES", 0)
+    stored = random_bits(np.random.default_rng(1), (64, 96), np.dtype(ml_dtypes.bfloat16))
+    write(tmp_path / "model.safetensors", {"w": stored, "b": stored[0]})
+
+    def leaves(config):
+        w = tensor("w", stored.shape)
+        return {"w": w.transpose((1, 0)) if turned else w, "b": tensor("b", (96,))}
+
+    family = Family("turned", (), leaves)
+    options = ost.SafetensorsOptions(in_flight_bytes=4096, map_files=mapped)
+    expected = {"w": stored.T if turned else stored, "b": stored[0]}
+    shardings = {"w": NamedSharding(mesh, spec), "b": NamedSharding(mesh, P("y"))}
+    target = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[name])
+        for name, array in expected.items()
+    }
+    with accelerator("random", max_bytes=2048 + 1) as device:
+        restored = ost.load(tmp_path, target, family=family, options=options)
+    assert device.num_transfers > 16
+    # Devices with the same box take the same memory.
+    copies = 8 // len(set(local_boxes(shardings["w"], expected["w"].shape)))
+    assert device.most_bytes <= options.in_flight_bytes * copies
+    for name, array in expected.items():
+        assert restored[name].sharding == shardings[name]
+        assert_same_bits(restored[name], array)

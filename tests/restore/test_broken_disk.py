@@ -16,13 +16,16 @@ pytestmark = pytest.mark.process
 # In a process of its own, which a `SIGBUS` would end.
 PROGRAM = """
 import sys
+import jax
 import orbax_safetensors as ost
 from tests.support.accelerator import accelerator
 
-for number in range(3):  # the pages that could not be read stay in the page cache
+sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+options = ost.SafetensorsOptions(map_files=sys.argv[2] == "True", in_flight_bytes=2**15)
+for number in range(3):  # the page cache also has pages that could not be read
     try:
         with accelerator():
-            ost.load(sys.argv[1], options=ost.SafetensorsOptions(map_files=sys.argv[2] == "True"))
+            ost.load(sys.argv[1], sharding, options=options)
     except ost.StorageError as error:
         print(error)
 """
@@ -30,7 +33,7 @@ for number in range(3):  # the pages that could not be read stay in the page cac
 
 @pytest.mark.parametrize("map_files", [True, False])
 def test_each_restore_says_what_cannot_be_read(tmp_path, map_files):
-    write(tmp_path / "whole", {f"w{number}": np.ones(2**20, np.float32) for number in range(8)})
+    write(tmp_path / "whole", {f"w{number:02}": np.ones(2**12, np.float32) for number in range(64)})
     with broken_file(tmp_path / "disk", (tmp_path / "whole").read_bytes()) as path:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, path, str(map_files)],

@@ -1,4 +1,4 @@
-"""Room in flight: bounded, used again in the order of arrival, and never before a device is done with it."""
+"""Slots in flight: bounded, used again in the order of arrival, and never before a device is done with it."""
 
 import threading
 from concurrent.futures import CancelledError
@@ -27,9 +27,9 @@ class Sent:
         return self
 
 
-def send(in_flight, room, array):
-    room.sent.append(array)
-    in_flight.send(room)
+def send(in_flight, slot, array):
+    slot.sent.append(array)
+    in_flight.send(slot)
 
 
 def in_thread(function, *arguments):
@@ -39,7 +39,7 @@ def in_thread(function, *arguments):
     return thread, results
 
 
-def test_who_takes_room_waits_for_what_was_sent_first():
+def test_who_takes_a_slot_waits_for_what_was_sent_first():
     in_flight = InFlight(100, 100)
     first, second = in_flight.take(60, 60, [60]), in_flight.take(40, 40, [40])
     sent = Sent(), Sent()
@@ -55,14 +55,14 @@ def test_who_takes_room_waits_for_what_was_sent_first():
     assert in_flight.arrived == 100
 
 
-def test_who_takes_room_waits_for_what_is_not_sent_yet():
+def test_who_takes_a_slot_waits_for_what_is_not_sent_yet():
     in_flight = InFlight(100, 100)
-    room = in_flight.take(80, 80, [80])
+    slot = in_flight.take(80, 80, [80])
     thread, results = in_thread(in_flight.take, 50, 50, [50])
     assert not results
     sent = Sent()
     sent.arrived.set()
-    send(in_flight, room, sent)
+    send(in_flight, slot, sent)
     thread.join(20)
     assert len(results) == 1
 
@@ -93,13 +93,13 @@ def test_more_than_the_limit_goes_alone():
 
 def test_bytes_without_memory_of_ours_count_as_well():
     in_flight = InFlight(100, 100)
-    room = in_flight.take(100, 100)
-    assert room.memory == []
+    slot = in_flight.take(100, 100)
+    assert slot.memory == []
     thread, results = in_thread(in_flight.take, 1, 1)
     sent = Sent()
     sent.arrived.set()
     assert not results
-    send(in_flight, room, sent)
+    send(in_flight, slot, sent)
     thread.join(20)
     assert len(results) == 1
 
@@ -133,10 +133,10 @@ def test_who_waits_fails_at_the_end(monkeypatch):
 
 def test_drain_waits_for_everything():
     in_flight = InFlight(100, 100)
-    room = in_flight.take(10, 7)
+    slot = in_flight.take(10, 7)
     thread, results = in_thread(in_flight.drain)
     sent = Sent()
-    send(in_flight, room, sent)
+    send(in_flight, slot, sent)
     assert sent.waited.wait(20)
     assert not results
     sent.arrived.set()

@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from orbax_safetensors.storage.mapping import LeasedMapping
+
 
 def page_cache(monkeypatch, full):
-    """Make reads that must not wait find all bytes, or none: what the page cache holds, no test can know."""
+    """Make the page cache seem to have all bytes, or none: what it holds, no test can know."""
     real = os.preadv
 
     def preadv(descriptor, buffers, offset, *flags):
@@ -21,6 +23,7 @@ def page_cache(monkeypatch, full):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(LeasedMapping, "_is_cached", lambda mapping, begin, end: full)
 
 
 def skip_if_refused(path):
@@ -46,6 +49,40 @@ def file_system(directory, size):
         _unmount(directory)
 
 
+@contextlib.contextmanager
+def broken_file(directory, content):
+    """Yield a file of a new disk at `directory` that cannot read its second half. Skips the test if there are no disks.
+
+    The disk is an image, which is cut behind the file system's back.
+    """
+    directory.mkdir()
+    path, image = directory / "model.safetensors", directory.with_suffix(".image")
+    with open(image, "wb") as file:
+        file.truncate(2**24)
+    mount = ("mount", "-o", "loop", image, directory)
+    _tried("mkfs.ext4", "-q", "-b", "4096", image)
+    _tried(*mount)
+    try:
+        path.write_bytes(content)
+    finally:
+        _unmount(directory)
+    _tried(*mount)  # nothing of the file is in the page cache
+    try:
+        os.truncate(image, image.read_bytes().index(content[:4096]) + len(content) // 8192 * 4096)
+        yield path
+    finally:
+        _unmount(directory)
+
+
+def _tried(*command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"cannot make a disk: {error}")
+    if done.returncode:
+        pytest.skip(f"cannot make a disk: {done.stderr.strip()}")
+
+
 def _unmount(directory):
     # TensorStore closes files in threads of its own, perhaps a moment later.
     for _ in range(100):
@@ -54,37 +91,3 @@ def _unmount(directory):
             return
         time.sleep(0.1)
     raise AssertionError(unmounted.stderr)
-
-
-@contextlib.contextmanager
-def broken_file(directory, content):
-    """Yield a file of a new disk at `directory` that cannot read its second half. Skips the test if there are no disks.
-
-    The disk is an image, which is cut behind the file system's back.
-    """
-    directory.mkdir()
-    image = directory.with_suffix(".image")
-    path = directory / "model.safetensors"
-    image.write_bytes(b"")
-    os.truncate(image, 4 * len(content))
-    # One block group with its lists in front, so that the file lies in one piece behind them.
-    for command in (
-        ["mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-O", "^has_journal", image],
-        ["mount", "-o", "loop", image, directory],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError as error:
-            pytest.skip(f"cannot make a disk: {error}")
-        if done.returncode:
-            pytest.skip(f"cannot make a disk: {done.stderr.strip()}")
-    try:
-        with open(path, "wb") as file:
-            file.write(content)
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        begin = image.read_bytes().index(content[: 2**16])
-        os.truncate(image, begin + len(content) // 2)
-        yield path
-    finally:
-        _unmount(directory)

@@ -14,7 +14,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.batches import Batch, Piece, has_gaps
+from orbax_safetensors.restore.batches import Batch, Fill, has_gaps
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
@@ -32,7 +32,7 @@ _NEAR_BYTES = 2**16
 Range = tuple[int, int, int]  # file, begin, end
 
 
-class Bringer:
+class Sources:
     """Makes tasks of batches. `num_reads` and `needed_bytes` are those of the tasks so far."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Bringer:
         return min((self._reader.counters.nbytes - before) / max(nbytes, 1), 1)
 
     def tasks(self, batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Callable[[], object]]:
-        """Yield what threads have to call to fill `batches` of `targets`, in order. Waits for room in flight."""
+        """Yield what threads have to call to fill `batches` of `targets`, in order. Waits for slots in flight."""
         for batch in batches:
             make = self._leaving if batch.leaves_host else partial(self._staying, targets)
             yield from batch.filled.of(make(batch))
@@ -78,10 +78,10 @@ class Bringer:
             left, blocks = self._left(batch, answered)
             plan = self._planned(blocks)
             offsets = direct_offsets(plan, self._checkpoint.store)
-        batch.room = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
+        batch.slot = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
         if ranges:
-            batch.room.arrived = partial(self._reader.release, ranges)
-        memory = batch.room.memory
+            batch.slot.arrived = partial(self._reader.release, ranges)
+        memory = batch.slot.memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
             if number in empty or has_gaps(block):
@@ -89,7 +89,7 @@ class Bringer:
         self._place(batch, left, memory)
         self.num_reads += len(ranges) + len(answers)
         for range_ in ranges:
-            yield partial(self._reader.bring, *range_)
+            yield partial(self._reader.populate, *range_)
         for number, rows in answers:
             yield partial(self._answer, batch, number, rows)
         yield from self._reader.tasks(plan, blocks, memory)
@@ -114,9 +114,9 @@ class Bringer:
     def _alias(self, batch: Batch, targets: Sequence[Target]) -> None:
         """Let blocks of CPU arrays be mapped files, if they lie there as memory needs them."""
         at = 0
-        for piece in batch.pieces:
-            can_share = targets[piece.number].kind is jax.Array
-            for block in piece.blocks:
+        for fill in batch.fills:
+            can_share = targets[fill.number].kind is jax.Array
+            for block in fill.blocks:
                 rows = rows_of(block, self._checkpoint.location) if can_share else None
                 if rows is not None and rows.end - rows.begin == block.nbytes and rows.begin % ALIGNMENT == 0:
                     batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._reader.map(rows.file), rows.begin)
@@ -128,35 +128,34 @@ class Bringer:
             return []
         ranges: list[Range] = []
         first = 0
-        for piece in batch.pieces:
-            found = self._mappable(piece)
+        for fill in batch.fills:
+            found = self._mappable(fill)
             brought = joined([(rows.file, rows.begin, rows.end) for rows in found.values()], 0)
-            needed = sum(piece.blocks[at].nbytes for at in found)
+            needed = sum(fill.blocks[at].nbytes for at in found)
             if 2 * needed >= sum(end - begin for _, begin, end in brought):
                 ranges += brought
                 self.needed_bytes += needed
                 for at, rows in found.items():
-                    block, mapping = piece.blocks[at], self._reader.lease(rows.file)
+                    block, mapping = fill.blocks[at], self._reader.lease(rows.file)
                     assert mapping is not None
                     memory = mapping.memory
                     batch.arrays[first + at] = np.ndarray(block.shape, block.dtype, memory, rows.begin, rows.strides)
-            first += len(piece.blocks)
+            first += len(fill.blocks)
         return [
             (file, at, min(at + _MAPPED_BYTES, end))
             for file, begin, end in joined(ranges, _NEAR_BYTES)
             for at in range(begin, end, _MAPPED_BYTES)
         ]
 
-    def _mappable(self, piece: Piece) -> dict[int, Rows]:
-        """Return where blocks lie in files that can be mapped, by their number in the piece."""
+    def _mappable(self, fill: Fill) -> dict[int, Rows]:
+        """Return where blocks lie in files that can be mapped, by their number in the fill."""
         found = {}
-        for number, block in enumerate(piece.blocks):
+        for number, block in enumerate(fill.blocks):
             rows = rows_of(block, self._checkpoint.location)
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
                 continue
             mapping = self._reader.lease(rows.file)
-            # If the file was cut before it was leased, reading it says so.
-            if mapping is not None and rows.end <= mapping.memory.nbytes:
+            if mapping is not None and mapping.serves(rows.begin, rows.end):
                 found[number] = rows
         return found
 
