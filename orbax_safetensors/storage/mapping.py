@@ -22,8 +22,6 @@ from orbax_safetensors.errors import StorageError
 
 _MADV_POPULATE_READ = 22  # of Linux since 5.14; Python does not know it
 
-_CACHESTAT = 451  # the number of a system call, on every machine; of Linux since 6.5
-
 # File systems of this machine, by the magic numbers of `statfs`. Elsewhere, a program on another machine can truncate a
 # file in spite of a lease, and each page may be a request to a server.
 _LOCAL_FILE_SYSTEMS = {
@@ -39,7 +37,7 @@ _LOCAL_FILE_SYSTEMS = {
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
 
@@ -99,12 +97,15 @@ class LeasedMapping:
                 ) from error
 
     def _is_cached(self, begin: int, end: int) -> bool:
-        """Return whether the page cache has all pages of a range; False if the system does not say."""
-        first = begin // mmap.PAGESIZE
-        facts = (ctypes.c_uint64 * 5)()  # the first is the number of pages
-        range_ = (ctypes.c_uint64 * 2)(begin, end - begin)
-        failed = _libc.syscall(_CACHESTAT, self._descriptor, range_, facts, 0)
-        return not failed and facts[0] >= -(-end // mmap.PAGESIZE) - first
+        """Return whether the page cache has the bytes of all pages of a range.
+
+        Not by `cachestat`, which also counts pages that the disk has refused: they end the process if touched.
+        """
+        begin -= begin % mmap.PAGESIZE
+        pages = bytearray(-(-(end - begin) // mmap.PAGESIZE))
+        vector = (ctypes.c_char * len(pages)).from_buffer(pages)
+        failed = _libc.mincore(self.memory.ctypes.data + begin, end - begin, vector)
+        return not failed and pages.count(1) == len(pages)
 
     def _populate(self, begin: int, end: int) -> None:
         begin -= begin % mmap.PAGESIZE

@@ -49,6 +49,40 @@ def file_system(directory, size):
         _unmount(directory)
 
 
+@contextlib.contextmanager
+def broken_file(directory, content):
+    """Yield a file of a new disk at `directory` that cannot read its second half. Skips the test if there are no disks.
+
+    The disk is an image, which is cut behind the file system's back.
+    """
+    directory.mkdir()
+    path, image = directory / "model.safetensors", directory.with_suffix(".image")
+    with open(image, "wb") as file:
+        file.truncate(2**24)
+    mount = ("mount", "-o", "loop", image, directory)
+    _tried("mkfs.ext4", "-q", "-b", "4096", image)
+    _tried(*mount)
+    try:
+        path.write_bytes(content)
+    finally:
+        _unmount(directory)
+    _tried(*mount)  # nothing of the file is in the page cache
+    try:
+        os.truncate(image, image.read_bytes().index(content[:4096]) + len(content) // 8192 * 4096)
+        yield path
+    finally:
+        _unmount(directory)
+
+
+def _tried(*command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"cannot make a disk: {error}")
+    if done.returncode:
+        pytest.skip(f"cannot make a disk: {done.stderr.strip()}")
+
+
 def _unmount(directory):
     # TensorStore closes files in threads of its own, perhaps a moment later.
     for _ in range(100):
