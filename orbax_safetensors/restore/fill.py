@@ -106,7 +106,9 @@ class Filling:
         total = max(sum(batch.counted for batch in batched), 1)
         if self._meter is not None:
             self._meter.begin(total)
-        with working(self.sources.tasks(batched, targets), self._reader.useful_threads(len(self.checkpoint.files)), cancel):
+        with working(
+            self.sources.tasks(batched, targets), self._reader.useful_threads(len(self.checkpoint.files)), cancel
+        ):
             for batch in batched:
                 while not batch.filled.ended.wait(SECONDS):
                     report(0 if batch.leaves_host else self.sources.share * batch.counted)

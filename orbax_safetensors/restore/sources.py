@@ -26,8 +26,8 @@ from orbax_safetensors.transfer.reader import Reader, direct_offsets, memory_for
 _MAPPED_BYTES = 16 * 2**20
 # Shorter rows are not handed to a runtime, which copies them one by one.
 _ROW_BYTES = 64
-# Ranges so close are brought in as one.
-_NEAR_BYTES = 2**16
+# Of the bytes that would be brought in. If fewer are, those that are needed are read, each run of them by itself.
+_LEAST_NEEDED = 0.9
 
 Range = tuple[int, int, int]  # file, begin, end
 
@@ -130,9 +130,9 @@ class Sources:
         first = 0
         for fill in batch.fills:
             found = self._mappable(fill)
-            brought = joined([(rows.file, rows.begin, rows.end) for rows in found.values()], 0)
+            brought = joined((rows.file, rows.begin, rows.end) for rows in found.values())
             needed = sum(fill.blocks[at].nbytes for at in found)
-            if 2 * needed >= sum(end - begin for _, begin, end in brought):
+            if needed >= _LEAST_NEEDED * sum(end - begin for _, begin, end in brought):
                 ranges += brought
                 self.needed_bytes += needed
                 for at, rows in found.items():
@@ -143,7 +143,7 @@ class Sources:
             first += len(fill.blocks)
         return [
             (file, at, min(at + _MAPPED_BYTES, end))
-            for file, begin, end in joined(ranges, _NEAR_BYTES)
+            for file, begin, end in joined(ranges)
             for at in range(begin, end, _MAPPED_BYTES)
         ]
 
@@ -193,11 +193,11 @@ def _row_bytes(block: Block, rows: Rows) -> int:
     return block.nbytes if nbytes == block.nbytes else nbytes
 
 
-def joined(ranges: Iterable[Range], gap: int) -> list[Range]:
-    """Return the ranges, sorted, with those of a file as one that overlap or are at most `gap` bytes apart."""
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return the ranges, sorted, with those of a file as one that touch or overlap."""
     out: list[Range] = []
     for file, begin, end in sorted(ranges):
-        if out and out[-1][0] == file and begin <= out[-1][2] + gap:
+        if out and out[-1][0] == file and begin <= out[-1][2]:
             out[-1] = (file, out[-1][1], max(out[-1][2], end))
         else:
             out.append((file, begin, end))

@@ -49,7 +49,7 @@ def test_metadata_is_that_of_the_tree(sample, mode):
 
 
 @EACH_TREE
-def test_sharded_over_each_dimension(sample, mode, line):
+def test_sharded_over_each_dimension(sample, mode, line, device):
     directory, expected = stored_directory(sample), made_by_maxtext(sample, mode)
     with checkpointer(mode) as ckptr:
         for dimension in DIMENSIONS:
@@ -60,11 +60,13 @@ def test_sharded_over_each_dimension(sample, mode, line):
             assert_restored(restored, item, expected, f"dimension {dimension}")
             (planned,) = ost.plan_restore(directory, item, family="maxtext", variant=variant(mode)).processes
             assert cost["bytes_read"] == [planned.read_bytes]
-            assert cost["num_reads"] == cost["storage_reads"] == [planned.num_requests]
+            assert cost["num_reads"] == cost["storage_reads"]
+            if device is None:  # what goes to accelerators is cut into other requests
+                assert cost["num_reads"] == [planned.num_requests]
 
 
 @EACH_TREE_OFTEN
-def test_sharded_over_two_axes(sample, mode, mesh):
+def test_sharded_over_two_axes(sample, mode, mesh, device):
     """With `ArrayRestoreArgs` in the place of an item."""
     directory, expected = stored_directory(sample), made_by_maxtext(sample, mode)
     layouts = 0
@@ -78,7 +80,9 @@ def test_sharded_over_two_axes(sample, mode, mesh):
             restored, cost = measured(lambda args=restore_args: ckptr.restore(directory, restore_args=args))
             assert_restored(restored, item, expected, axes)
             (planned,) = ost.plan_restore(directory, restore_args, family="maxtext", variant=variant(mode)).processes
-            assert (cost["bytes_read"], cost["num_reads"]) == ([planned.read_bytes], [planned.num_requests])
+            assert cost["bytes_read"] == [planned.read_bytes]
+            if device is None:
+                assert cost["num_reads"] == [planned.num_requests]
     assert layouts >= 12
 
 

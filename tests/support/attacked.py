@@ -45,7 +45,9 @@ def tensors():
 
 def restore(directory, arrival, seed):
     mesh = jax.sharding.Mesh(jax.devices(), "x")
-    expected = {name: (array, *kind) for file in tensors() for (name, array), kind in zip(file.items(), KINDS, strict=True)}
+    expected = {
+        name: (array, *kind) for file in tensors() for (name, array), kind in zip(file.items(), KINDS, strict=True)
+    }
     args = {
         name: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh, spec), dtype=dtype)
         for name, (_, spec, dtype) in expected.items()
