@@ -118,6 +118,7 @@ class Filling:
                     staying += batch.counted
                 else:
                     self._in_flight.send(batch.room)
+                    batch.room = None  # which may hold memory that no other batch uses
                 batch.arrays.clear()
                 report()
         while self._in_flight.wait_for_one():

@@ -123,6 +123,7 @@ class InFlight:
 
     def _collect(self) -> None:
         while self._sent and arrays.are_ready(self._sent[0].sent):
+            arrays.wait(self._sent[0].sent)  # raises if a transfer has failed: it is ready then, too
             room = self._sent.popleft()
             room.sent.clear()
             self._rooms.remove(room)

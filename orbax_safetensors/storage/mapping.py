@@ -19,7 +19,6 @@ from collections.abc import Callable
 import numpy as np
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.memory import PAGE_BYTES
 
 _MADV_POPULATE_READ = 22  # of Linux since 5.14; Python does not know it
 
@@ -94,14 +93,14 @@ class LeasedMapping:
 
     def _is_cached(self, begin: int, end: int) -> bool:
         """Return whether the page cache has all pages of a range; False if the system does not say."""
-        first = begin // PAGE_BYTES
+        first = begin // mmap.PAGESIZE
         facts = (ctypes.c_uint64 * 5)()  # the first is the number of pages
         range_ = (ctypes.c_uint64 * 2)(begin, end - begin)
         failed = _libc.syscall(_CACHESTAT, self._descriptor, range_, facts, 0)
-        return not failed and facts[0] >= -(-end // PAGE_BYTES) - first
+        return not failed and facts[0] >= -(-end // mmap.PAGESIZE) - first
 
     def _populate(self, begin: int, end: int) -> None:
-        begin -= begin % PAGE_BYTES
+        begin -= begin % mmap.PAGESIZE
         if _libc.madvise(self.memory.ctypes.data + begin, end - begin, _MADV_POPULATE_READ):
             raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
@@ -110,7 +109,7 @@ class LeasedMapping:
 
         That takes as long as bringing them in, and for a whole file at once, nobody could do anything else meanwhile.
         """
-        begin, end = -(-begin // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             _libc.madvise(self.memory.ctypes.data + begin, end - begin, mmap.MADV_DONTNEED)
 
