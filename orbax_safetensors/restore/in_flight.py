@@ -51,7 +51,9 @@ class InFlight:
         """Take no memory yet; of `limit` bytes in flight, at most `most_memory` are ours, or one larger batch."""
         self.arrived = 0  # counted bytes
         self._limit, self._most_memory = limit, most_memory
-        self._changed = threading.Condition()
+        # Not taken through the condition, which an interrupt can leave locked: its `__exit__` is Python.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._rooms: list[Room] = []
         self._sent: deque[Room] = deque()
         self._ended = False
@@ -67,7 +69,7 @@ class InFlight:
 
         `offsets` are as for `allocate`. Raises `CancelledError` once `end` has been called.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 self._collect()
                 if self._ended:
@@ -86,7 +88,7 @@ class InFlight:
 
     def send(self, room: Room) -> None:
         """Free `room` when the devices have its arrays, which are all."""
-        with self._changed:
+        with self._lock:
             self._sent.append(room)
             self._collect()
             self._changed.notify_all()
@@ -98,7 +100,7 @@ class InFlight:
 
     def wait_for_one(self) -> bool:
         """Wait until one more room is free; return whether there was one that was not."""
-        with self._changed:
+        with self._lock:
             self._collect()
             if not self._rooms:
                 return False
@@ -110,7 +112,7 @@ class InFlight:
 
     def end(self) -> None:
         """Make threads fail that wait for room, or for rooms to be free."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._changed.notify_all()
 

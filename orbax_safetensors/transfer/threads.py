@@ -51,6 +51,7 @@ def working(
                 if task is None:
                     return
                 task()
+                del task  # and the memory that it has filled, before the next one waits for room
         except BaseException as error:
             fail(error)
 
