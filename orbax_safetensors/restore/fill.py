@@ -120,6 +120,7 @@ class Filling:
                     staying += batch.counted
                 else:
                     self._in_flight.send(batch.slot)
+                    batch.slot = None  # which may hold memory that no other batch uses
                 batch.arrays.clear()
                 report()
         while self._in_flight.wait_for_one():

@@ -51,7 +51,9 @@ class InFlight:
         """Take no memory yet; of `limit` bytes in flight, at most `most_memory` are ours, or one larger batch."""
         self.arrived = 0  # counted bytes
         self._limit, self._most_memory = limit, most_memory
-        self._changed = threading.Condition()
+        # Not taken through the condition, which an interrupt can leave locked: its `__exit__` is Python.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._slots: list[Slot] = []
         self._sent: deque[Slot] = deque()
         self._ended = False
@@ -67,7 +69,7 @@ class InFlight:
 
         `offsets` are as for `allocate`. Raises `CancelledError` once `end` has been called.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 self._collect()
                 if self._ended:
@@ -86,7 +88,7 @@ class InFlight:
 
     def send(self, slot: Slot) -> None:
         """Free `slot` when the devices have its arrays, which are all."""
-        with self._changed:
+        with self._lock:
             self._sent.append(slot)
             self._collect()
             self._changed.notify_all()
@@ -98,7 +100,7 @@ class InFlight:
 
     def wait_for_one(self) -> bool:
         """Wait until one more slot is free; return whether there was one that was not."""
-        with self._changed:
+        with self._lock:
             self._collect()
             if not self._slots:
                 return False
@@ -110,7 +112,7 @@ class InFlight:
 
     def end(self) -> None:
         """Make threads fail that wait for a slot, or for slots to be free."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._changed.notify_all()
 
@@ -123,6 +125,7 @@ class InFlight:
 
     def _collect(self) -> None:
         while self._sent and arrays.are_ready(self._sent[0].sent):
+            arrays.wait(self._sent[0].sent)  # raises if a transfer has failed: it is ready then, too
             slot = self._sent.popleft()
             slot.sent.clear()
             self._slots.remove(slot)

@@ -35,20 +35,23 @@ def working(
     waits for requests, let tasks that have begun end and begin no other, and raise the first failure.
     """
     failures: list[BaseException] = []
+    failed = threading.Event()  # for good: an interrupt can leave a thread behind, and `failures` is cleared
     lock = threading.Lock()
 
     def fail(error: BaseException) -> None:
         failures.append(error)
+        failed.set()
         cancel()
 
     def work() -> None:
         try:
-            while not failures:
+            while not failed.is_set():
                 with lock:
                     task = next(tasks, None)
                 if task is None:
                     return
                 task()
+                del task  # and the memory that it has filled, before the next one waits for room
         except BaseException as error:
             fail(error)
 

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+import weakref
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from orbax_safetensors.devices import arrays
 from orbax_safetensors.devices.sharding import local_boxes
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, fill
+from orbax_safetensors.storage import pool
 from tests.support.accelerator import accelerator
 from tests.support.files import random_bits, write
 from tests.support.saves import assert_same_bits
@@ -150,3 +152,25 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
     for name, array in expected.items():
         assert restored[name].sharding == shardings[name]
         assert_same_bits(restored[name], array)
+
+
+def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh, monkeypatch):
+    # As leaves in a layout of the caller's, or of complex elements.
+    monkeypatch.setattr(batches, "can_grow", lambda *_: False)
+    write(tmp_path / "model.safetensors", {f"w{number}": np.ones((512, 96), np.float32) for number in range(8)})
+    made, most = [], 0
+    allocate = pool.allocate
+
+    def counted(*args):
+        nonlocal most
+        buffers = allocate(*args)
+        made.extend(map(weakref.ref, buffers))
+        most = max(most, sum(buffer() is not None for buffer in made))
+        return buffers
+
+    monkeypatch.setattr(pool, "allocate", counted)
+    options = ost.SafetensorsOptions(in_flight_bytes=1024, map_files=False)
+    with accelerator():
+        ost.load(tmp_path, NamedSharding(mesh, P()), options=options)
+    assert len(made) == 8
+    assert most <= 2

@@ -164,3 +164,14 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
     sent[1].arrived.set()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_transfer_that_has_failed_is_an_error_even_if_nobody_waited_for_it():
+    in_flight = InFlight(100, 100)
+    room = in_flight.take(10, 10)
+    failed = Sent()
+    failed.arrived.set()
+    failed.error = RuntimeError("RESOURCE_EXHAUSTED")
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        send(in_flight, room, failed)
+    assert in_flight.arrived == 0

@@ -172,3 +172,22 @@ def test_no_descriptor_and_no_lease_is_left(path):
     assert os.listdir("/proc/self/fd") == before
     with open(path, "r+b") as writer:  # which would wait for a lease
         writer.truncate(5)
+
+
+def test_the_kernel_is_asked_for_its_own_pages(leased, monkeypatch):
+    class Recording:
+        @staticmethod
+        def madvise(address, nbytes, advice):
+            begins.append(address - leased.memory.ctypes.data)
+            return 0
+
+        @staticmethod
+        def syscall(number, descriptor, range_, facts, flags):
+            return -1
+
+    begins = []
+    monkeypatch.setattr(mapping, "_libc", Recording)
+    monkeypatch.setattr(mmap, "PAGESIZE", 2**16)  # of many ARM systems
+    leased.populate(2**16 + 4096, 2**17)
+    leased.release(4096, 2**18)
+    assert begins == [2**16, 2**16]

@@ -3,13 +3,13 @@
 import gc
 import threading
 import weakref
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from orbax_safetensors.transfer.threads import run_tasks
+from orbax_safetensors.transfer.threads import run_tasks, working
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +123,31 @@ def test_the_first_failure_is_raised_though_a_report_fails_as_well(monkeypatch):
     monkeypatch.setattr("orbax_safetensors.transfer.threads.wait", lambda *_: SimpleNamespace(not_done=[1]))
     with pytest.raises(ValueError, match="the first failure"):
         run_tasks(iter([fail]), 1, failed.set, report)
+
+
+def test_a_thread_that_an_interrupt_has_left_behind_begins_no_task(monkeypatch):
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    late = []
+
+    def tasks():
+        yield lambda: (begun.set(), go_on.wait(20))
+        yield lambda: late.append(1)
+        ended.set()
+
+    def interrupted(seconds):
+        begun.wait(20)
+        raise KeyboardInterrupt
+
+    # As a thread that the executor does not know, as it was interrupted when it started it.
+    monkeypatch.setattr(ThreadPoolExecutor, "__exit__", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt), working(tasks(), 1, lambda: None):
+        interrupted(1)
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("safetensors"):
+            ended.wait(0.5)
+    assert not late
+    executor_threads = [thread for thread in threading.enumerate() if thread.name.startswith("safetensors")]
+    gc.collect()  # the executor tells its threads to end
+    for thread in executor_threads:
+        thread.join(20)
