@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Fewer processes read all headers themselves: they would save few requests.
 MIN_PROCESSES = 9
+# Processes that read. More would be soon done reading, but each part is a request of every process to the one that has
+# the key-value store: of thousands of processes, that would take longer than to read.
+_PARTS = 8
 # How long a process waits for the others, all in all.
 _WAIT_SECONDS = 5.0
 
@@ -36,8 +39,9 @@ def shared_texts(store: Store, paths: Sequence[str], key: str) -> dict[str, Stor
     All processes call this with the same `key`, which no other call has. What is missing of the result, the caller
     reads: the part of a process that failed, that does not come, or that finds other files.
     """
-    count, here = jax.process_count(), jax.process_index()
-    parts = [paths[process::count] for process in range(min(count, len(paths)))]
+    here = jax.process_index()
+    count = min(_PARTS, jax.process_count(), len(paths))
+    parts = [paths[process::count] for process in range(count)]
     # Processes that find other files have another key.
     key = f"{key}/{hashlib.sha256(repr(list(paths)).encode('utf-8', 'backslashreplace')).hexdigest()}"
     found: dict[str, StoredText] = {}

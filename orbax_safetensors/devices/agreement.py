@@ -30,6 +30,7 @@ from orbax_safetensors.format.names import some
 _TIMEOUT_SECONDS = 3600
 # Of one value. A message to the service that has more than 4 MiB is refused.
 _PIECE_BYTES = 2**20
+_COUNT_BYTES = 4  # of the number of pieces
 
 _T = TypeVar("_T")
 
@@ -248,10 +249,10 @@ def publish(key: str, content: bytes) -> None:
     """Leave bytes for `published` in other processes, in pieces; nothing if these cannot be reached."""
     pieces = [content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES)] or [b""]
     with contextlib.suppress(Exception):  # the others do without
-        # The number of pieces goes last: who finds it finds all of them.
-        for number, piece in enumerate(pieces):
-            _client().key_value_set_bytes(f"{key}/{number}", piece)
-        _client().key_value_set_bytes(f"{key}/pieces", str(len(pieces)).encode())
+        # The first piece, which says how many there are, goes last: who finds it finds all of them.
+        for number, piece in reversed(list(enumerate(pieces))):
+            count = b"" if number else len(pieces).to_bytes(_COUNT_BYTES)
+            _client().key_value_set_bytes(f"{key}/{number}", count + piece)
 
 
 def withdraw(key: str) -> None:
@@ -272,10 +273,12 @@ def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
             left = deadline - time.monotonic()
             try:
                 if left > 0:
-                    count = int(client.blocking_key_value_get_bytes(f"{key}/pieces", max(1, round(left * 1000))))
+                    first = client.blocking_key_value_get_bytes(f"{key}/0", max(1, round(left * 1000)))
                 else:
-                    count = int(client.key_value_try_get_bytes(f"{key}/pieces"))
-                found[key] = b"".join(client.key_value_try_get_bytes(f"{key}/{number}") for number in range(count))
+                    first = client.key_value_try_get_bytes(f"{key}/0")
+                count = int.from_bytes(first[:_COUNT_BYTES])
+                rest = [client.key_value_try_get_bytes(f"{key}/{number}") for number in range(1, count)]
+                found[key] = b"".join((first[_COUNT_BYTES:], *rest))
             except jax.errors.JaxRuntimeError:
                 deadline = 0.0  # what else is there already still counts; a wait of the last millisecond would miss it
 

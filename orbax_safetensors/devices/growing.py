@@ -17,12 +17,14 @@ from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import box_of
 from orbax_safetensors.geometry.box import Box
 
+_MAX_SIZE = 2**31 - 1  # of a dimension: programs of JAX count in 32 bits
 
-def can_grow(sharding: jax.sharding.Sharding | Format | None, dtype: np.dtype) -> bool:
+
+def can_grow(sharding: jax.sharding.Sharding | Format | None, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Return whether devices can put an array together: in their usual memory and layout, of whole bytes."""
     if not isinstance(sharding, jax.sharding.Sharding) or not sharding.addressable_devices:
         return False
-    if dtype.kind == "c" or (dtype.kind != "b" and _bits(dtype) < 8):
+    if max(shape, default=0) > _MAX_SIZE or dtype.kind == "c" or (dtype.kind != "b" and _bits(dtype) < 8):
         return False
     devices: set[Any] = sharding.addressable_devices
     return all(sharding.memory_kind in (None, device.default_memory().kind) for device in devices)

@@ -110,7 +110,7 @@ def _whole(number: int, target: Target) -> Fill:
 def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:
     """Yield the same part of every shard of a target, of at most `most` bytes altogether, in the order of storage."""
     most = max(most, _LEAST_CUT_BYTES)
-    if fill.nbytes <= most or not can_grow(target.sharding, target.dtype):
+    if fill.nbytes <= most or not can_grow(target.sharding, target.shape, target.dtype):
         yield fill
         return
     boxes = target.local_boxes()

@@ -17,7 +17,7 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
-from orbax_safetensors.devices.arrays import assemble
+from orbax_safetensors.devices.arrays import assemble, wait
 from orbax_safetensors.devices.growing import Growing
 from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
@@ -46,7 +46,9 @@ EVENT_DURATION = "/jax/orbax/read/safetensors/duration_secs"
 # The most that goes to a device at once: a GPU's runtime copies less than 1 GiB into memory that the card reads itself,
 # and leaves more to the driver, which is slow.
 _MOST_BYTES = 2**30 - 1
-_BATCHES = 4
+# Batches on their way at once. More would hide more of what takes time now and then, but a program that wants to change
+# a mapped file would have to wait longer.
+_BATCHES = 8
 
 
 class Filling:
@@ -66,8 +68,12 @@ class Filling:
         self._meter = meter
         self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
         self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
-        # Enough to read while others are on their way. The less it is, the sooner it is used again.
-        self._in_flight = InFlight(options.in_flight_bytes, _BATCHES * self._batch_bytes)
+        self._in_flight = InFlight(
+            min(options.in_flight_bytes, _BATCHES * self._batch_bytes),
+            # Enough to read while others are on their way. The less it is, the sooner it is used again.
+            _BATCHES // 2 * self._batch_bytes,
+            2 * self._most,
+        )
         self.sources = Sources(checkpoint, options, pace, reader, self._in_flight)
 
     def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
@@ -114,8 +120,12 @@ class Filling:
                     report(0 if batch.leaves_host else self.sources.share * batch.counted)
                 if failed.is_set():
                     break
-                with no_collection():
-                    _make_arrays(batch, targets, values, growing)
+                try:
+                    with no_collection():
+                        _make_arrays(batch, targets, values, growing)
+                except BaseException:
+                    self._reader.abandon_leases()
+                    raise
                 if batch.slot is None:
                     staying += batch.counted
                 else:
@@ -127,6 +137,7 @@ class Filling:
             report()
         for number, array in growing.items():
             values[number] = array.array()
+            wait([values[number]])
         self.num_arrays += len(targets)
         return values
 

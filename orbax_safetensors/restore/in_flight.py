@@ -47,10 +47,13 @@ class InFlight:
     at once, and calls `send`. The slot is free again once the devices have the arrays, in the order of `send`.
     """
 
-    def __init__(self, limit: int, most_memory: int) -> None:
-        """Take no memory yet; of `limit` bytes in flight, at most `most_memory` are ours, or one larger batch."""
+    def __init__(self, limit: int, most_memory: int, pool_bytes: int) -> None:
+        """Take no memory yet. At most `most_memory` will be ours, or one larger batch.
+
+        What is longer than `pool_bytes` has memory that is not used again.
+        """
         self.arrived = 0  # counted bytes
-        self._limit, self._most_memory = limit, most_memory
+        self._limit, self._most_memory, self._pool_bytes = limit, most_memory, pool_bytes
         # Not taken through the condition, which an interrupt can leave locked: its `__exit__` is Python.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -60,7 +63,7 @@ class InFlight:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(self._limit + _PAGES * PAGE_BYTES)
+        return Pool(self._pool_bytes + _PAGES * PAGE_BYTES)
 
     def take(
         self, nbytes: int, counted: int, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None

@@ -17,6 +17,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, Fill, has_gaps
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.target import Target
+from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.plan import Block, Rows, TransferPlan, rows_of, transfer_plan
@@ -68,19 +69,20 @@ class Sources:
         yield from self._reader.tasks(plan, blocks, memory)
 
     def _leaving(self, batch: Batch) -> Iterator[Callable[[], object]]:
-        if self._reader.lease_is_wanted:
-            self._in_flight.drain()
-            self._reader.give_up_leases()
+        if wanted := self._reader.wanted_leases:
+            self._reader.stop_leasing(wanted)
+            self._in_flight.drain()  # which lets them go
+        leases: dict[int, LeasedMapping] = {}
         with no_collection():
-            ranges = self._map(batch)
+            ranges = self._map(batch, leases)
             answers = self._answered(batch)
             answered = {number for number, _ in answers}
             left, blocks = self._left(batch, answered)
             plan = self._planned(blocks)
             offsets = direct_offsets(plan, self._checkpoint.store)
         batch.slot = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
-        if ranges:
-            batch.slot.arrived = partial(self._reader.release, ranges)
+        if leases:
+            batch.slot.arrived = partial(self._let_go, ranges, leases)
         memory = batch.slot.memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
@@ -122,23 +124,28 @@ class Sources:
                     batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._reader.map(rows.file), rows.begin)
                 at += 1
 
-    def _map(self, batch: Batch) -> list[Range]:
-        """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in."""
+    def _let_go(self, ranges: Sequence[Range], leases: Iterable[int]) -> None:
+        self._reader.release(ranges)
+        self._reader.let_go(leases)
+
+    def _map(self, batch: Batch, leases: dict[int, LeasedMapping]) -> list[Range]:
+        """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in.
+
+        Files that are leased for the batch are added to `leases`.
+        """
         if not self._options.map_files or self._options.checksums:
             return []
         ranges: list[Range] = []
         first = 0
         for fill in batch.fills:
-            found = self._mappable(fill)
+            found = self._mappable(fill, leases)
             brought = joined((rows.file, rows.begin, rows.end) for rows in found.values())
             needed = sum(fill.blocks[at].nbytes for at in found)
             if needed >= _LEAST_NEEDED * sum(end - begin for _, begin, end in brought):
                 ranges += brought
                 self.needed_bytes += needed
                 for at, rows in found.items():
-                    block, mapping = fill.blocks[at], self._reader.lease(rows.file)
-                    assert mapping is not None
-                    memory = mapping.memory
+                    block, memory = fill.blocks[at], leases[rows.file].memory
                     batch.arrays[first + at] = np.ndarray(block.shape, block.dtype, memory, rows.begin, rows.strides)
             first += len(fill.blocks)
         return [
@@ -147,15 +154,18 @@ class Sources:
             for at in range(begin, end, _MAPPED_BYTES)
         ]
 
-    def _mappable(self, fill: Fill) -> dict[int, Rows]:
-        """Return where blocks lie in files that can be mapped, by their number in the fill."""
+    def _mappable(self, fill: Fill, leases: dict[int, LeasedMapping]) -> dict[int, Rows]:
+        """Return where blocks lie in files that can be mapped, by their number in the fill. Add to `leases`."""
         found = {}
         for number, block in enumerate(fill.blocks):
             rows = rows_of(block, self._checkpoint.location)
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
                 continue
-            mapping = self._reader.lease(rows.file)
-            if mapping is not None and mapping.serves(rows.begin, rows.end):
+            if rows.file not in leases:
+                if (mapping := self._reader.lease(rows.file)) is None:
+                    continue
+                leases[rows.file] = mapping
+            if leases[rows.file].serves(rows.begin, rows.end):
                 found[number] = rows
         return found
 

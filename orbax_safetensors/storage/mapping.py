@@ -35,6 +35,9 @@ _LOCAL_FILE_SYSTEMS = {
     0x794C7630: "overlayfs",
 }
 
+# What is in flight has to arrive within that time if another program wants to change the file.
+_LEAST_BREAK_SECONDS = 20
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -44,8 +47,10 @@ _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 class LeasedMapping:
     """A whole local file as read-only memory, under a read lease.
 
-    Nothing may touch a page before `populate` has brought it in, or after `close`.
+    Nothing may touch a byte before `populate` was called for it, or after `close`.
     """
+
+    _descriptor = -1
 
     def __init__(
         self, descriptor: int, path: str, read: Callable[[int, int], None], *, only_cached: bool = False
@@ -55,8 +60,8 @@ class LeasedMapping:
         `read` reads a range, `(offset, nbytes)`, as usual, and raises its error if that fails. Raises `OSError` if the
         file cannot be leased or mapped, as many cannot: of another user, open for writing, on a network file system.
         """
-        if _file_system(descriptor) not in _LOCAL_FILE_SYSTEMS:
-            raise OSError(errno.EOPNOTSUPP, "not a local file system")
+        if _file_system(descriptor) not in _LOCAL_FILE_SYSTEMS or _break_seconds() < _LEAST_BREAK_SECONDS:
+            raise OSError(errno.EOPNOTSUPP, "not a local file system, or leases do not last")
         self._path, self._read, self._only_cached = path, read, only_cached
         # A separate open file, because the lease belongs to it.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
@@ -129,6 +134,20 @@ class LeasedMapping:
             with contextlib.suppress(OSError):  # there is no lease
                 fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        """Close the file if nobody has called `close`; the lease then ends with the last array over the memory."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+def _break_seconds() -> int:
+    """Return how long others that want to change a leased file wait; 0 if it is not known."""
+    try:
+        with open("/proc/sys/fs/lease-break-time") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
 
 
 def _file_system(descriptor: int) -> int:

@@ -47,7 +47,8 @@ class Reader(Transfer[File]):
         """See `Transfer`."""
         super().__init__(open_file, threads, sums)
         self._mappings: dict[int, memoryview] = {}
-        self._leases: dict[int, LeasedMapping | None] = {}
+        self._leases: dict[int, tuple[LeasedMapping, int]] = {}  # with the number of holders
+        self._unleased: set[int] = set()
 
     def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         for constant in plan.constants:
@@ -72,42 +73,55 @@ class Reader(Transfer[File]):
         return np.frombuffer(answer, np.uint8)
 
     def lease(self, number: int) -> LeasedMapping | None:
-        """Return a file mapped under a read lease; None if that is not possible, or not any more."""
-        if number not in self._leases:
-            self._leases[number] = self._file(number).lease()
-        return self._leases[number]
+        """Return a file mapped under a read lease, until `let_go`; None if that is not possible, or not any more."""
+        if number in self._unleased:
+            return None
+        file = self._file(number)
+        with self._lock:
+            mapping, holders = self._leases.get(number, (None, 0))
+            if mapping is None and (mapping := file.lease()) is None:
+                self._unleased.add(number)
+                return None
+            self._leases[number] = mapping, holders + 1
+        return mapping
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """End leases that nobody else holds: each keeps two descriptors open, and may keep other programs waiting."""
+        for number in numbers:
+            with self._lock:
+                mapping, holders = self._leases.pop(number)
+                if holders > 1:
+                    self._leases[number] = mapping, holders - 1
+                    continue
+            mapping.close()
 
     def populate(self, number: int, begin: int, end: int) -> None:
         """Bring bytes of a leased file into memory."""
-        mapping = self._leases[number]
-        assert mapping is not None
-        mapping.populate(begin, end)
+        self._leases[number][0].populate(begin, end)
         self._count(1, end - begin)
 
     def release(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Let pages go that nobody needs any more, of ranges `(file, begin, end)` for which `populate` was called."""
+        """Let pages of leased files go that nobody needs any more, of ranges `(file, begin, end)`."""
         for number, begin, end in ranges:
-            if (mapping := self._leases.get(number)) is not None:
-                mapping.release(begin, end)
+            self._leases[number][0].release(begin, end)
 
     @property
-    def lease_is_wanted(self) -> bool:
-        """Return whether another program waits for a lease to end."""
-        return any(mapping is not None and mapping.is_wanted for mapping in self._leases.values())
+    def wanted_leases(self) -> list[int]:
+        """Return the files whose leases other programs wait for."""
+        return [number for number, (mapping, _) in list(self._leases.items()) if mapping.is_wanted]
 
-    def give_up_leases(self) -> None:
-        """End the leases that other programs wait for; `lease` returns None for these files from now on."""
-        for number, mapping in self._leases.items():
-            if mapping is not None and mapping.is_wanted:
-                mapping.close()
-                self._leases[number] = None
+    def stop_leasing(self, numbers: Iterable[int]) -> None:
+        """Lease these files no more."""
+        self._unleased.update(numbers)
+
+    def abandon_leases(self) -> None:
+        """Let every lease end with the last array over its file: a device may have one that nobody knows of."""
+        self._leases.clear()
 
     def close(self) -> None:
         """See `Transfer`."""
-        for mapping in self._leases.values():
-            if mapping is not None:
-                mapping.close()
-        self._leases.clear()
+        while self._leases:
+            self._leases.popitem()[1][0].close()
         super().close()
 
     def check(self, stamps: Mapping[int, Stamp]) -> None:

@@ -42,7 +42,7 @@ def test_bits_of_every_dtype(mesh, name):
         pytest.skip("goes as a whole")
     array = random_bits(RNG, (16, 8), dtype)
     sharding = NamedSharding(mesh, P("x", "y"))
-    assert can_grow(sharding, dtype)
+    assert can_grow(sharding, (16, 8), dtype)
     made = grown(sharding, array, (3, 1))
     assert made.sharding == sharding
     assert made.dtype == dtype
@@ -78,9 +78,10 @@ def test_parts_are_written_in_place(mesh):
 
 def test_what_cannot_be_put_together(mesh):
     sharding = NamedSharding(mesh, P("x"))
-    assert can_grow(sharding, np.dtype("f4"))
+    assert can_grow(sharding, (8,), np.dtype("f4"))
     for dtype in (np.complex64, ml_dtypes.int4, ml_dtypes.float4_e2m1fn):
-        assert not can_grow(sharding, np.dtype(dtype))
-    assert not can_grow(Format(Layout((1, 0)), sharding), np.dtype("f4"))
-    assert not can_grow(sharding.with_memory_kind("pinned_host"), np.dtype("f4"))
-    assert not can_grow(None, np.dtype("f4"))
+        assert not can_grow(sharding, (8,), np.dtype(dtype))
+    assert not can_grow(Format(Layout((1, 0)), sharding), (8, 8), np.dtype("f4"))
+    assert not can_grow(sharding.with_memory_kind("pinned_host"), (8,), np.dtype("f4"))
+    assert not can_grow(None, (8,), np.dtype("f4"))
+    assert not can_grow(sharding, (2**31,), np.dtype("u1"))

@@ -1,6 +1,7 @@
 """Restores onto accelerators: any view, dtype and sharding, through little memory, is what NumPy makes of it."""
 
 import math
+import os
 import tempfile
 import weakref
 from pathlib import Path
@@ -21,8 +22,9 @@ from orbax_safetensors.devices.sharding import local_boxes
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, fill
 from orbax_safetensors.storage import pool
+from orbax_safetensors.storage.local import LocalFile
 from tests.support.accelerator import accelerator
-from tests.support.files import random_bits, write
+from tests.support.files import random_bits, write, write_indexed
 from tests.support.saves import assert_same_bits
 from tests.support.strategies import examples
 from tests.support.views import compositions
@@ -174,3 +176,29 @@ def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh
         ost.load(tmp_path, NamedSharding(mesh, P()), options=options)
     assert len(made) == 8
     assert most <= 2
+
+
+def test_a_checkpoint_of_many_files_keeps_few_of_them_leased(tmp_path, mesh, monkeypatch):
+    """Each lease takes two descriptors more than the file."""
+    stored = {f"w{number}": np.full((8, 64), number, np.float32) for number in range(60)}
+    write_indexed(tmp_path, [{name: array} for name, array in stored.items()])
+    before, most = len(os.listdir("/proc/self/fd")), 0
+    real = LocalFile.lease
+
+    def lease(file):
+        nonlocal most
+        mapped = real(file)
+        most = max(most, len(os.listdir("/proc/self/fd")))
+        return mapped
+
+    monkeypatch.setattr(LocalFile, "lease", lease)
+    with accelerator():
+        restored = ost.load(
+            tmp_path, NamedSharding(mesh, P("x")), options=ost.SafetensorsOptions(in_flight_bytes=16 * 2048)
+        )
+    for name, array in stored.items():
+        assert_same_bits(restored[name], array)
+    assert most - before <= 60 + 2 * 20
+    for path in tmp_path.glob("*.safetensors"):  # nobody waits for a lease
+        with open(path, "r+b"):
+            pass

@@ -40,7 +40,7 @@ def in_thread(function, *arguments):
 
 
 def test_who_takes_a_slot_waits_for_what_was_sent_first():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     first, second = in_flight.take(60, 60, [60]), in_flight.take(40, 40, [40])
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
@@ -56,7 +56,7 @@ def test_who_takes_a_slot_waits_for_what_was_sent_first():
 
 
 def test_who_takes_a_slot_waits_for_what_is_not_sent_yet():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     slot = in_flight.take(80, 80, [80])
     thread, results = in_thread(in_flight.take, 50, 50, [50])
     assert not results
@@ -68,7 +68,7 @@ def test_who_takes_a_slot_waits_for_what_is_not_sent_yet():
 
 
 def test_memory_is_free_only_once_it_has_arrived():
-    in_flight = InFlight(2**20, 2**20)
+    in_flight = InFlight(2**20, 2**20, 2**20)
     first = in_flight.take(10, 10, [10])
     sent = Sent()
     send(in_flight, first, sent)
@@ -80,7 +80,7 @@ def test_memory_is_free_only_once_it_has_arrived():
 
 
 def test_more_than_the_limit_goes_alone():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     large = in_flight.take(1000, 1000, [1000])
     thread, results = in_thread(in_flight.take, 1, 1, [1])
     sent = Sent()
@@ -92,7 +92,7 @@ def test_more_than_the_limit_goes_alone():
 
 
 def test_bytes_without_memory_of_ours_count_as_well():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     slot = in_flight.take(100, 100)
     assert slot.memory == []
     thread, results = in_thread(in_flight.take, 1, 1)
@@ -105,7 +105,7 @@ def test_bytes_without_memory_of_ours_count_as_well():
 
 
 def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
-    in_flight = InFlight(1000, 20)
+    in_flight = InFlight(1000, 20, 1000)
     first, mapped = in_flight.take(20, 20, [20]), in_flight.take(500, 500)
     thread, results = in_thread(in_flight.take, 20, 20, [20])
     sent = Sent(), Sent()
@@ -121,7 +121,7 @@ def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
 def test_who_waits_fails_at_the_end(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
     raised = []
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     in_flight.take(100, 100)
     thread, _ = in_thread(in_flight.take, 1, 1)
     in_flight.end()
@@ -132,7 +132,7 @@ def test_who_waits_fails_at_the_end(monkeypatch):
 
 
 def test_drain_waits_for_everything():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     slot = in_flight.take(10, 7)
     thread, results = in_thread(in_flight.drain)
     sent = Sent()
@@ -147,7 +147,7 @@ def test_drain_waits_for_everything():
 
 
 def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     sent = Sent(), Sent()
     for number in range(2):
         send(in_flight, in_flight.take(10, 10), sent[number])
@@ -167,7 +167,7 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
 
 
 def test_a_transfer_that_has_failed_is_an_error_even_if_nobody_waited_for_it():
-    in_flight = InFlight(100, 100)
+    in_flight = InFlight(100, 100, 100)
     room = in_flight.take(10, 10)
     failed = Sent()
     failed.arrived.set()

@@ -161,6 +161,30 @@ def test_threads_populate_at_once(leased):
     assert leased.memory.tobytes() == CONTENT
 
 
+def test_a_lease_that_nobody_gives_up_ends_with_the_memory(path):
+    file = LocalFile(path)
+    if (mapped := file.lease()) is None:
+        pytest.skip("the file system of temporary files has no leases")
+    memory = mapped.memory[10:20]
+    del mapped
+    file.close()
+    other = threading.Thread(target=os.truncate, args=(path, 0))
+    other.start()
+    other.join(0.1)
+    assert other.is_alive()
+    assert memory.tobytes() == CONTENT[10:20]
+    del memory
+    other.join(20)
+    assert not other.is_alive()
+
+
+def test_leases_that_do_not_last_are_not_taken(path, monkeypatch):
+    monkeypatch.setattr(mapping, "_break_seconds", lambda: 1)
+    file = LocalFile(path)
+    assert file.lease() is None
+    file.close()
+
+
 def test_no_descriptor_and_no_lease_is_left(path):
     before = os.listdir("/proc/self/fd")
     file = LocalFile(path)
@@ -182,7 +206,8 @@ def test_the_kernel_is_asked_for_its_own_pages(leased, monkeypatch):
             return 0
 
         @staticmethod
-        def syscall(number, descriptor, range_, facts, flags):
+        def mincore(address, nbytes, pages):
+            assert (address - leased.memory.ctypes.data) % 2**16 == 0
             return -1
 
     begins = []
