@@ -198,7 +198,7 @@ def test_a_checkpoint_of_many_files_keeps_few_of_them_leased(tmp_path, mesh, mon
         )
     for name, array in stored.items():
         assert_same_bits(restored[name], array)
-    assert most - before <= 60 + 2 * 20
+    assert most - before < 60 + 2 * 30
     for path in tmp_path.glob("*.safetensors"):  # nobody waits for a lease
         with open(path, "r+b"):
             pass
