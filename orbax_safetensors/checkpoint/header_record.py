@@ -67,6 +67,8 @@ def write_header_record(store: Store, directory: str, names: Iterable[str]) -> N
                 logger.debug("%s: is not written: %s is listed in another state than it is sent", path, name)
                 return
             texts[name] = text
-        write_small(store, path, encode(texts))
-    except SafetensorsError as error:
+        content = encode(texts)
+        decode(content)  # what is too long to be read is not worth a request of every load
+        write_small(store, path, content)
+    except (SafetensorsError, ValueError) as error:
         logger.warning("%s: is not written, so that each load reads all headers: %s", path, error)
