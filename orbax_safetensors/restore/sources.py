@@ -200,7 +200,7 @@ def _row_bytes(block: Block, rows: Rows) -> int:
             if stride != nbytes:
                 break
             nbytes *= size
-    return block.nbytes if nbytes == block.nbytes else nbytes
+    return nbytes
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
