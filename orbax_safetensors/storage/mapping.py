@@ -22,6 +22,10 @@ from orbax_safetensors.errors import StorageError
 
 _MADV_POPULATE_READ = 22  # of Linux since 5.14; Python does not know it
 
+_CACHESTAT = 451  # the number of a system call, on every machine; of Linux since 6.5
+_MAPPED_AT_ONCE = 2**16  # bytes that Linux maps around one that is touched, by default
+_MOST_VECTORS = 1024  # that Linux takes in one call
+
 # File systems of this machine, by the magic numbers of `statfs`. Elsewhere, a program on another machine can truncate a
 # file in spite of a lease, and each page may be a request to a server.
 _LOCAL_FILE_SYSTEMS = {
@@ -40,6 +44,11 @@ _LEAST_BREAK_SECONDS = 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+_libc.process_vm_readv.argtypes = (
+    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
+    *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
+)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 
@@ -84,12 +93,14 @@ class LeasedMapping:
     def serves(self, begin: int, end: int) -> bool:
         """Return whether the bytes `[begin, end)` should be taken from here, rather than read."""
         # If the file was cut before it was leased, reading it says so.
-        return end <= self.memory.nbytes and (not self._only_cached or self._is_cached(begin, end))
+        return end <= self.memory.nbytes and (not self._only_cached or self._seems_cached(begin, end))
 
     def populate(self, begin: int, end: int) -> None:
         """Bring the pages of the bytes `[begin, end)` in; `StorageError` if that fails."""
-        if self._is_cached(begin, end):
-            return  # whoever touches a page finds it, with those around it, in less time than it takes here
+        if self._seems_cached(begin, end):
+            self._touch(begin, end)
+            if self._is_cached(begin, end):
+                return
         try:
             self._populate(begin, end)
         except OSError:
@@ -101,11 +112,30 @@ class LeasedMapping:
                     f"{self._path}: mapping {end - begin} bytes at offset {begin} failed: {error.strerror}"
                 ) from error
 
-    def _is_cached(self, begin: int, end: int) -> bool:
-        """Return whether the page cache has the bytes of all pages of a range.
+    def _seems_cached(self, begin: int, end: int) -> bool:
+        """Return whether the page cache has all pages of a range, or has failed to read them."""
+        first = begin // mmap.PAGESIZE
+        facts = (ctypes.c_uint64 * 5)()  # the first is the number of pages
+        range_ = (ctypes.c_uint64 * 2)(begin, end - begin)
+        if _libc.syscall(_CACHESTAT, self._descriptor, range_, facts, 0):
+            return self._is_cached(begin, end)
+        return facts[0] >= -(-end // mmap.PAGESIZE) - first
 
-        Not by `cachestat`, which also counts pages that the disk has refused: they end the process if touched.
+    def _touch(self, begin: int, end: int) -> None:
+        """Let the kernel map cached pages, many at a time, in half the time of `_populate`.
+
+        By a call that reads a byte of each stretch: it ends early at a page that cannot be read, and ends no process.
         """
+        address = self.memory.ctypes.data
+        bytes_ = np.arange(address + begin, address + end, _MAPPED_AT_ONCE, dtype=np.uint64)
+        for stretch in (bytes_[at : at + _MOST_VECTORS] for at in range(0, len(bytes_), _MOST_VECTORS)):
+            remote = np.stack((stretch, np.ones_like(stretch)), axis=1)
+            sink = np.empty(len(stretch), np.uint8)
+            local = np.array([sink.ctypes.data, sink.nbytes], np.uint64)
+            _libc.process_vm_readv(os.getpid(), local.ctypes.data, 1, remote.ctypes.data, len(remote), 0)
+
+    def _is_cached(self, begin: int, end: int) -> bool:
+        """Return whether the page cache has the bytes of all pages of a range, which is quick if they are mapped."""
         begin -= begin % mmap.PAGESIZE
         pages = bytearray(-(-(end - begin) // mmap.PAGESIZE))
         vector = (ctypes.c_char * len(pages)).from_buffer(pages)

@@ -100,7 +100,7 @@ def test_files_for_direct_reads_serve_what_is_in_the_page_cache(path, monkeypatc
         pytest.skip("the file system of temporary files has no leases")
     assert mapped.serves(0, len(CONTENT))
     assert not mapped.serves(0, len(CONTENT) + 1)
-    monkeypatch.setattr(mapped, "_is_cached", lambda begin, end: begin >= 4096)
+    monkeypatch.setattr(mapped, "_seems_cached", lambda begin, end: begin >= 4096)
     assert mapped.serves(4096, 8192)
     assert not mapped.serves(0, 8192)
     mapped.close()
@@ -143,6 +143,25 @@ def test_cached_pages_are_not_brought_in(leased, monkeypatch):
     monkeypatch.setattr(leased, "_populate", None)
     assert leased._is_cached(0, len(CONTENT))
     leased.populate(4000, 5000)
+
+
+def test_pages_that_only_seem_to_be_cached_are_brought_in(leased, monkeypatch):
+    populated = []
+    monkeypatch.setattr(leased, "_is_cached", lambda begin, end: False)
+    monkeypatch.setattr(leased, "_populate", lambda begin, end: populated.append((begin, end)))
+    assert leased._seems_cached(0, len(CONTENT))
+    leased.populate(4000, 5000)
+    assert populated == [(4000, 5000)]
+
+
+def test_touching_a_page_that_is_gone_ends_no_process(path):
+    file = LocalFile(path)
+    if (mapped := file.lease()) is None:
+        pytest.skip("the file system of temporary files has no leases")
+    mapped.close()
+    os.truncate(path, 0)
+    mapped._touch(0, len(CONTENT))
+    file.close()
 
 
 def test_released_pages_come_again(leased):
@@ -204,6 +223,10 @@ def test_the_kernel_is_asked_for_its_own_pages(leased, monkeypatch):
         def madvise(address, nbytes, advice):
             begins.append(address - leased.memory.ctypes.data)
             return 0
+
+        @staticmethod
+        def syscall(*arguments):
+            return -1
 
         @staticmethod
         def mincore(address, nbytes, pages):

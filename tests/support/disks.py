@@ -23,7 +23,8 @@ def page_cache(monkeypatch, full):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(LeasedMapping, "_is_cached", lambda mapping, begin, end: full)
+    for name in ("_seems_cached", "_is_cached"):
+        monkeypatch.setattr(LeasedMapping, name, lambda mapping, begin, end: full)
 
 
 def skip_if_refused(path):
