@@ -92,8 +92,8 @@ class Reader(Transfer[File]):
                 mapping, holders = self._leases.pop(number)
                 if holders > 1:
                     self._leases[number] = mapping, holders - 1
-                    continue
-            mapping.close()
+                else:
+                    mapping.close()
 
     def populate(self, number: int, begin: int, end: int) -> None:
         """Bring bytes of a leased file into memory."""
@@ -108,7 +108,8 @@ class Reader(Transfer[File]):
     @property
     def wanted_leases(self) -> list[int]:
         """Return the files whose leases other programs wait for."""
-        return [number for number, (mapping, _) in list(self._leases.items()) if mapping.is_wanted]
+        with self._lock:  # which keeps others from closing one meanwhile
+            return [number for number, (mapping, _) in self._leases.items() if mapping.is_wanted]
 
     def stop_leasing(self, numbers: Iterable[int]) -> None:
         """Lease these files no more."""
