@@ -9,6 +9,7 @@ import pytest
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.local import LocalFile
+from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.store import Stamp
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
@@ -360,23 +361,20 @@ def test_a_whole_file_that_fails_is_given_up_with_all_others():
     assert case.files[0].closed == 1
 
 
-def test_leases_that_others_let_go_are_not_looked_at(tmp_path):
-    """A lease ends in one thread while another one asks for those that are wanted."""
+def test_a_lease_does_not_end_while_it_is_looked_at(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(bytes(4096))
+    real, threads = LeasedMapping.is_wanted.fget, []
+
+    def is_wanted(mapping):
+        threads.append(threading.Thread(target=reader.let_go, args=([0],)))
+        threads[0].start()
+        threads[0].join(0.1)
+        return real(mapping)
+
     with Reader(lambda number: LocalFile(str(tmp_path / "file")), 1) as reader:
         if reader.lease(0) is None:
             pytest.skip("the file system of temporary files has no leases")
-        ended = threading.Event()
-
-        def lease_and_let_go():
-            for _ in range(300):
-                reader.lease(0)
-                reader.let_go([0])
-            ended.set()
-
-        reader.let_go([0])
-        thread = threading.Thread(target=lease_and_let_go)
-        thread.start()
-        while not ended.is_set():
-            assert reader.wanted_leases == []
-        thread.join()
+        monkeypatch.setattr(LeasedMapping, "is_wanted", property(is_wanted))
+        assert reader.wanted_leases == []
+        threads[0].join()
+        assert reader.wanted_leases == []
