@@ -77,13 +77,9 @@ def main(directory, with_leases):
         to_come -= 1
         if not to_come:
             print("now", flush=True)
-            while not is_wanted(readers[0]) and not select.select([sys.stdin], [], [], 0.002)[0]:
+            while not readers[0].wanted_leases and not select.select([sys.stdin], [], [], 0.002)[0]:
                 pass
         return hand_over(device, make)
-
-    def is_wanted(reader):
-        # Another thread may lease more files meanwhile.
-        return any(mapped is not None and mapped.is_wanted for mapped in list(reader._leases.values()))
 
     def without_leases(descriptor, command, *_):
         return fcntl.F_RDLCK if command == fcntl.F_GETLEASE else 0
