@@ -18,7 +18,6 @@ from orbax_safetensors.checkpoint import header_record, header_texts
 from orbax_safetensors.checkpoint.header_record import HEADERS_NAME, write_header_record
 from orbax_safetensors.checkpoint.read import examine, read_checkpoint
 from orbax_safetensors.format.layout import INDEX_NAME
-from orbax_safetensors.storage import retries
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call, SetHeader
@@ -31,14 +30,7 @@ FIRST = NAMES[0]
 NUMPY = ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
-
-
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def place(request):
-    return request.getfixturevalue(request.param)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
-from orbax_safetensors.storage import retries
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call
 
@@ -28,14 +27,7 @@ B = random_bits(RNG, (8,), np.dtype(np.float16))
 NAMES = {"layer.w": W, "layer.b": B, "step": np.array(7)}
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
-
-
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def place(request):
-    return request.getfixturevalue(request.param)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture

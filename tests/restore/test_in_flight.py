@@ -79,23 +79,16 @@ def test_memory_is_free_only_once_it_has_arrived():
     assert third.memory[0].ctypes.data == first.memory[0].ctypes.data
 
 
-def test_more_than_the_limit_goes_alone():
+@pytest.mark.parametrize(
+    ("taken", "wanted"),
+    [((1000, 1000, [1000]), (1, 1, [1])), ((100, 100), (1, 1))],
+    ids=["more than the limit goes alone", "bytes without memory of ours count as well"],
+)
+def test_who_takes_a_slot_waits_if_the_limit_is_reached(taken, wanted):
     in_flight = InFlight(100, 100, 100)
-    large = in_flight.take(1000, 1000, [1000])
-    thread, results = in_thread(in_flight.take, 1, 1, [1])
-    sent = Sent()
-    sent.arrived.set()
-    assert not results
-    send(in_flight, large, sent)
-    thread.join(20)
-    assert len(results) == 1
-
-
-def test_bytes_without_memory_of_ours_count_as_well():
-    in_flight = InFlight(100, 100, 100)
-    slot = in_flight.take(100, 100)
-    assert slot.memory == []
-    thread, results = in_thread(in_flight.take, 1, 1)
+    slot = in_flight.take(*taken)
+    assert [buffer.nbytes for buffer in slot.memory] == (taken[2] if len(taken) > 2 else [])
+    thread, results = in_thread(in_flight.take, *wanted)
     sent = Sent()
     sent.arrived.set()
     assert not results

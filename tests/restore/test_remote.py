@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.storage import remote, retries
+from orbax_safetensors.storage import remote
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call, Cut, SetHeader
 from tests.support.servers.files import Files
@@ -26,9 +26,7 @@ TENSORS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture

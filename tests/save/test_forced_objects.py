@@ -27,11 +27,6 @@ def small(monkeypatch):
     monkeypatch.setattr(google, "MIN_PART_BYTES", 5 * MIB)
 
 
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def place(request):
-    return request.getfixturevalue(request.param)
-
-
 def options(place, **more):
     return ost.SafetensorsOptions(storage_options={**place.options, **more})
 

@@ -35,11 +35,6 @@ def small(monkeypatch):
     monkeypatch.setattr(upload, "PART_BYTES", 5 * 2**20)
 
 
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def place(request):
-    return request.getfixturevalue(request.param)
-
-
 def options(place, **more):
     storage_options = {**place.options, **more.pop("storage_options", {})}
     return ost.SafetensorsOptions(storage_options=storage_options, **more)

@@ -13,11 +13,6 @@ from tests.support.servers.faults import Answer, Call, Cut  # noqa: E402
 DATA = np.random.default_rng(0).integers(0, 256, (5 << 20) + 12345, np.uint8).tobytes()
 
 
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def place(request):
-    return request.getfixturevalue(request.param)
-
-
 def test_put_and_read(place):
     store = place.store()
     obstore.put(store, "a/b c+d.bin", DATA[:1000], use_multipart=False)

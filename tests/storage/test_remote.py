@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.storage import remote, retries
+from orbax_safetensors.storage import remote
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
 from tests.support.servers.files import Files
@@ -20,10 +20,7 @@ from tests.support.servers.server import Server
 DATA = bytes(os.urandom(2**20 + 12345))
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """What is tried again is tried again at once."""
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture

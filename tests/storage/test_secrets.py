@@ -8,7 +8,6 @@ import pytest
 
 import orbax_safetensors as ost
 from orbax_safetensors.errors import SafetensorsError, StorageError
-from orbax_safetensors.storage import retries
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp
 from tests.support.servers.faults import Answer, Cut
@@ -20,9 +19,7 @@ SECRET = re.compile(f"SECRET|Signature=|{TOKEN}")
 STAMP = Stamp(100, '"1"')
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 def assert_tells_no_secret(error):

@@ -7,7 +7,7 @@ from urllib.request import OpenerDirector
 import pytest
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage import remote, retries
+from orbax_safetensors.storage import remote
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.servers.faults import Answer, Cut, IgnoreRange, SetHeader
 from tests.support.servers.files import Files
@@ -18,9 +18,7 @@ AT = remote.HEAD_BYTES + 1000
 HEADERS = {"X-Auth-Token": "SECRET", "Private-Token": "SECRET", "Authorization": "Bearer SECRET", "Cookie": "a=SECRET"}
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from orbax_safetensors.storage import retries
 from tests.support.servers import azurite
 from tests.support.servers import gcs as google
 from tests.support.servers import hub as huggingface
@@ -71,6 +72,19 @@ class Place:
                 "backoff": {"init_backoff": moment, "max_backoff": moment, "base": 2},
             },
         )
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried again at once."""
+    monkeypatch.setattr(retries, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture(params=["s3", "gcs", "azure"])
+def place(request: pytest.FixtureRequest) -> Place:
+    """A place in each kind of object store."""
+    found: Place = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture
