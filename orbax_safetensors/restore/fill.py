@@ -124,7 +124,7 @@ class Filling:
                     with no_collection():
                         _make_arrays(batch, targets, values, growing)
                 except BaseException:
-                    self._reader.abandon_leases()
+                    self._reader.leases.abandon()
                     raise
                 if batch.slot is None:
                     staying += batch.counted

@@ -20,6 +20,7 @@ from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
 from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.transfer.leases import Range
 from orbax_safetensors.transfer.plan import Block, Rows, TransferPlan, rows_of, transfer_plan
 from orbax_safetensors.transfer.reader import Reader, direct_offsets, memory_for
 
@@ -29,8 +30,6 @@ _MAPPED_BYTES = 16 * 2**20
 _ROW_BYTES = 64
 # Of the bytes that would be brought in. If fewer are, those that are needed are read, each run of them by itself.
 _LEAST_NEEDED = 0.9
-
-Range = tuple[int, int, int]  # file, begin, end
 
 
 class Sources:
@@ -69,8 +68,8 @@ class Sources:
         yield from self._reader.tasks(plan, blocks, memory)
 
     def _leaving(self, batch: Batch) -> Iterator[Callable[[], object]]:
-        if wanted := self._reader.wanted_leases:
-            self._reader.stop_leasing(wanted)
+        if wanted := self._reader.leases.wanted:
+            self._reader.leases.refuse(wanted)
             self._in_flight.drain()  # which lets them go
         leases: dict[int, LeasedMapping] = {}
         with no_collection():
@@ -82,7 +81,7 @@ class Sources:
             offsets = direct_offsets(plan, self._checkpoint.store)
         batch.slot = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
         if leases:
-            batch.slot.arrived = partial(self._let_go, ranges, leases)
+            batch.slot.arrived = partial(self._reader.leases.let_go, leases, ranges)
         memory = batch.slot.memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
@@ -124,16 +123,12 @@ class Sources:
                     batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._reader.map(rows.file), rows.begin)
                 at += 1
 
-    def _let_go(self, ranges: Sequence[Range], leases: Iterable[int]) -> None:
-        self._reader.release(ranges)
-        self._reader.let_go(leases)
-
     def _map(self, batch: Batch, leases: dict[int, LeasedMapping]) -> list[Range]:
         """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in.
 
         Files that are leased for the batch are added to `leases`.
         """
-        if not self._options.map_files or self._options.checksums:
+        if not self._options.map_files or self._options.checksums or not self._checkpoint.store.is_local:
             return []
         ranges: list[Range] = []
         first = 0

@@ -16,6 +16,7 @@ from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.storage.store import File, Stamp, Store
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.engine import Task, Transfer, Window, of_window
+from orbax_safetensors.transfer.leases import Leases
 from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
@@ -47,8 +48,7 @@ class Reader(Transfer[File]):
         """See `Transfer`."""
         super().__init__(open_file, threads, sums)
         self._mappings: dict[int, memoryview] = {}
-        self._leases: dict[int, tuple[LeasedMapping, int]] = {}  # with the number of holders
-        self._unleased: set[int] = set()
+        self.leases = Leases()
 
     def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         for constant in plan.constants:
@@ -63,7 +63,7 @@ class Reader(Transfer[File]):
         return mapping
 
     def answer(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
-        """Return bytes of a file in the memory that a request brings them to; None if `run` says where they go."""
+        """Return bytes of a file in the memory of the answer to one request; None if its store has no such memory."""
         answer = self._file(number).answer(offset, nbytes)
         if answer is None:
             return None
@@ -73,56 +73,17 @@ class Reader(Transfer[File]):
         return np.frombuffer(answer, np.uint8)
 
     def lease(self, number: int) -> LeasedMapping | None:
-        """Return a file mapped under a read lease, until `let_go`; None if that is not possible, or not any more."""
-        if number in self._unleased:
-            return None
-        file = self._file(number)
-        with self._lock:
-            mapping, holders = self._leases.get(number, (None, 0))
-            if mapping is None and (mapping := file.lease()) is None:
-                self._unleased.add(number)
-                return None
-            self._leases[number] = mapping, holders + 1
-        return mapping
-
-    def let_go(self, numbers: Iterable[int]) -> None:
-        """End leases that nobody else holds: each keeps two descriptors open, and may keep other programs waiting."""
-        for number in numbers:
-            with self._lock:
-                mapping, holders = self._leases.pop(number)
-                if holders > 1:
-                    self._leases[number] = mapping, holders - 1
-                else:
-                    mapping.close()
+        """Return a file mapped under a read lease, as `Leases.hold` does."""
+        return self.leases.hold(number, self._file(number))
 
     def populate(self, number: int, begin: int, end: int) -> None:
         """Bring bytes of a leased file into memory."""
-        self._leases[number][0].populate(begin, end)
+        self.leases.populate(number, begin, end)
         self._count(1, end - begin)
-
-    def release(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Let pages of leased files go that nobody needs any more, of ranges `(file, begin, end)`."""
-        for number, begin, end in ranges:
-            self._leases[number][0].release(begin, end)
-
-    @property
-    def wanted_leases(self) -> list[int]:
-        """Return the files whose leases other programs wait for."""
-        with self._lock:  # which keeps others from closing one meanwhile
-            return [number for number, (mapping, _) in self._leases.items() if mapping.is_wanted]
-
-    def stop_leasing(self, numbers: Iterable[int]) -> None:
-        """Lease these files no more."""
-        self._unleased.update(numbers)
-
-    def abandon_leases(self) -> None:
-        """Let every lease end with the last array over its file: a device may have one that nobody knows of."""
-        self._leases.clear()
 
     def close(self) -> None:
         """See `Transfer`."""
-        while self._leases:
-            self._leases.popitem()[1][0].close()
+        self.leases.close()
         super().close()
 
     def check(self, stamps: Mapping[int, Stamp]) -> None:

@@ -77,7 +77,7 @@ def main(directory, with_leases):
         to_come -= 1
         if not to_come:
             print("now", flush=True)
-            while not readers[0].wanted_leases and not select.select([sys.stdin], [], [], 0.002)[0]:
+            while not readers[0].leases.wanted and not select.select([sys.stdin], [], [], 0.002)[0]:
                 pass
         return hand_over(device, make)
 

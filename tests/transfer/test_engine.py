@@ -8,8 +8,6 @@ import pytest
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.storage.local import LocalFile
-from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.store import Stamp
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
@@ -359,22 +357,3 @@ def test_a_whole_file_that_fails_is_given_up_with_all_others():
     assert case.files[0].requests == [0, 16, 32, 48]
     assert case.files[1].requests == []
     assert case.files[0].closed == 1
-
-
-def test_a_lease_does_not_end_while_it_is_looked_at(tmp_path, monkeypatch):
-    (tmp_path / "file").write_bytes(bytes(4096))
-    real, threads = LeasedMapping.is_wanted.fget, []
-
-    def is_wanted(mapping):
-        threads.append(threading.Thread(target=reader.let_go, args=([0],)))
-        threads[0].start()
-        threads[0].join(0.1)
-        return real(mapping)
-
-    with Reader(lambda number: LocalFile(str(tmp_path / "file")), 1) as reader:
-        if reader.lease(0) is None:
-            pytest.skip("the file system of temporary files has no leases")
-        monkeypatch.setattr(LeasedMapping, "is_wanted", property(is_wanted))
-        assert reader.wanted_leases == []
-        threads[0].join()
-        assert reader.wanted_leases == []
