@@ -11,7 +11,7 @@ the order in which they were asked for, while the program goes on. A strided buf
 XLA does it. The buffer is referenced until its copy is made, and not longer.
 
 Devices are those of the CPU that JAX has. Within `accelerator`, JAX's functions that take host memory return
-`EmulatedArray`s, whoever calls them, and to `orbax_safetensors` no device is a CPU. With `digests=True`, which takes
+`EmulatedArray`s to every caller, and `orbax_safetensors` takes no device for a CPU. With `digests=True`, which takes
 longer, each copy is hashed as it lies in the ring: see `digest_of`.
 """
 

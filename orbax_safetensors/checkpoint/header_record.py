@@ -49,8 +49,8 @@ def is_exact(stamp: Stamp) -> bool:
 def write_header_record(store: Store, directory: str, names: Iterable[str]) -> None:
     """Record the headers of files in a directory, and the indexes beside them, if it is on an object store.
 
-    Reads them, as another program may have replaced a file that this one has written. If that fails, or the listing has
-    other states, there is no record.
+    Reads them, as another program may have replaced a file that this one has written. Writes no record if that fails,
+    or if the listing has other states.
     """
     if store.is_local:
         return

@@ -65,7 +65,7 @@ def batches_of(
     Everything that stays in host memory is one batch. The others have `batch_bytes`, or one group of leaves that are
     made of the same tensors, which has at most `most` bytes. A leaf with more is in parts if it can be.
     """
-    whole = [_whole(number, target) for number, target in enumerate(targets)]
+    whole = [Fill(number, None, blocks(target)) for number, target in enumerate(targets)]
     sizes = [fill.nbytes for fill in whole]
     stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
     groups = in_file_order(checkpoint, targets)
@@ -101,10 +101,6 @@ def _block(target: Target, box: Box) -> Block:
     view = target.view
     clipped = box if target.shape == view.shape else view.clipped(box)
     return Block(view, clipped, box.shape, target.dtype, target.lossless)
-
-
-def _whole(number: int, target: Target) -> Fill:
-    return Fill(number, None, blocks(target))
 
 
 def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:

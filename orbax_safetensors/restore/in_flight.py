@@ -23,7 +23,7 @@ _PAGES = 16
 
 @dataclass(eq=False)
 class Slot:
-    """A place for `nbytes` in flight, of which `counted` count for progress, with memory if that has to be ours.
+    """A place for `nbytes` in flight, with memory if the bytes need memory of ours. For progress, it counts `counted`.
 
     `sent` are the arrays that are made of the memory. Once they have arrived, `arrived` is called.
     """

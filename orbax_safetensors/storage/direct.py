@@ -20,7 +20,6 @@ from typing import Literal
 import numpy as np
 
 from orbax_safetensors.storage.local import COST, LocalFile, LocalStore
-from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.storage.memory import DIRECT_BYTES, PAGE_BYTES, allocate
 from orbax_safetensors.storage.store import Store
 
@@ -45,6 +44,8 @@ def reading(store: Store, direct: bool | Literal["auto"], nbytes: int) -> Store:
 
 class DirectFile(LocalFile):
     """A local file that is read past the page cache; see `store.File`."""
+
+    maps_only_cached = True  # the rest would fill the cache
 
     def __init__(self, path: str) -> None:
         """Open `path` as `LocalFile` does. If its file system refuses direct reads, all reads are the usual ones."""
@@ -79,10 +80,6 @@ class DirectFile(LocalFile):
     def scatter(self, offset: int, runs: np.ndarray) -> bool:
         """Fill runs of memory in turn, and return True, if the range is in the page cache."""
         return self._is_usual(offset, int(runs[:, 1].sum())) and super().scatter(offset, runs)
-
-    def lease(self) -> LeasedMapping | None:
-        """Return the file mapped under a read lease, for what is in the page cache; the rest would fill it."""
-        return self._lease(only_cached=True)
 
     def _is_usual(self, offset: int, nbytes: int) -> bool:
         """Return whether a range is in the page cache, by its first and its middle byte, or cannot be read directly."""

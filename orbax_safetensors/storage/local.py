@@ -51,6 +51,8 @@ _MIN_BEGIN_BYTES = 2**20
 class LocalFile:
     """A local file that is open for reading; see `store.File`."""
 
+    maps_only_cached = False  # whether `lease` is only for what is in the page cache
+
     def __init__(self, path: str) -> None:
         """Open `path`; raise `StorageError` if it cannot be read or is not a regular file."""
         self.path = path
@@ -96,11 +98,8 @@ class LocalFile:
 
     def lease(self) -> LeasedMapping | None:
         """Return the file mapped under a read lease."""
-        return self._lease(only_cached=False)
-
-    def _lease(self, *, only_cached: bool) -> LeasedMapping | None:
         try:
-            return LeasedMapping(self._descriptor, self.path, self._read_away, only_cached=only_cached)
+            return LeasedMapping(self._descriptor, self.path, self._read_away, only_cached=self.maps_only_cached)
         except OSError:
             return None
 
