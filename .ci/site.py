@@ -1,9 +1,10 @@
 """A hook of MkDocs: the site's files have the paths that they have in the repository, and URLs without `docs/`.
 
 Links between pages are paths in the repository, which a code host follows. MkDocs follows them too if a page's path is
-that one, whether the file lies in `docs/` or elsewhere.
+that one, whether the file lies in `docs/` or elsewhere. The names of the API have the headings that programs write.
 """
 
+import re
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
@@ -32,3 +33,17 @@ def on_files(files: Files, config) -> Files:
     for path, destination in destinations.items():
         files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls, dest_uri=destination))
     return files
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """Return the page of the API with `ost.load` as the heading of `load`, and so on."""
+    if page.file.src_uri != "docs/api.md":
+        return markdown
+
+    def headed(found: re.Match) -> str:
+        options = f"heading: ost.{found['name']}, {found['options'] or ''}"
+        return f"::: {found['path']}{found['name']}\n    options: {{{options}}}\n"
+
+    return re.sub(
+        r"^::: (?P<path>\S*\.)(?P<name>\w+)\n(    options: \{(?P<options>.*)\}\n)?", headed, markdown, flags=re.M
+    )

@@ -30,6 +30,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype(np.float32),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
 }
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # Bits that are kept of random numbers, and bits that are set: every value is finite, and those of F32 are 0.5 to 1.
@@ -186,6 +187,42 @@ def deepseek_fp8(config: Mapping[str, Any]) -> Tensors:
         for name, shape in shapes.items():
             tensors[f"{at}{name}.weight"] = Tensor("F8_E4M3", shape)
             tensors[f"{at}{name}.weight_scale_inv"] = Tensor("F32", tuple(-(-size // BLOCK) for size in shape))
+    return tensors
+
+
+def kimi_int4(config: Mapping[str, Any]) -> Tensors:
+    """A Kimi K2 as its `config.json` says, with routed experts as compressed-tensors stores int4 in groups of 32."""
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    head, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    queries, width = config["q_lora_rank"], config["moe_intermediate_size"]
+    tensors = _ends(config)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_a_proj": (queries, hidden),
+            "self_attn.q_a_layernorm": (queries,),
+            "self_attn.q_b_proj": (heads * (head + rope), queries),
+            "self_attn.kv_a_proj_with_mqa": (latent + rope, hidden),
+            "self_attn.kv_a_layernorm": (latent,),
+            "self_attn.kv_b_proj": (heads * (head + value), latent),
+            "self_attn.o_proj": (hidden, heads * value),
+        }
+        experts: dict[str, tuple[int, ...]] = {}
+        if layer < config["first_k_dense_replace"]:
+            shapes |= _feed_forward("mlp.", hidden, config["intermediate_size"])
+        else:
+            shapes["mlp.gate"] = (config["n_routed_experts"], hidden)
+            tensors[f"{at}mlp.gate.e_score_correction_bias"] = Tensor("F32", (config["n_routed_experts"],))
+            shapes |= _feed_forward("mlp.shared_experts.", hidden, config["n_shared_experts"] * width)
+            for expert in range(config["n_routed_experts"]):
+                experts |= _feed_forward(f"mlp.experts.{expert}.", hidden, width)
+        tensors |= {f"{at}{name}.weight": Tensor("BF16", shape) for name, shape in shapes.items()}
+        for name, (outputs, inputs) in experts.items():
+            tensors[f"{at}{name}.weight_packed"] = Tensor("I32", (outputs, inputs // 8))
+            tensors[f"{at}{name}.weight_scale"] = Tensor("BF16", (outputs, inputs // 32))
+            tensors[f"{at}{name}.weight_shape"] = Tensor("I32", (2,))
     return tensors
 
 

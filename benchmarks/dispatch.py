@@ -62,7 +62,7 @@ class NullFile:
         self.requests.append((1, int(runs[:, 1].sum())))
         return True
 
-    def answer(self, offset: int, nbytes: int) -> None:
+    def fetch(self, offset: int, nbytes: int) -> None:
         return None
 
 

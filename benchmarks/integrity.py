@@ -39,7 +39,7 @@ from rich.table import Table
 
 import orbax_safetensors as ost
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
-from orbax_safetensors.save import write
+from orbax_safetensors.save import job
 from orbax_safetensors.storage import hub_digests, local
 
 PIECE_BYTES = 16 * 2**20
@@ -87,11 +87,10 @@ def saves(directory: Path, tensors: Tensors, rounds: int) -> dict[str, tuple[Sec
                 ost.save(directory, leaves, max_file_bytes=most)
 
             def without(save: Callable[[], None] = save) -> None:
-                real = write.Writer
+                real = job.Writer
                 with (
-                    mock.patch.object(write, "Writer", lambda create, requests, _: real(create, requests)),
-                    mock.patch.object(write.checksums, "part_of_process", return_value=""),
-                    mock.patch.object(write.checksums, "record", return_value=b""),
+                    mock.patch.object(job, "Writer", lambda create, requests, _: real(create, requests)),
+                    mock.patch.object(job.SaveJob, "_checksums", return_value={}),
                 ):
                     save()
 

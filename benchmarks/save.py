@@ -101,12 +101,14 @@ def run(job: Job) -> dict[str, Any]:
     if job.sample:
         stop.set()
         sampler.join()
+    disk_bytes = sum(512 * path.stat().st_blocks for path in (directory / "saved").rglob("*"))
     CHECK.get(job.saver, check_safetensors)(directory / "saved", arrays)
     return {
         "seconds": ended - began,
         "blocked_seconds": returned - began,
         "cpu_seconds": cpu,
         "nbytes": nbytes,
+        "disk_bytes": disk_bytes,
         **({"extra_bytes": max(samples) - samples[0]} if job.sample else {}),
     }
 
@@ -385,6 +387,14 @@ def blocked(runs: Runs) -> float:
     return statistics.median(run["blocked_seconds"] for run in runs[ASYNC])
 
 
+def beside_orbax(runs: Runs) -> float:
+    return blocked(runs) / statistics.median(run["blocked_seconds"] for run in runs[ORBAX_ASYNC])
+
+
+def extra_disk(runs: Runs) -> float:
+    return max(run["disk_bytes"] / run["nbytes"] - 1 for run in runs[ASYNC])
+
+
 MEMORY = at_most("extra memory / in-flight budget", extra, 1.0)
 # A file system takes one write to a file at a time, so that threads gain what is not writing, or write several files.
 LIMITED = at_least("default, times the write limit", faster(DEFAULT, LIMIT), 0.9)
@@ -407,6 +417,16 @@ SCENARIOS = {
     ),
     "inner": Scenario(
         "last dimension, 8 devices", "inner", 8, savers=(*FEW, ORBAX), targets=(times_numpy(1.5), MEMORY)
+    ),
+    "step": Scenario(
+        "a training step in the background, 8 devices",
+        "leading",
+        8,
+        savers=(REFERENCE, ASYNC, ORBAX_ASYNC),
+        targets=(
+            at_most("blocked, times Orbax's AsyncCheckpointer", beside_orbax, 1.05),
+            at_most("disk beside the arrays' bytes", extra_disk, 0.01),
+        ),
     ),
     "files": Scenario(
         "1 device, several files",

@@ -1,6 +1,6 @@
 """Hugging Face `.safetensors` files as Orbax checkpoints of sharded JAX arrays.
 
-Where to start reading: `handlers/checkpoint_handler.py` is what Orbax calls; `restore/run.py` and `save/prepare.py` are
+Where to start reading: `handlers/checkpoint_handler.py` is what Orbax calls; `restore/run.py` and `save/job.py` are
 the jobs that it gives out; `geometry/view.py` and `geometry/coalesce.py` hold the one idea, that a parameter is a list
 of strided copies out of stored tensors; `transfer/engine.py` executes it.
 """
@@ -9,11 +9,7 @@ from orbax_safetensors import mapping
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.checkpoint.verify import verify
-from orbax_safetensors.convert.plan import plan_convert, plan_reshard
-from orbax_safetensors.convert.run import Conversion, convert, reshard
-from orbax_safetensors.cost.conversion import ConversionPlan
-from orbax_safetensors.cost.estimate import TimeEstimate, estimate_time
-from orbax_safetensors.cost.restore import RestorePlan
+from orbax_safetensors.convert.conversion import Conversion, convert, plan_convert, plan_reshard, reshard
 from orbax_safetensors.errors import (
     ChecksumError,
     HeaderError,
@@ -30,11 +26,14 @@ from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.handlers.functions import load, save
 from orbax_safetensors.handlers.registration import register, unregister
 from orbax_safetensors.handlers.type_handler import SafetensorsTypeHandler
-from orbax_safetensors.link.plan import LinkPlan, plan_link
-from orbax_safetensors.link.run import Link, link
+from orbax_safetensors.link.link_job import Link, LinkPlan
+from orbax_safetensors.link.linking import link, plan_link
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.cost import RestorePlan, estimate_time
 from orbax_safetensors.restore.plan import plan_restore
 from orbax_safetensors.save.plan import SavePlan, plan_save
+from orbax_safetensors.streaming.cost import ConversionPlan
+from orbax_safetensors.transfer.estimate import TimeEstimate
 
 __version__ = "0.1.0"
 

@@ -11,6 +11,13 @@ _MAX_MESSAGE = 4000
 class SafetensorsError(ValueError):
     """Base of every error that this package raises about a checkpoint or a request.
 
+    ```python
+    try:
+        ost.load("/models/mlp", family="maxtext")
+    except ost.SafetensorsError as error:
+        print(error)
+    ```
+
     A message that is too long loses its middle: the file is at its beginning, the found value at its end. It is one
     line, and what a terminal would act upon is escaped: names of files and tensors may have any characters.
     """
@@ -35,15 +42,41 @@ def printable(text: str) -> str:
 
 
 class HeaderError(SafetensorsError):
-    """A file is not a valid `.safetensors` file."""
+    """A file is not a valid `.safetensors` file.
+
+    ```python
+    Path("/models/cut.safetensors").write_bytes(Path("/models/state/model.safetensors").read_bytes()[:-1])
+    try:
+        ost.open_checkpoint("/models/cut.safetensors")
+    except ost.HeaderError as error:
+        print(error)
+    ```
+    """
 
 
 class IndexFileError(SafetensorsError):
-    """A directory's index, or the set of files in it, does not describe one checkpoint."""
+    """A directory's index, or the set of files in it, does not describe one checkpoint.
+
+    ```python
+    Path("/models/state/copy.safetensors").write_bytes(Path("/models/state/model.safetensors").read_bytes())
+    try:
+        ost.open_checkpoint("/models/state")  # each tensor is there twice
+    except ost.IndexFileError as error:
+        print(error)
+    ```
+    """
 
 
 class TensorMismatchError(SafetensorsError):
-    """A requested name, shape or dtype differs from the stored one."""
+    """A requested name, shape or dtype differs from the stored one.
+
+    ```python
+    try:
+        ost.load("/models/llama", {"model.norm.wait": jax.ShapeDtypeStruct((64,), jnp.bfloat16)})
+    except ost.TensorMismatchError as error:
+        print(error)
+    ```
+    """
 
 
 class TargetTypeError(TensorMismatchError, TypeError):
@@ -51,16 +84,48 @@ class TargetTypeError(TensorMismatchError, TypeError):
 
 
 class ChecksumError(SafetensorsError):
-    """Bytes are not those whose checksum was recorded, or there is no checksum to compare them with."""
+    """Bytes are not those whose checksum was recorded, or there is no checksum to compare them with.
+
+    ```python
+    try:
+        ost.load("/models/llama", options=ost.SafetensorsOptions(checksums=True))
+    except ost.ChecksumError as error:
+        print(error)  # no save has recorded any
+    ```
+    """
 
 
 class MappingError(SafetensorsError):
-    """A view of stored tensors cannot be expressed, or does not cover all that it has to."""
+    """A view needs an unsupported operation, or a family does not fit the checkpoint or the tree.
+
+    ```python
+    try:
+        ost.load("/models/qwen3", family="maxtest")
+    except ost.MappingError as error:
+        print(error)
+    ```
+    """
 
 
 class StorageError(SafetensorsError, OSError):
-    """Bytes could not be moved: missing, unreadable, truncated or changed under the reader."""
+    """Bytes could not be moved: missing, unreadable, truncated or changed under the reader.
+
+    ```python
+    try:
+        ost.save("/models/llama", {"w": jnp.ones(4)})
+    except ost.StorageError as error:
+        print(error)  # the directory exists, and would be replaced with force=True
+    ```
+    """
 
 
 class MissingError(StorageError, FileNotFoundError):
-    """A file, directory, object or repository does not exist. Also a `FileNotFoundError`, as Orbax raises."""
+    """A file, directory, object or repository does not exist. Also a `FileNotFoundError`, as Orbax raises.
+
+    ```python
+    try:
+        ost.open_checkpoint("/models/lama")
+    except ost.MissingError as error:
+        print(error)
+    ```
+    """

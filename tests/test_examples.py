@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.roots import ROOT
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MODELS = ROOT / "examples" / "small_models.py"
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {MODELS})
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 pytestmark = pytest.mark.process
@@ -39,6 +40,13 @@ def run(directory, *command):
 def test_an_example(example, tmp_path):
     assert run(tmp_path, example).strip(), "an example says what it has done"
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+def test_the_small_models_are_made(tmp_path):
+    printed = run(tmp_path, MODELS, tmp_path / "models")
+    made = sorted((tmp_path / "models").iterdir())
+    assert sorted(line.split(":")[0] for line in printed.splitlines()) == [str(directory) for directory in made]
+    assert all(list(directory.glob("*.safetensors")) for directory in made)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -19,14 +19,14 @@ FLOORS = (
     {"format", "options", "storage"},
     {"geometry"},
     {"devices", "mapping", "transfer"},
-    {"checkpoint", "cost", "orbax_store", "streaming"},
+    {"checkpoint", "orbax_store", "streaming"},
     {"convert", "link", "restore", "save"},
     {"handlers"},
     {"__init__", "cli"},
 )
 JOBS = FLOORS[5]
 WITHOUT_JAX = ("errors", "format", "geometry", "mapping", "options", "storage", "transfer")
-OF_STORES = {"boto3", "botocore", "huggingface_hub", "obstore"}
+OF_STORES = {"boto3", "botocore", "fsspec", "huggingface_hub", "obstore"}
 MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600
 

@@ -15,7 +15,6 @@ IMPORTS = {
     "handlers/_compat.py": {"GLOBAL_TYPE_HANDLER_REGISTRY", "build_default_tree_metadata", "deserialize"},
     "orbax_store/_compat.py": {
         "InternalTreeMetadata",
-        "OperationIdGenerator",
         "PROCESS_SUBDIR_PREFIX",
         "Store",
         "build_array_write_spec",

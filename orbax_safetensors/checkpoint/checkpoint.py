@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from orbax_safetensors.format.layout import ADAPTER_NAME
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
-from orbax_safetensors.mapping.quantization import Quantized
+from orbax_safetensors.mapping.quantized_tensor import Quantized
 from orbax_safetensors.storage.store import File, Store
 from orbax_safetensors.transfer.plan import Location
 
@@ -84,6 +85,12 @@ NO_OPENING = Opening(0, 0)
 @dataclass(frozen=True)
 class Checkpoint:
     """The tensors of a file or a directory, by name, in the order of the files and of their bytes in them.
+
+    ```python
+    checkpoint = ost.open_checkpoint("/models/llama")
+    tensor = checkpoint["model.norm.weight"]
+    print(tensor.shape, tensor.dtype, checkpoint.files[tensor.file].path)
+    ```
 
     Attributes:
       mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
@@ -163,18 +170,14 @@ class Checkpoint:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor that has a view; tensors that encode others have none."""
-        encoding = {name for tensor in self.quantized.values() for name in (tensor.codes, tensor.scales)}
+        encoding = {name for tensor in self.quantized.values() for name in tensor.stored}
         plain = {name: tensor.shape for name, tensor in self.tensors.items() if name not in encoding}
-        decoded = {
-            name: tuple(tensor.encoding.shape[axis] for axis in tensor.axes) for name, tensor in self.quantized.items()
-        }
-        return plain | decoded
+        return plain | {name: tensor.shape for name, tensor in self.quantized.items()}
 
     def view(self, name: str) -> View:
         """Return the tensor `name` as it is in memory. `location` knows the tensors of the view."""
         if name in self.quantized:
-            quantized = self.quantized[name]
-            return View.tensor(name, quantized.encoding.shape, self.decoded_dtype).transpose(quantized.axes)
+            return self.quantized[name].view(self.decoded_dtype)
         tensor = self[name]
         if len(tensor.pieces) == 1:
             return View.tensor(name, *held(tensor.stored_dtype, tensor.stored_shape))
@@ -192,14 +195,16 @@ class Checkpoint:
         """Return where a tensor lies, or a piece of a tensor as a view names it."""
         if name in self.quantized:
             quantized = self.quantized[name]
-            return Location(*self.begin(name), _FLOAT32, quantized.encoding, self.begin(quantized.scales))
+            beside = tuple([self._begin(stored) for stored in quantized.parameters])
+            return Location(*self._begin(quantized.codes), _FLOAT32, quantized.encoding, beside)
         tensor, (file, entry, _) = self._piece(name)
         return Location(file, self._data_starts[file] + entry.begin, tensor.dtype)
 
     def begin(self, name: str) -> tuple[int, int]:
         """Return the file of a tensor, or of a piece as a view names it, and the offset of its first byte."""
-        if name in self.quantized:
-            name = self.quantized[name].codes
+        return self._begin(self.quantized[name].codes if name in self.quantized else name)
+
+    def _begin(self, name: str) -> tuple[int, int]:
         _, (file, entry, _) = self._piece(name)
         return file, self._data_starts[file] + entry.begin
 
@@ -214,6 +219,16 @@ class Checkpoint:
             return tensor, tensor.pieces[0]
         whole, _, number = name.rpartition(_PIECE)
         return self[whole], self[whole].pieces[int(number)]
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of a tensor in one piece, at most `most`; raises `TensorMismatchError` if there are more."""
+        tensor, (number, entry, _) = self._piece(name)
+        if entry.nbytes > most or len(tensor.pieces) > 1:
+            raise TensorMismatchError(f"{self.path}: {name!r}: expected at most {most} bytes, found {tensor.nbytes}")
+        content = bytearray(entry.nbytes)
+        with closing(self.open_file(number)) as file:
+            file.read([(self._data_starts[number] + entry.begin, [memoryview(content)])])
+        return bytes(content)
 
     def open_file(self, index: int) -> File:
         """Open a file to read tensors; raises `StorageError` if it has changed since its header was read."""

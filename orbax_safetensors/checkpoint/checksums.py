@@ -38,21 +38,21 @@ class Comparison:
         self._checkpoint = checkpoint
         self._recorded: list[FileChecksums] = []
         for number, stored in enumerate(checkpoint.files):
-            of_file = recorded.get(posixpath.basename(stored.path))
-            if of_file is None:
+            checksums = recorded.get(posixpath.basename(stored.path))
+            if checksums is None:
                 raise ChecksumError(
                     f"{stored.path}: no save has recorded its checksums, which "
                     "SafetensorsOptions(checksums=True) compares"
                 )
-            if (other := other_file(checkpoint, number, of_file)) is not None:
+            if (other := other_file(checkpoint, number, checksums)) is not None:
                 raise other
-            self._recorded.append(of_file)
+            self._recorded.append(checksums)
 
     def check(self) -> None:
         """Raise `ChecksumError` with the names of all tensors that differ from what was saved."""
         changed, compared = [], 0
-        for number, of_file in enumerate(self._recorded):
-            faults, tensors = changed_tensors(self._checkpoint, number, of_file, self.sums)
+        for number, checksums in enumerate(self._recorded):
+            faults, tensors = changed_tensors(self._checkpoint, number, checksums, self.sums)
             changed += faults
             compared += tensors
         if len(changed) == 1:

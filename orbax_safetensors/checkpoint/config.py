@@ -20,6 +20,10 @@ ADAPTER_CONFIG_NAME = "adapter_config.json"
 # Configs are a few kilobytes. What is much longer is something else.
 _MAX_CONFIG_BYTES = 4 * 2**20
 
+# Of NVIDIA ModelOpt and of GPTQ's programs, which say how tensors are quantised.
+_MODELOPT_NAME, _GPTQ_NAME = "hf_quant_config.json", "quantize_config.json"
+QUANTIZATION_NAMES = (_MODELOPT_NAME, _GPTQ_NAME)
+
 # The key of `transformers`, and that of `compressed-tensors` in older files.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
@@ -53,12 +57,13 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Raises `MappingError` if it is not a JSON object, and `StorageError` if it cannot be read or is too long.
     """
+    return _read_beside(checkpoint, ADAPTER_CONFIG_NAME if checkpoint.is_adapter else CONFIG_NAME)
+
+
+def _read_beside(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     directory = posixpath.dirname(checkpoint.files[0].path) or "."
-    path = posixpath.join(directory, ADAPTER_CONFIG_NAME if checkpoint.is_adapter else CONFIG_NAME)
-    file = checkpoint.store.find(path)
-    if file is None:
-        return {}
-    return parse_config(file)
+    file = checkpoint.store.find(posixpath.join(directory, name))
+    return {} if file is None else parse_config(file)
 
 
 def parse_config(file: File) -> dict[str, Any]:
@@ -83,6 +88,19 @@ def quantization_config(config: Mapping[str, Any]) -> Any:
     return None
 
 
+def quantization_beside(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return what a file of its own says of how tensors are quantised, as `config.json` of newer checkpoints has it.
+
+    Returns None if there is no such file; raises as `read_config`.
+    """
+    if config := _read_beside(checkpoint, _MODELOPT_NAME):
+        stated = config.get("quantization")
+        return {"quant_method": "modelopt", **(stated if isinstance(stated, Mapping) else {})}
+    if config := _read_beside(checkpoint, _GPTQ_NAME):
+        return {"quant_method": "gptq", **config}
+    return None
+
+
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config that does not say how tensors are quantised."""
     plain = {key: value for key, value in config.items() if key not in _QUANTIZATION_KEYS}
@@ -97,8 +115,10 @@ def stored_dtype(config: Mapping[str, Any], otherwise: np.dtype) -> np.dtype:
 
 
 def config_dtype(config: Mapping[str, Any]) -> np.dtype | None:
-    """Return the dtype that a config names; None if it names none."""
-    name = config.get("dtype") or config.get("torch_dtype")
+    """Return the dtype that a config names, or that of its text model; None if it names none."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, Mapping) else {})
+    name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     try:
         return np.dtype(name) if name else None
     except TypeError:

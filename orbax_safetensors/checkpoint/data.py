@@ -54,20 +54,20 @@ def check_data(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsO
     faults: list[SafetensorsError] = []
     checks: list[_FileCheck] = []
     for number, stored in enumerate(checkpoint.files):
-        of_file = recorded.get(posixpath.basename(stored.path))
+        checksums = recorded.get(posixpath.basename(stored.path))
         sha256 = checkpoint.store.sha256(stored.path)
-        if of_file is None and sha256 is None:
+        if checksums is None and sha256 is None:
             faults.append(
                 ChecksumError(
                     f"{stored.path}: there is nothing to check its data against: no save has recorded its checksums, "
                     "and no SHA-256 of the Hugging Face Hub is known"
                 )
             )
-        if of_file is not None and (other := other_file(checkpoint, number, of_file)) is not None:
+        if checksums is not None and (other := other_file(checkpoint, number, checksums)) is not None:
             faults.append(other)
-            of_file = None
-        if of_file is not None or sha256 is not None:
-            checks.append(_FileCheck(checkpoint, number, of_file, sha256))
+            checksums = None
+        if checksums is not None or sha256 is not None:
+            checks.append(_FileCheck(checkpoint, number, checksums, sha256))
     nbytes = sum(check.nbytes for check in checks)
     store = reading(checkpoint.store, options.direct, nbytes)
     checkpoint = replace(checkpoint, store=store)

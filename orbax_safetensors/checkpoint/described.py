@@ -20,7 +20,7 @@ from orbax_safetensors.checkpoint.files import SUFFIX, StoredFile
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.errors import MappingError, MissingError, StorageError
 from orbax_safetensors.format.dtypes import DTYPES, from_numpy
-from orbax_safetensors.format.header import PREFIX_BYTES
+from orbax_safetensors.format.header import PREFIX_BYTES, fingerprint
 from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, TensorFacts, lay_out
 from orbax_safetensors.geometry.view import UNKNOWN, View
@@ -28,7 +28,6 @@ from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.family import Family, Variant, switches_of
 from orbax_safetensors.orbax_store.directories import is_on_gcs
 from orbax_safetensors.orbax_store.discovery import find_finished
-from orbax_safetensors.orbax_store.index_note import fingerprint
 from orbax_safetensors.storage.paths import PathLike, as_text, place
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
@@ -52,7 +51,7 @@ def described_directory(path: PathLike, storage_options: Mapping[str, Any] | Non
     if not (is_on_gcs(place(path)) or os.path.isdir(text)):
         return None
     store, directory = store_of(path, storage_options)
-    names = store.list(directory) or []
+    names = list(store.list(directory) or ())
     if CONFIG_NAME not in names or any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return None
     try:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.checkpoint.quantized import check_splits, quantized_tensors, scales_beside, split
+from orbax_safetensors.checkpoint.quantized import quantized_tensors, scales_beside, split, taken_apart
 from orbax_safetensors.checkpoint.record import recalled
-from orbax_safetensors.errors import MappingError
+from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.names import by_path, by_same
 from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
-from orbax_safetensors.mapping import registry
+from orbax_safetensors.mapping import inference, registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, switches_of
-from orbax_safetensors.mapping.inference import fit
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, switches_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
 FamilyLike = Family | str | None
+
+_Result = TypeVar("_Result")
 
 
 def mapped(
@@ -57,6 +59,50 @@ def mapped(
         raise MappingError(f"{checkpoint.path}: {error}") from error
 
 
+def with_variant(
+    attempt: Callable[[Variant], _Result], variant: Variant | None, nearest: Callable[[Variant], Variant | None]
+) -> _Result:
+    """Return what `attempt` makes of a family's switches: those that are passed, and for others what fits.
+
+    Others have the family's defaults, or if these do not fit, the values that are `nearest` to the passed ones. Raises
+    what `attempt` raises. If a passed switch is wrong, the error names the variant that would fit.
+    """
+    passed = switches_of(variant)
+    try:
+        return attempt(passed)
+    except (MappingError, TensorMismatchError) as error:
+        refusal = error
+    switches = nearest(passed)
+    if switches not in (None, passed):
+        try:
+            return attempt(switches)
+        except (MappingError, TensorMismatchError) as error:
+            refusal = error
+    if passed:
+        fitting = {**passed, **(nearest({}) or {})}
+        with suppress(SafetensorsError):
+            attempt(fitting)
+            refusal = type(refusal)(f"{refusal}; this tree is that of variant={fitting}")
+    raise refusal
+
+
+def nearest_variant(checkpoint: Checkpoint, asked: FamilyLike, leaves: LeafShapes, passed: Variant) -> Variant | None:
+    """Return the variant of the checkpoint's family with the `passed` switches whose tree is nearest to these leaves.
+
+    Returns None without a family, and if none of its variants has a tree.
+    """
+    if asked is None and not registry.any_registered():
+        return None
+    config = read_config(checkpoint)
+    try:
+        family = registry.find(asked, config)
+        if family is None:
+            return None
+        return inference.nearest_variant(family, config, leaves, passed, checkpoint.shapes)
+    except MappingError:
+        return None
+
+
 def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize) -> tuple[Checkpoint, dict[str, str]]:
     """Return `checkpoint` as the registered family sees it whose tree has exactly these leaves, and their paths in it.
 
@@ -70,7 +116,7 @@ def fitted(checkpoint: Checkpoint, leaves: LeafShapes, *, dequantize: Dequantize
         config = read_config(checkpoint)
         decoded = _decoded(checkpoint, config, dequantize)
         families = recalled(registry.registered_for(config), checkpoint)
-        choice = fit(families, config, leaves, decoded.checkpoint.shapes)
+        choice = inference.fit(families, config, leaves, decoded.checkpoint.shapes)
         fitting = _described(decoded, choice.family, config, choice.variant, complete=True, dequantize=dequantize)
     except MappingError as error:
         if not checkpoint.tensors.keys().isdisjoint(as_stored.values()):
@@ -159,7 +205,8 @@ def _described(
 def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     if dequantize == "split":
-        return _Decoded(checkpoint, encoded, encoded.unused | check_splits(encoded))
+        scales = {quantized.scales for quantized in encoded.tensors.values()}
+        return _Decoded(taken_apart(checkpoint, encoded), encoded, encoded.unused | scales)
     if dequantize:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
@@ -169,7 +216,7 @@ def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequ
 TensorTypes = dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape, by name
 
 
-def taken_apart(
+def stored_leaves(
     leaves: Sequence[Leaf], asked: FamilyLike, variant: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.

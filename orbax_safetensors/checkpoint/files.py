@@ -10,21 +10,28 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME, recorded_texts
-from orbax_safetensors.checkpoint.header_texts import StoredText, read_all, read_text, text_of
+from orbax_safetensors.checkpoint.header_texts import (
+    HEADERS_NAME,
+    StoredText,
+    read_all,
+    read_text,
+    recorded_texts,
+    text_of,
+)
 from orbax_safetensors.errors import HeaderError, IndexFileError, MissingError, SafetensorsError, StorageError
-from orbax_safetensors.format.header import Header
+from orbax_safetensors.format.header import Header, fingerprint
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import ADAPTER_NAME, FILE_NAME, INDEX_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.directories import is_on_gcs
-from orbax_safetensors.orbax_store.index_note import fingerprint, read_note
+from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store
@@ -46,9 +53,18 @@ class StoredFile:
     header: Header
     fingerprint: Mapping[str, Any]
 
+    @staticmethod
+    def of(path: str, stamp: Stamp, header: bytes) -> StoredFile:
+        """Return the file with this header, which is parsed; raises `HeaderError` if it is not valid."""
+        with no_collection():
+            return StoredFile(
+                path, stamp, Header.parse(header, stamp.nbytes, file=path), fingerprint(stamp.nbytes, header)
+            )
+
 
 def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> bool:
     """Return whether `path`, which may be a `gs://` URL, is a checkpoint of Orbax: a directory without safetensors."""
+    names: Collection[str] | None
     if is_on_gcs(path):
         if path.endswith(SUFFIX):  # a reader of an object may not be allowed to list its neighbours
             return False
@@ -93,11 +109,12 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
             return Found([posixpath.join(path, FILE_NAME)], None, requests=1, requests_without_record=1)
         index = _index(file.path, text_of(file))
         return Found([posixpath.join(path, name) for name in index.files], index, requests=1, requests_without_record=1)
-    states = store.states(path)
+    states = store.list(path)
     if states is None:
         return Found([path])
     names = list(states)
-    recorded = recorded_texts(store, path, states) if use_record else {}
+    has_record = use_record and states.get(HEADERS_NAME) is not None
+    recorded = recorded_texts(store, path, states) if has_record else {}
     index, index_name = None, _index_name(path, names)
     if index_name is not None:
         index = _read_index(store, posixpath.join(path, index_name), recorded.get(index_name))
@@ -114,7 +131,7 @@ def checkpoint_files(store: Store, path: str, report: Callable[[SafetensorsError
         index,
         {posixpath.join(path, name): state for name, state in states.items()},
         {posixpath.join(path, name): text for name, text in recorded.items()},
-        without_record + (use_record and states.get(HEADERS_NAME) is not None) - (index_name in recorded),
+        without_record + has_record - (index_name in recorded),
         without_record,
     )
 
@@ -183,30 +200,24 @@ def _index(path: str, text: StoredText) -> Index:
     return index
 
 
-def _stored_file(path: str, text: StoredText) -> StoredFile:
-    """Validate one file's header."""
-    stamp, header = text
-    with no_collection():
-        return StoredFile(path, stamp, Header.parse(header, stamp.nbytes, file=path), fingerprint(stamp.nbytes, header))
-
-
 def read_usual(store: Store, path: str) -> Iterator[StoredFile | SafetensorsError]:
-    """Yield the header of the only file in a directory that cannot be listed, a model or an adapter, or its error."""
+    """Yield the only file in a directory that cannot be listed, a model or an adapter, or its error."""
     model, adapter = (posixpath.join(path, name) for name in (FILE_NAME, ADAPTER_NAME))
-    for header in read_headers(store, [model]):
-        others = read_headers(store, [adapter]) if isinstance(header, MissingError) else ()
-        yield next((other for other in others if not isinstance(other, MissingError)), header)
+    for file in read_files(store, [model]):
+        others = read_files(store, [adapter]) if isinstance(file, MissingError) else ()
+        yield next((other for other in others if not isinstance(other, MissingError)), file)
 
 
-def read_headers(
+def read_files(
     store: Store, paths: Sequence[str], known: Mapping[str, StoredText] = MappingProxyType({})
 ) -> Iterator[StoredFile | SafetensorsError]:
-    """Yield the header of each file, in their order, or its error; `known` are headers that need not be read."""
+    """Yield each file with its header, in their order, or its error; `known` are headers that need not be read."""
+    return read_all(store, paths, partial(_stored_file, known))
 
-    def read(store: Store, path: str) -> StoredFile:
-        if path in known:
-            with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
-                return _stored_file(path, known[path])
-        return _stored_file(path, read_text(store, path))
 
-    yield from read_all(store, paths, read)
+def _stored_file(known: Mapping[str, StoredText], store: Store, path: str) -> StoredFile:
+    """Return a file whose header is valid: the known one, or if it is not, that of the file."""
+    if path in known:
+        with contextlib.suppress(HeaderError):  # of the record, perhaps, and not of the file
+            return StoredFile.of(path, *known[path])
+    return StoredFile.of(path, *read_text(store, path))

@@ -22,14 +22,14 @@ class Leaf:
     Attributes:
       name: the leaf's key path, joined by dots.
       value: a `jax.Array` with any sharding, or a NumPy array of which every process has the same. In a plan, a
-        `jax.ShapeDtypeStruct` may stand for the former.
+        `jax.ShapeDtypeStruct` may stand for the former. In a save, it may also be a `StoredArray`.
       dtype: to store; other than the value's where a cast was asked for.
       view: the tensors that the leaf is made of: one of its own name, or those of a family.
       dtype_is_chosen: whether the caller names `dtype`.
     """
 
     name: str
-    value: jax.Array | np.ndarray
+    value: Any
     dtype: np.dtype
     view: View
     dtype_is_chosen: bool = False

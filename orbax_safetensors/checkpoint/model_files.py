@@ -12,9 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.config import ADAPTER_CONFIG_NAME, CONFIG_NAME, as_config, parse_config
+from orbax_safetensors.checkpoint.config import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    QUANTIZATION_NAMES,
+    as_config,
+    parse_config,
+    without_quantization,
+)
 from orbax_safetensors.checkpoint.family import TensorTypes
-from orbax_safetensors.checkpoint.quantized import config_for
+from orbax_safetensors.checkpoint.quantized import stores_codes
 from orbax_safetensors.checkpoint.record import RECORD_NAME, Fingerprints, record_content
 from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
 from orbax_safetensors.storage.schemes import store_of
@@ -28,6 +35,7 @@ _PATTERNS = (
     "chat_template*",
     CONFIG_NAME,
     "generation_config.json",
+    *QUANTIZATION_NAMES,
     "merges.txt",
     "*preprocessor_config.json",
     "processor_config.json",
@@ -94,8 +102,14 @@ class ModelFiles:
         return config | ({} if self.use.family is None else {RECORD_NAME: record_content(self.use, tensor_files)})
 
     def storing(self, tensors: TensorTypes) -> ModelFiles:
-        """Return the same files with the config for these tensors, if there is a config to write."""
-        return self if self.config is None else replace(self, config=config_for(tensors, self.config))
+        """Return the same files for these tensors: without what says how some are quantised, if none of them is."""
+        return self if stores_codes(tensors, self.config or {}) else self.plain()
+
+    def plain(self) -> ModelFiles:
+        """Return the same files without what they say of quantisation."""
+        config = None if self.config is None else without_quantization(self.config)
+        copies = {name: path for name, path in self.copies.items() if name not in QUANTIZATION_NAMES}
+        return replace(self, config=config, copies=copies)
 
     def stored_as(self, dtype: np.dtype) -> ModelFiles:
         """Return the same files for tensors that are all cast to `dtype`; transformers then loads the model in it."""

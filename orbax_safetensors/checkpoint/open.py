@@ -24,6 +24,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read the index and all headers of a checkpoint, and validate them.
 
+    ```python
+    checkpoint = ost.open_checkpoint("/models/qwen3", family="maxtext")
+    for path, view in checkpoint.leaves.items():
+        print(path, view.shape, view.dtype)
+    ```
+
     `path` is one `.safetensors` file or a directory: if it has an index (`*.safetensors.index.json`), the files and
     tensors that it names, otherwise all `.safetensors` files that are not hidden. A `~` at its beginning is the home
     directory. With a family, or one registered for the architecture in `config.json`, the checkpoint's `leaves` are the

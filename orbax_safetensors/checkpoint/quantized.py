@@ -2,50 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.config import quantization_config, without_quantization
+from orbax_safetensors.checkpoint.config import quantization_beside, quantization_config, read_config
 from orbax_safetensors.devices.bits import is_float
-from orbax_safetensors.errors import MappingError
-from orbax_safetensors.format.dtypes import from_numpy
-from orbax_safetensors.geometry.encoding import Encoding
+from orbax_safetensors.devices.casts import Casts
+from orbax_safetensors.errors import MappingError, TensorMismatchError
+from orbax_safetensors.format.dtypes import DTYPES, from_numpy
+from orbax_safetensors.geometry.encoding import Encoding, Parameter, Role
 from orbax_safetensors.geometry.scales import scales_view
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.quantization import Quantization, quantization
+from orbax_safetensors.mapping.quantization import CODE_DTYPES, Quantization, quantization
+from orbax_safetensors.mapping.quantized_tensor import Quantized
+from orbax_safetensors.options import Dequantize
 
+_LONGEST_READ = 2**16  # of a tensor that describes another
+# The dtypes of codes by what they mean.
+_CODES = {
+    "offset2": ml_dtypes.int2,
+    "offset4": ml_dtypes.int4,
+    "offset8": np.int8,
+    "F4": ml_dtypes.float4_e2m1fn,
+    "doubled F4": ml_dtypes.float4_e2m1fn,
+}
+_LONGEST_GROUP = 256  # of published models; rows of short codes with one scale are longer
+_SECOND_LEVEL = {Role.FACTOR, Role.DIVISOR}
 _DECODE = "decode it with SafetensorsOptions(dequantize=True)"
 
 
 def quantized_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quantization:
-    """Return the quantised tensors of a checkpoint, according to its `config.json`.
+    """Return the quantised tensors of a checkpoint, according to its `config.json`, or to a file beside it.
 
     Raises `MappingError` if the method is unknown, if codes and scales do not fit each other, and if they are in
     pieces.
     """
     facts = {name: (tensor.stored_shape, tensor.stored_dtype.name) for name, tensor in checkpoint.tensors.items()}
-    encoded = quantization(quantization_config(config), facts)
+    settings = quantization_config(config)
+    if settings is None and not CODE_DTYPES.isdisjoint({dtype for _, dtype in facts.values()}):
+        settings = quantization_beside(checkpoint)
+
+    def read(name: str) -> bytes:
+        return checkpoint.read(name, _LONGEST_READ)
+
+    encoded = quantization(settings, facts, read)
     for quantized in encoded.tensors.values():
-        for name in (quantized.codes, quantized.scales):
+        for name in quantized.stored:
             if len(checkpoint[name].pieces) > 1:
                 raise MappingError(f"{name!r} is quantised and in pieces, which cannot be decoded")
     return encoded
 
 
-def config_for(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config to store with `tensors`, dtype and shape by name.
-
-    It says how tensors are quantised only if some of these are: most saves are of tensors that were decoded.
-    """
+def stores_codes(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], config: Mapping[str, Any]) -> bool:
+    """Return whether some of `tensors`, dtype and shape by name, are codes; most saves are of decoded tensors."""
     facts = {name: (shape, from_numpy(dtype).name) for name, (dtype, shape) in tensors.items()}
     try:
-        has_codes = bool(quantization(quantization_config(config), facts).tensors)
+        return bool(quantization(quantization_config(config), facts).tensors)
     except MappingError:  # of a method that has no decoder here
-        has_codes = any(not is_float(dtype) or dtype.itemsize == 1 for dtype, _ in tensors.values())
-    return config if has_codes else without_quantization(config)
+        return any(not is_float(dtype) or dtype.itemsize == 1 for dtype, _ in tensors.values())
+
+
+def check_casts(checkpoint: Checkpoint, casts: Casts, dequantize: Dequantize) -> None:
+    """Raise `TensorMismatchError` if one dtype for all arrays would also be that of codes and scales."""
+    if casts.everywhere is None or (checkpoint.mapped is not None and dequantize is True):
+        return
+    try:
+        is_quantized = bool(quantized_tensors(checkpoint, read_config(checkpoint)).tensors)
+    except MappingError:  # in a way that has no decoder here
+        is_quantized = True
+    if is_quantized:
+        raise TensorMismatchError(
+            f"{checkpoint.path}: is quantised, and dtype={str(casts.everywhere)!r} would also cast codes and scales; "
+            "family='dequantized' decodes them under the stored names, and dtype={'norm': 'float32'} casts the arrays "
+            "whose names have 'norm' in them"
+        )
 
 
 def scales_beside(checkpoint: Checkpoint, name: str) -> str | None:
@@ -53,12 +88,63 @@ def scales_beside(checkpoint: Checkpoint, name: str) -> str | None:
     return next((name + end for end in ("_scale_inv", "_scale") if name + end in checkpoint.tensors), None)
 
 
-def check_splits(encoded: Quantization) -> frozenset[str]:
-    """Return the names of all scales; `MappingError` if codes are packed, so that no view can take them apart."""
-    for name, quantized in encoded.tensors.items():
-        if quantized.codes != name:
-            raise MappingError(f"{quantized.codes!r} has several codes in a byte, which cannot be kept: {_DECODE}")
-    return frozenset(quantized.scales for quantized in encoded.tensors.values())
+def label(tensor: Quantized) -> str:
+    """Return the format of a tensor and which of its elements share a scale, as in `int4, group 32`."""
+    encoding, scale = tensor.encoding, tensor.encoding.parameters[0]
+    rows, columns = encoding.shape[-2:]
+    height, width = scale.block[0] or -(-rows // scale.grid[0]), scale.block[1] or -(-columns // scale.grid[1])
+    size = height * width
+    if height >= rows and width >= columns:
+        shared = "tensor"
+    elif height > 1 and width > encoding.rows_in_word:
+        shared = f"block {height} x {width}"
+    elif (width >= columns if height == 1 else height >= rows) and (encoding.bits == 8 or size > _LONGEST_GROUP):
+        shared = "channel"
+    else:
+        shared = f"group {size}"
+    return f"{tensor.format}, {shared}"
+
+
+def taken_apart(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
+    """Return `checkpoint` with codes and scales as JAX computes with them, in place of quantised tensors.
+
+    Codes are of `_CODES`, or as they are stored; scales of two levels are one, and exponents are `float8_e8m0fnu`.
+    Raises `MappingError` if a tensor is not codes times scales.
+    """
+    quantized: dict[str, Quantized] = {}
+    tensors = dict(checkpoint.tensors)
+    for name, tensor in encoded.tensors.items():
+        encoding = tensor.encoding
+        scale, *others = encoding.parameters
+        is_stored = encoding.values == checkpoint[tensor.codes].stored_dtype.name
+        dtype = _CODES.get(encoding.values)
+        roles = {parameter.role for parameter in others}
+        if encoding.final != 1 or encoding.padding or roles - _SECOND_LEVEL or not (is_stored or dtype):
+            raise MappingError(
+                f"{tensor.codes!r} is {label(tensor)}: expected int or MXFP4 without zero points and group indexes, "
+                f"NVFP4, fp8 or MXFP8, which are codes times scales; {_DECODE}"
+            )
+        if not is_stored:
+            values = encoding.values.removeprefix("doubled ")
+            codes = replace(encoding, values=values, parameters=())
+            quantized[name] = tensor._replace(parameters=(), encoding=codes, dtype=np.dtype(dtype))
+        if scale.dtype.name == "U8":
+            tensors[tensor.scales] = tensors[tensor.scales]._replace(stored_dtype=DTYPES["F8_E8M0"])
+        if others:
+            quantized[tensor.scales] = _joint(tensor, others)
+    return replace(checkpoint, tensors=tensors, quantized=quantized)
+
+
+def _joint(tensor: Quantized, others: Sequence[Parameter]) -> Quantized:
+    """Return the scales of a tensor as one that others scale."""
+    grid = tensor.encoding.parameters[0].grid
+    above = tuple(replace(parameter, block=grid) for parameter in others)
+    encoding = Encoding(grid, 8, "F8_E4M3", above)
+    axes = (0, 1)
+    names = tensor.parameters[1:]
+    return Quantized(
+        tensor.scales, tensor.format, tensor.scales, names, encoding, grid, grid, axes, grid, np.dtype(np.float32)
+    )
 
 
 def split(checkpoint: Checkpoint, tree: Mapping[str, View], encoded: Quantization) -> dict[str, View]:
@@ -78,7 +164,7 @@ def split(checkpoint: Checkpoint, tree: Mapping[str, View], encoded: Quantizatio
             continue
         if any(piece.tensor not in encoded.tensors or piece.ops for piece in view.pieces):
             raise MappingError(f"{path!r} is not made of the codes of quantised tensors alone: {_DECODE}")
-        dtypes = {checkpoint[encoded.tensors[name].scales].dtype for name in view.tensors}
+        dtypes = {checkpoint.view(encoded.tensors[name].scales).dtype for name in view.tensors}
         if len(dtypes) > 1:
             raise MappingError(f"{path!r} has scales of several dtypes, {sorted(map(str, dtypes))}: {_DECODE}")
         leaves[f"{path}.qvalue"] = view

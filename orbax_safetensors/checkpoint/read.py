@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, Opening, StoredPiece, StoredTensor
-from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_headers, read_usual
+from orbax_safetensors.checkpoint.files import StoredFile, checkpoint_files, read_files, read_usual
 from orbax_safetensors.checkpoint.shared_headers import shared_texts
 from orbax_safetensors.errors import IndexFileError, MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.index import Index
@@ -130,7 +130,7 @@ def _read(
     if shared_by is not None and unknown and not (usual or store.is_local):
         shared = shared_texts(store, unknown, shared_by)
         known |= {path: text for path, text in shared.items() if found.states.get(path) in (None, text.stamp)}
-    for stored_or_fault in read_usual(store, path) if usual else read_headers(store, paths, known):
+    for stored_or_fault in read_usual(store, path) if usual else read_files(store, paths, known):
         if assumed and isinstance(stored_or_fault, StorageError):
             raise stored_or_fault
         if isinstance(stored_or_fault, SafetensorsError):

@@ -57,7 +57,9 @@ def recalled(families: Sequence[Family], checkpoint: Checkpoint) -> list[Family]
     A warning names a record of other files, which is not taken. Raises `StorageError` if a record cannot be read.
     """
     records = tee(_records(checkpoint), len(families))  # each is read when it is first needed, and once
-    return [_recalled(family, checkpoint, of_family) for family, of_family in zip(families, records, strict=True)]
+    return [
+        _recalled(family, checkpoint, family_records) for family, family_records in zip(families, records, strict=True)
+    ]
 
 
 def _recalled(family: Family, checkpoint: Checkpoint, records: Iterator[_Record]) -> Family:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint, StoredTensor
-from orbax_safetensors.checkpoint.config import read_config, stored_dtype, without_quantization
+from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.family import (
     FamilyLike,
     TensorTypes,
@@ -43,6 +43,7 @@ class Reference:
 
     Attributes:
       checkpoint: each tensor is in one piece, and plain if a family sees it decoded.
+      source: the same checkpoint, from which these tensors can be read.
       family: the family whose tree is saved; None for a tree of stored names.
       config: the content of the config, {} if there is none.
       model_files: the files that are copied, with the config that is written.
@@ -50,6 +51,7 @@ class Reference:
     """
 
     checkpoint: Checkpoint
+    source: Checkpoint
     family: Family | None
     config: Mapping[str, Any]
     model_files: ModelFiles
@@ -60,7 +62,7 @@ class Reference:
         """The metadata of the headers."""
         return without_sharding_info(self.checkpoint.metadata)
 
-    def taken_apart(self, leaves: Sequence[Leaf], variant: Mapping[str, Any]) -> tuple[list[Leaf], TensorTypes]:
+    def stored_leaves(self, leaves: Sequence[Leaf], variant: Mapping[str, Any]) -> tuple[list[Leaf], TensorTypes]:
         """Return `leaves` with their views, and dtype and shape of the tensors to store, in the checkpoint's order.
 
         The dtype of a tensor is the stored one, unless the caller casts the leaf. Raises `MappingError` if the leaves
@@ -137,7 +139,7 @@ class Reference:
 
 
 def read_reference(path: PathLike, family: FamilyLike, config: Any, options: SafetensorsOptions) -> Reference:
-    """Read what a save takes from the checkpoint at `path`; `config` goes before the config there, unless it is None.
+    """Read what a save takes from the checkpoint at `path`; a `config` has precedence over the config there.
 
     Raises what `open_checkpoint` raises.
     """
@@ -153,26 +155,33 @@ def read_reference(path: PathLike, family: FamilyLike, config: Any, options: Saf
     if known is not None and options.dequantize is True:
         encoded = quantized_tensors(checkpoint, stored_config)
     if encoded.tensors and config is None:
-        model_files = replace(model_files, config=without_quantization(stored_config))
+        model_files = replace(model_files, config=stored_config).plain()
     if config is not None:
         model_files = replace(model_files, config=config)
-    plain = _as_saved(checkpoint, encoded, stored_dtype(stored_config, checkpoint.decoded_dtype))
-    return Reference(plain, known, config or stored_config, model_files, options.dequantize == "split")
+    dtype = stored_dtype(stored_config, checkpoint.decoded_dtype)
+    source = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
+    return Reference(
+        _as_saved(source, encoded.unused),
+        source,
+        known,
+        config or stored_config,
+        model_files,
+        options.dequantize == "split",
+    )
 
 
-def _as_saved(checkpoint: Checkpoint, encoded: Quantization, dtype: np.dtype) -> Checkpoint:
-    """Return a checkpoint with each tensor in one piece, and with tensors of `dtype` in place of codes and scales."""
-    decoded = replace(checkpoint, quantized=encoded.tensors)
-    name_of = {quantized.codes: name for name, quantized in encoded.tensors.items()}
-    left_out = encoded.unused | {quantized.scales for quantized in encoded.tensors.values()}
+def _as_saved(source: Checkpoint, spared: Set[str]) -> Checkpoint:
+    """Return `source` with each tensor in one piece, and with plain tensors in place of codes, scales and `spared`."""
+    name_of = {quantized.codes: name for name, quantized in source.quantized.items()}
+    left_out = spared | {name for quantized in source.quantized.values() for name in quantized.parameters}
     tensors = {}
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in source.tensors.items():
         if name in name_of:
             plain = name_of[name]
-            tensors[plain] = StoredTensor(from_numpy(dtype), decoded.shapes[plain], tensor.pieces)
+            tensors[plain] = StoredTensor(from_numpy(source.decoded_dtype), source.shapes[plain], tensor.pieces)
         elif name not in left_out:
             tensors[name] = tensor._replace(pieces=tensor.pieces[:1])
-    return replace(checkpoint, tensors=tensors)
+    return replace(source, tensors=tensors, quantized={})
 
 
 def _takes(stored: np.dtype, saved: np.dtype) -> bool:

@@ -22,6 +22,11 @@ from orbax_safetensors.storage.paths import PathLike, place
 def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | None = None) -> list[SafetensorsError]:
     """Return every fault of a checkpoint: of headers, sizes, the index and its files. The list is empty if it is valid.
 
+    ```python
+    for fault in ost.verify("/models/llama"):
+        print(fault)
+    ```
+
     If `link` or a save has made the files a checkpoint of Orbax, they have to be the same still, each address of that
     index has to be in a tensor, and Orbax has to be able to read its files.
 

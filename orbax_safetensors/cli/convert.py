@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
-import jax
-
-from orbax_safetensors import Conversion, Link, TensorMismatchError, convert, plan_convert
-from orbax_safetensors.cli import cluster, convert_plan, family
-from orbax_safetensors.cli.partition import UsageError, add_spec, mesh_text, parse_mesh
-from orbax_safetensors.cli.progress import Reporter
-from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
-from orbax_safetensors.cli.units import parse_bandwidth, parse_bytes, parse_count, parse_latency
-from orbax_safetensors.streaming.casts import Casts
-from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
-
-# Options that mean something in one direction only.
-_TO_ORBAX = {"mesh": "--mesh", "spec": "--spec", "step": "--step", "no_compression": "--no-compression"}
-_TO_SAFETENSORS = {"config": "--config"}
+from orbax_safetensors import Conversion, ConversionPlan, TensorMismatchError, convert, plan_convert
+from orbax_safetensors.cli import plan_tables
+from orbax_safetensors.cli.arguments import (
+    UsageError,
+    add_family,
+    family_facts,
+    parse_bandwidth,
+    parse_bytes,
+    parse_count,
+    parse_latency,
+    refuse,
+    variant,
+)
+from orbax_safetensors.cli.long_run import add_run_arguments, begin, report
+from orbax_safetensors.cli.partition import add_mesh, given_spec
+from orbax_safetensors.cli.tables import Printer, Seconds, Size
+from orbax_safetensors.convert.convert_request import FORMATS
+from orbax_safetensors.devices.casts import Casts
+from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Makes an Orbax checkpoint of safetensors files, or safetensors files of an
-Orbax checkpoint (an item, a step, or steps, of which the latest is taken), in
-bounded memory for models of any size."""
+Orbax checkpoint (an item, a step, or the latest of steps), in bounded memory."""
 
 _EPILOG = """\
 To Orbax, makes DESTINATION/STEP/items. orbax-safetensors plan --help explains
@@ -38,8 +43,7 @@ examples:
       --config qwen3/ --dtype bfloat16
 """
 
-Facts = list[tuple[str, Cell]]
-_Done = TypeVar("_Done", Conversion, Link)
+_ONLY_FOR_A_PLAN = ("processes", "all_processes", "files", "bandwidth", "latency", "write_bandwidth", "write_latency")
 
 
 def parse_step(text: str) -> int:
@@ -73,11 +77,11 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser.add_argument(
         "--to",
         required=True,
-        choices=("orbax", "safetensors"),
+        choices=tuple(FORMATS),
         metavar="FORMAT",
-        help="what to make: orbax or safetensors",
+        help=f"what to make: {' or '.join(FORMATS)}",
     )
-    family.add_family(parser)
+    add_family(parser)
     parser.add_argument(
         "--config",
         metavar="PATH",
@@ -96,14 +100,6 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     return parser
 
 
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how arrays will be sharded."""
-    parser.add_argument(
-        "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="mesh of the devices that will restore it, as fsdp=16"
-    )
-    add_spec(parser)
-
-
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `convert` and `reshard` share."""
     add_mesh(parser)
@@ -111,9 +107,14 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="BYTES", help="memory for bytes on their way, as 2GB (default: 2GiB)"
     )
-    parser.add_argument("--plan", action="store_true", help="only print what it would cost")
+    parser.add_argument("--plan", action="store_true", help="dry run: only print what it would cost")
     parser.add_argument(
-        "--processes", type=parse_count, metavar="N", help="with --plan: processes that share the work (default: 1)"
+        "--processes", type=parse_count, metavar="N", help="with --plan: how many processes share the work"
+    )
+    parser.add_argument(
+        "--all-processes",
+        action="store_true",
+        help="with --plan: look at every process, not at 4",
     )
     parser.add_argument("--files", action="store_true", help="with --plan: also print each file or array")
     parser.add_argument(
@@ -129,105 +130,92 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         "--write-bandwidth", type=parse_bandwidth, metavar="SPEED", help="of writes (default: as of reads)"
     )
     parser.add_argument("--write-latency", type=parse_latency, metavar="TIME", help="of writes (default: as of reads)")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run of this command")
-    parser.add_argument(
-        "--distributed", action="store_true", help="run as one of several processes, by jax.distributed"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Convert `args.source` and print what was done, or what would be."""
-    for_one = _TO_SAFETENSORS if args.to == "orbax" else _TO_ORBAX
-    for name, flag in for_one.items():
-        value = getattr(args, name)
-        if value is not None and value is not False and value != []:
-            raise UsageError(f"{flag} is not for --to {args.to}")
+    for other in FORMATS.keys() - {args.to}:
+        options = ["no_compression" if argument == "compression" else argument for argument in FORMATS[other]]
+        refuse(args, [option for option in options if option in args], f"is not for --to {args.to}")
     arguments: dict[str, Any] = {
+        "to": args.to,
         "family": args.family,
-        "variant": family.variant(args),
+        "variant": variant(args),
         "config": args.config,
         "dtype": _dtype(args.dtype),
         "step": args.step or 0,
         **common(args),
     }
-    convert_plan.check(args)
     if args.plan:
-        arguments.pop("resume")
-        plan = plan_convert(args.source, args.destination, to=args.to, process_count=args.processes or 1, **arguments)
-        return convert_plan.report(args, output, plan)
-    cluster.begin(args)
-    return report(
-        args,
-        output,
-        lambda progress: convert(args.source, args.destination, to=args.to, progress=progress, **arguments),
-        conversion_facts,
-    )
+        return report_plan(args, output, plan_convert, arguments)
+    begin(args)
+    return report_conversion(args, output, convert, arguments)
 
 
 def common(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the command line says of the arguments that `convert` and `reshard` share."""
+    """Check the options that `convert` and `reshard` share, and return what they say of the shared arguments."""
+    if args.plan:
+        refuse(args, ("resume", "distributed"), "is not for --plan")
+        if args.bandwidth is None:
+            unused = ("latency", "write_bandwidth", "write_latency")
+            refuse(args, unused, "is for an estimate of the time, which also needs --bandwidth")
+    else:
+        refuse(args, _ONLY_FOR_A_PLAN, "is for --plan")
     return {
         "mesh": args.mesh,
         "spec": given_spec(args),
         "compression": not args.no_compression,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
-        "resume": args.resume,
     }
 
 
-def conversion_facts(done: Conversion) -> Facts:
-    """Return what is printed of a conversion."""
-    return [
-        ("path", done.path),
-        ("bytes", Size(done.nbytes)),
-        *family.facts(done.family, done.variant),
-        ("time", Seconds(done.seconds)),
-        ("peak memory", Size(done.peak_bytes)),
-        ("requests", done.requests),
-    ]
-
-
-def report(
-    args: argparse.Namespace, output: Printer, call: Callable[[Reporter], _Done], facts: Callable[[_Done], Facts]
+def report_plan(
+    args: argparse.Namespace, output: Printer, plan: Callable[..., ConversionPlan], arguments: Mapping[str, Any]
 ) -> int:
-    """Run `call`, say on stderr how far it is, and print what was done; process 0 alone says and prints."""
-    first, processes = jax.process_index() == 0, jax.process_count()
-    label = args.command if processes == 1 else f"{args.command}, process 0 of {processes}"
-    reporter = Reporter(label, sys.stderr if first else None)
-    stops = cluster.Stops()
-    try:
-        with stops, reporter:
-            done: _Done = call(reporter)
-    except Exception:
-        if stops.signal is None:
-            raise
-        if first and reporter.begun:
-            print("interrupted: the same command with --resume goes on from here", file=sys.stderr)
-        return 128 + stops.signal  # what a shell says of a program that a signal has ended
-    if not first:
+    """Plan a conversion and print what it costs. Nothing is made."""
+    planned = plan(
+        args.source,
+        args.destination,
+        process_count=args.processes or 1,
+        all_processes=args.all_processes,
+        **arguments,
+    )
+    latency = args.latency or 0.0
+    speeds = {
+        "bandwidth": args.bandwidth,
+        "latency": latency,
+        "write_bandwidth": args.bandwidth if args.write_bandwidth is None else args.write_bandwidth,
+        "write_latency": latency if args.write_latency is None else args.write_latency,
+    }
+    time = None if args.bandwidth is None else planned.estimate(**speeds)
+    if not args.json:
+        plan_tables.conversion(planned, time, output, files=args.files)
         return 0
-    if args.json:
-        output.json(done.to_json() | {"processes": processes})
-        return 0
-    shared: Facts = [("processes", processes)] if processes > 1 else []
-    output.facts([*facts(done), *shared])
+    document = json.loads(planned.to_json())
+    if time is not None:
+        document["estimate"] = speeds | asdict(time)
+    output.json(document)
     return 0
 
 
-def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
-    """Return the rules of `--spec` as the functions take them."""
-    spec: dict[str, Any] = {}
-    for rule in args.spec:
-        if args.mesh is None:
-            raise UsageError("--spec names the axes of a --mesh; also pass --mesh")
-        for axis in (axis for entry in rule.axes for axis in entry):
-            if axis not in args.mesh:
-                raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it is {mesh_text(args.mesh)}")
-        if rule.pattern.pattern in spec:
-            raise UsageError(f"--spec {rule.text!r}: is passed twice")
-        spec[rule.pattern.pattern] = tuple(entry[0] if len(entry) == 1 else entry or None for entry in rule.axes)
-    return spec or None
+def report_conversion(
+    args: argparse.Namespace, output: Printer, convert: Callable[..., Conversion], arguments: Mapping[str, Any]
+) -> int:
+    """Convert and print what was done."""
+    return report(
+        args,
+        output,
+        lambda progress: convert(args.source, args.destination, resume=args.resume, progress=progress, **arguments),
+        lambda done: [
+            ("path", done.path),
+            ("bytes", Size(done.nbytes)),
+            *family_facts(done.family, done.variant),
+            ("time", Seconds(done.seconds)),
+            ("peak memory", Size(done.peak_bytes)),
+            ("requests", done.requests),
+        ],
+    )
 
 
 def _dtype(casts: list[tuple[str | None, str]]) -> str | Mapping[str, str] | None:

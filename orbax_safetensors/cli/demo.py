@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ import numpy as np
 
 from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli.heat_map import draw, stretches
-from orbax_safetensors.cli.tables import Printer, Share, Size
-from orbax_safetensors.cost.heat import Heat
+from orbax_safetensors.cli.picture import picture, stretches
+from orbax_safetensors.cli.tables import Page, Printer, Share, Size
 from orbax_safetensors.errors import printable
-from orbax_safetensors.storage.paths import as_text, place
+from orbax_safetensors.storage.paths import place
 
 PROCESSES = 2
 DEVICES = 4  # of each process
@@ -77,20 +75,16 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             "the demo compares with the safetensors package, which is not installed: pip install safetensors"
         )
     path = place(args.path or installed_weights())
-    picture = Path(as_text(args.output))
-    if not picture.absolute().parent.is_dir():
-        raise StorageError(f"{picture}: there is no directory to write it to")
+    page = Page(args.output)
     checkpoint = read_checkpoint(path)
     if not checkpoint.tensors:
         raise StorageError(f"{path}: has no tensors to restore")
     reports = work(path, timeout_s=_START_SECONDS + sum(_sizes(checkpoint)) / _BYTES_PER_SECOND)
     faults = verdict(reports)
-    picture.write_text(drawn(checkpoint, reports, faults), encoding="utf-8")
-    _print(checkpoint, reports, output)
-    output.line("")
-    for line in faults or [_all_equal(reports)]:
-        output.line(line)
-    output.line(f"Which bytes each process read: {picture}")
+    for printer in (page, output):
+        show(checkpoint, reports, faults, printer)
+    page.write()
+    output.line(f"Which bytes each process read: {page.path}")
     return 1 if faults else 0
 
 
@@ -176,11 +170,11 @@ def verdict(reports: list[dict[str, Any]]) -> list[str]:
         if report["differing"]:
             faults.append(f"{process}: {report['differing']:,} of {report['shards']:,} shards differ, among them:")
             faults += report["differences"]
-        read = {report[key] for key in ("planned_bytes", "requested_bytes", "measured_bytes")}
+        read = {report[key] for key in ("planned_bytes", "drawn_bytes", "measured_bytes")}
         if len(read) > 1:
             faults.append(
                 f"{process}: read {report['measured_bytes']:,} bytes; planned were {report['planned_bytes']:,}, the "
-                f"picture shows {report['requested_bytes']:,}"
+                f"picture shows {report['drawn_bytes']:,}"
             )
     return faults
 
@@ -190,50 +184,12 @@ def _all_equal(reports: list[dict[str, Any]]) -> str:
     return f"All bits are equal: {shards:,} shards, each compared with what the safetensors package reads."
 
 
-def drawn(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str]) -> str:
-    """Return the page with the bytes that each process has read, and what went wrong, a line for each fault.
-
-    What a process needs is spread evenly over what it has read.
-    """
-    cuts = stretches(checkpoint)
-    read = np.stack([_read(report["ranges"], cuts) for report in reports])
-    needed = np.stack(
-        [
-            row * (report["needed_bytes"] / max(report["planned_bytes"], 1))
-            for row, report in zip(read, reports, strict=True)
-        ]
-    )
-    size = sum(_sizes(checkpoint))
-    facts = []
-    for report in reports:
-        process, nbytes = report["process"], report["measured_bytes"]
-        facts.append((f"needed by process {process}", f"{report['needed_bytes']:,} bytes"))
-        facts.append((f"read by process {process}", f"{nbytes:,} bytes, {nbytes / size:.2%} of all"))
-    summary = (
-        f"What {PROCESSES} processes have read to restore {len(checkpoint.tensors):,} arrays, sharded over "
-        f"{PROCESSES * DEVICES} devices."
-    )
-    lines = "<br>".join(escape(printable(line)) for line in faults or [_all_equal(reports)])
-    verdict = f'<p class="{"bad" if faults else "good"}">{lines}</p>'
-    return draw(checkpoint, Heat(needed, read), summary=summary, facts=facts, verdict=verdict)
-
-
-def _read(ranges: dict[str, list[tuple[int, int]]], cuts: list[np.ndarray]) -> np.ndarray:
-    """Return the bytes between neighbouring cuts of all files; `ranges` are sorted, disjoint and not empty."""
-    out = []
-    for number, cut in enumerate(cuts):
-        edges = np.array(ranges.get(str(number), [(0, 0)]), np.int64).ravel()
-        nbytes = np.diff(edges, prepend=edges[0])
-        nbytes[::2] = 0  # between two ranges
-        out.append(np.diff(np.interp(cut, edges, np.cumsum(nbytes))))
-    return np.concatenate(out)
-
-
 def _sizes(checkpoint: Checkpoint) -> list[int]:
     return [file.header.file_bytes for file in checkpoint.files]
 
 
-def _print(checkpoint: Checkpoint, reports: list[dict[str, Any]], output: Printer) -> None:
+def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str], output: Printer) -> None:
+    """Print what each process has read, and what went wrong, a line for each fault."""
     size = sum(_sizes(checkpoint))
     output.facts(
         [
@@ -259,3 +215,9 @@ def _print(checkpoint: Checkpoint, reports: list[dict[str, Any]], output: Printe
             for report in reports
         ),
     )
+    drawn = stretches(checkpoint, PROCESSES)
+    reads = {report["process"]: np.array(report["drawn"]) for report in reports}
+    output.drawing(picture(drawn, reads, PROCESSES))
+    output.line("")
+    for line in faults or [_all_equal(reports)]:
+        output.line(line)

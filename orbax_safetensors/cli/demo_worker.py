@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_safetensors as ost
 from orbax_safetensors import Checkpoint
 from orbax_safetensors.cli.partition import spread
+from orbax_safetensors.cli.picture import amounts, stretches
 from orbax_safetensors.format.dtypes import DTYPES, held
-from orbax_safetensors.restore import request as targets
-from orbax_safetensors.restore.batches import blocks
 from orbax_safetensors.restore.fill import EVENT_BYTES_READ
+from orbax_safetensors.restore.match import match
 from orbax_safetensors.transfer.plan import TransferPlan, transfer_plan
 
 # Shards that differ, of which a message tells.
@@ -64,7 +64,8 @@ def _work(path: str) -> dict[str, Any]:
     files = [file.path for file in checkpoint.files]
     shards, differing = compare(arrays, {name: files[checkpoint[name].file] for name in arrays})
     cost = ost.plan_restore(path, restore_args).processes[jax.process_index()]
-    ranges = requested(executed_plan(checkpoint, restore_args))
+    drawn = stretches(checkpoint, jax.process_count())
+    needed, read = amounts(executed_plan(checkpoint, restore_args), drawn)
     return {
         "process": jax.process_index(),
         "devices": jax.local_device_count(),
@@ -75,8 +76,8 @@ def _work(path: str) -> dict[str, Any]:
         "needed_bytes": cost.needed_bytes,
         "planned_bytes": cost.read_bytes,
         "measured_bytes": int(sum(measured)),
-        "requested_bytes": sum(end - begin for pairs in ranges.values() for begin, end in pairs),
-        "ranges": {number: union(pairs).tolist() for number, pairs in ranges.items()},
+        "drawn_bytes": int(read.sum()),
+        "drawn": [needed.tolist(), read.tolist()],
     }
 
 
@@ -93,33 +94,9 @@ def shardings(checkpoint: Checkpoint) -> dict[str, ocp.ArrayRestoreArgs]:
 
 def executed_plan(checkpoint: Checkpoint, restore_args: Mapping[str, ocp.ArrayRestoreArgs]) -> TransferPlan:
     """Return the plan that a restore with these arguments executes in this process, made again."""
-    request = targets.resolve(checkpoint, None, restore_args, partial=False)
-    wanted = [block for target in request.targets for block in blocks(target)]
+    matched = match(checkpoint, None, restore_args, partial=False)
+    wanted = [target.block(box) for target in matched.targets for box in target.local_boxes()]
     return transfer_plan(wanted, checkpoint.location, checkpoint.store.cost.max_gap_bytes)
-
-
-def union(ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return `ranges`, which may be in any order, touch and overlap, as sorted ones that do not: shape (n, 2)."""
-    pairs = np.array(ranges, np.int64).reshape(-1, 2)
-    pairs = pairs[pairs[:, 0] < pairs[:, 1]]
-    if not len(pairs):
-        return pairs
-    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(pairs[:, 1])
-    first = np.flatnonzero(np.append(True, pairs[1:, 0] > reach[:-1]))
-    return np.stack((pairs[first, 0], reach[np.append(first[1:], len(pairs)) - 1]), axis=1)
-
-
-def requested(plan: TransferPlan) -> dict[int, list[tuple[int, int]]]:
-    """Return every range that executing `plan` requests, by the number of the file, as often as it does."""
-    out: dict[int, list[tuple[int, int]]] = {}
-    for extent in plan.extents:
-        out.setdefault(extent.file, []).append((extent.begin, extent.end))
-    for part in plan.parts:
-        for begin, length in part.access.runs.pieces(0, part.access.runs.nbytes):
-            first = part.location.begin + begin
-            out.setdefault(part.file, []).append((first, first + length))
-    return out
 
 
 def compare(arrays: Mapping[str, jax.Array], file_of: Mapping[str, str]) -> tuple[int, list[str]]:

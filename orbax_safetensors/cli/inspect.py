@@ -1,27 +1,44 @@
-"""`inspect`: what a checkpoint holds, from its headers. No device is started."""
+"""`inspect`: what a checkpoint holds, from its headers or metadata: tensors, a family's leaves, or Orbax's arrays.
+
+Each of the three is one document, which `--json` prints whole and from which the tables are made. No device is started.
+"""
 
 from __future__ import annotations
 
 import argparse
 import posixpath
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from math import prod
 from typing import Any
 
-from orbax_safetensors import Checkpoint
-from orbax_safetensors.checkpoint.files import StoredFile, is_orbax
+from orbax_safetensors import Checkpoint, MappingError, open_checkpoint
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.checkpoint.quantized import label, quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.cli import inspect_orbax, inspect_tree
-from orbax_safetensors.cli.family import add_family
-from orbax_safetensors.cli.tables import Cell, Printer, Size, shape_text
+from orbax_safetensors.cli.arguments import UsageError, add_family, family_facts, full_name, refuse, variant
+from orbax_safetensors.cli.tables import Facts, Printer, Size, in_braces, shape_text
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.orbax_store import array_name, open_step
+from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.paths import place
 
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
 Lists name, dtype, shape, bytes and file of every tensor. With --family, lists
 the leaves of a model's own tree, and which stored tensors each is made of. For
-a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only."""
+a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
+
+--depth N adds up what has the same first N parts of its name, with * for a
+number, so that all layers of a model are one line."""
+
+_Document = dict[str, Any]
+
+_NUMBER = re.compile("(^|_)[0-9]+$")  # of a layer or an expert: a part of a name, or the end of one, as `layers_0`
 
 
 def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -29,111 +46,265 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser = add("inspect", help="list the tensors of a checkpoint, or a tree's leaves", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
     add_family(parser)
+    parser.add_argument("--grep", type=_regex, metavar="REGEX", help="only those in whose names REGEX is found")
+    parser.add_argument("--depth", type=_depth, metavar="N", help="add up by the first N parts of the names")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
-    """Print the tensors of `args.path`, or the leaves that a family makes of them, and totals."""
+    """Print the tensors of `args.path`, the leaves that a family makes of them, or arrays of Orbax; and totals."""
     if is_orbax(place(args.path)):
-        return inspect_orbax.run(args, output)
-    if args.family is not None or args.variant:
-        return inspect_tree.run(args, output)
-    checkpoint = read_checkpoint(args.path)
+        unit, document, show = "arrays", _arrays(args), _show_arrays
+    elif args.family is not None or args.variant:
+        unit, document, show = "leaves", _leaves(args), _show_leaves
+    else:
+        unit, document, show = "tensors", _tensors(args), _show_tensors
+    if args.depth is not None:
+        document["groups"] = _groups(unit, document.pop(unit), args.depth)
+        show = partial(_show_groups, unit)
     if args.json:
-        output.json(_document(checkpoint))
+        output.json(document)
         return 0
-    _print_tensors(checkpoint, output)
-    dtypes = _dtypes(checkpoint)
-    if len(dtypes) > 1:
+    facts = show(document, output)
+    if len(document["dtypes"]) > 1:
         output.table(
-            ("dtype", "tensors", "parameters", "bytes"),
-            ((name, of["tensors"], of["parameters"], Size(of["bytes"])) for name, of in dtypes.items()),
+            ("dtype", unit, "parameters", "bytes"),
+            ((name, sums[unit], sums["parameters"], Size(sums["bytes"])) for name, sums in document["dtypes"].items()),
         )
-    totals = _totals(checkpoint)
-    output.facts(
-        [
-            ("tensors", totals["tensors"]),
-            ("parameters", totals["parameters"]),
-            ("bytes", Size(totals["bytes"])),
-            ("files", totals["files"]),
-        ]
-    )
+    if document.get("unused"):
+        output.table(("not used",), ((text,) for text, _ in in_braces(document["unused"])))
+    output.facts(facts)
     return 0
 
 
-def _print_tensors(checkpoint: Checkpoint, output: Printer) -> None:
-    """Print every tensor. On a terminal files are numbers, explained below the table, to leave room for the names."""
-    files = [_name(file) for file in checkpoint.files]
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{text!r} is not a regular expression: {error}") from error
 
-    def rows(file: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
-        for name, tensor in checkpoint.tensors.items():
-            yield (
-                name,
-                tensor.stored_dtype.name,
-                shape_text(tensor.stored_shape),
-                Size(tensor.nbytes),
-                file[tensor.file],
-            )
 
-    headings = ("name", "dtype", "shape", "bytes", "file")
-    if not output.for_people:
-        output.table(headings, rows(files))
-        return
-    if len(files) > 1:
-        output.table(headings, rows(range(1, len(files) + 1)))
-    else:
-        output.table(headings[:-1], (row[:-1] for row in rows(files)))
-    tensors = Counter(tensor.file for tensor in checkpoint.tensors.values())
+def _depth(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"expected a number of parts of at least 1, found {text!r}")
+    return int(text)
+
+
+def _name(entry: _Document) -> str:
+    """Return the name of a tensor or an array, or the path of a leaf."""
+    name: str = entry["path"] if "path" in entry else entry["name"]
+    return name
+
+
+def _groups(unit: str, entries: Sequence[_Document], depth: int) -> list[_Document]:
+    """Return sums over entries that have the same first parts of their names, except for numbers."""
+    groups: dict[str, Counter[str]] = {}
+    for entry in entries:
+        parts = [_NUMBER.sub(r"\1*", part) for part in _name(entry).split(".")]
+        name = ".".join(parts[:depth])
+        counts = {unit: 1, "parameters": entry["parameters"], "bytes": entry["bytes"]}
+        groups.setdefault(name, Counter()).update(counts)
+    return [{"name": name, **counts} for name, counts in groups.items()]
+
+
+def _with_sums(unit: str, document: _Document, args: argparse.Namespace) -> _Document:
+    """Return a document with numbers of its entries, which are its value of the key `unit`, parameters and bytes.
+
+    They are those of each dtype, the one with the most bytes first, and those of all. With `--grep`, entries with other
+    names are left out before.
+    """
+    if args.grep is not None:
+        document |= {unit: [entry for entry in document[unit] if args.grep.search(_name(entry))]}
+    sums: dict[str, Counter[str]] = {}
+    total = Counter({unit: 0, "parameters": 0, "bytes": 0})
+    for entry in document[unit]:
+        counts = {unit: 1, "parameters": entry["parameters"], "bytes": entry["bytes"]}
+        for counter in (total, sums.setdefault(entry["dtype"], Counter())):
+            counter.update(counts)
+    dtypes = {name: dict(sums[name]) for name in sorted(sums, key=lambda name: (-sums[name]["bytes"], name))}
+    return document | {"dtypes": dtypes, "totals": dict(total)}
+
+
+def _total_facts(unit: str, document: _Document) -> Facts:
+    totals = document["totals"]
+    return [(unit, totals[unit]), ("parameters", totals["parameters"]), ("bytes", Size(totals["bytes"]))]
+
+
+def _show_groups(unit: str, document: _Document, output: Printer) -> Facts:
     output.table(
-        ("file", "name", "tensors", "bytes"),
-        (
-            (number + 1, files[number], tensors[number], Size(file.header.file_bytes))
-            for number, file in enumerate(checkpoint.files)
-        ),
+        ("name", unit, "parameters", "bytes"),
+        ((group["name"], group[unit], group["parameters"], Size(group["bytes"])) for group in document["groups"]),
     )
+    return _total_facts(unit, document)
 
 
-def _document(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `--json` prints; `docs/json.md` explains the keys."""
-    return {
+def _tensors(args: argparse.Namespace) -> _Document:
+    checkpoint = read_checkpoint(args.path)
+    quantized = {}
+    with suppress(MappingError):  # what cannot be decoded is listed as it is stored
+        encoded = quantized_tensors(checkpoint, read_config(checkpoint))
+        quantized = {tensor.codes: tensor for tensor in encoded.tensors.values()}
+    names = [posixpath.basename(file.path) for file in checkpoint.files]
+    document: _Document = {
         "path": checkpoint.path,
         "tensors": [
             {
                 "name": name,
                 "dtype": tensor.stored_dtype.name,
                 "shape": list(tensor.stored_shape),
-                "parameters": prod(tensor.stored_shape),
+                "quantized": label(quantized[name]) if name in quantized else None,
+                "parameters": prod(quantized[name].shape if name in quantized else tensor.stored_shape),
                 "bytes": tensor.nbytes,
-                "file": _name(checkpoint.files[tensor.file]),
+                "file": names[tensor.file],
                 "offset": checkpoint.location(name).begin,
             }
             for name, tensor in checkpoint.tensors.items()
         ],
-        "files": [{"file": _name(file), "bytes": file.header.file_bytes} for file in checkpoint.files],
+        "files": [
+            {"file": name, "bytes": file.header.file_bytes} for name, file in zip(names, checkpoint.files, strict=True)
+        ],
         "metadata": checkpoint.metadata,
-        "dtypes": _dtypes(checkpoint),
-        "totals": _totals(checkpoint),
     }
+    document = _with_sums("tensors", document, args)
+    document["totals"]["files"] = len(checkpoint.files)
+    return document
 
 
-def _name(file: StoredFile) -> str:
-    return posixpath.basename(file.path)
+def _show_tensors(document: _Document, output: Printer) -> Facts:
+    """Print every tensor. On a terminal files are numbers, explained below the table, to leave room for the names."""
+    tensors, files = document["tensors"], document["files"]
+    columns: tuple[str, ...] = ("name", "dtype", "shape", "bytes", "file")
+    numbers = {file["file"]: number for number, file in enumerate(files, 1)}
+    if output.for_people and len(files) == 1:
+        columns = columns[:-1]
+    output.table(
+        columns,
+        (
+            (
+                tensor["name"],
+                tensor["quantized"] or tensor["dtype"],
+                shape_text(tensor["shape"]),
+                Size(tensor["bytes"]),
+                numbers[tensor["file"]] if output.for_people else tensor["file"],
+            )[: len(columns)]
+            for tensor in tensors
+        ),
+    )
+    if output.for_people:
+        counts = Counter(tensor["file"] for tensor in tensors)
+        output.table(
+            ("file", "name", "tensors", "bytes"),
+            ((numbers[file["file"]], file["file"], counts[file["file"]], Size(file["bytes"])) for file in files),
+        )
+    return [*_total_facts("tensors", document), ("files", len(files))]
 
 
-def _totals(checkpoint: Checkpoint) -> dict[str, int]:
-    return {
-        "tensors": len(checkpoint.tensors),
-        "parameters": sum(prod(tensor.stored_shape) for tensor in checkpoint.tensors.values()),
-        "bytes": checkpoint.nbytes,
-        "files": len(checkpoint.files),
+def _leaves(args: argparse.Namespace) -> _Document:
+    switches = variant(args)
+    checkpoint = open_checkpoint(args.path, family=args.family, variant=switches)
+    made_of = {path: _stored_names(checkpoint, view) for path, view in checkpoint.leaves.items()}
+    used = {name for names in made_of.values() for name in names}
+    unused = [name for name in checkpoint.tensors if name not in used]
+    document: _Document = {
+        "path": checkpoint.path,
+        "family": full_name(checkpoint, args.family),
+        "variant": switches,
+        "leaves": [
+            {
+                "path": path,
+                "dtype": view.dtype.name,
+                "shape": list(view.shape),
+                "parameters": prod(view.shape),
+                "bytes": prod(view.shape) * view.dtype.itemsize,
+                "tensors": made_of[path],
+            }
+            for path, view in checkpoint.leaves.items()
+        ],
     }
+    document = _with_sums("leaves", document, args) | {"unused": unused}
+    listed = {name for leaf in document["leaves"] for name in leaf["tensors"]}
+    document["totals"] |= {"tensors": len(listed), "unused_tensors": len(unused)}
+    return document
 
 
-def _dtypes(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """Return tensors, parameters and bytes of every dtype, the one with the most bytes first."""
-    sums: dict[str, Counter[str]] = {}
-    for tensor in checkpoint.tensors.values():
-        of = sums.setdefault(tensor.stored_dtype.name, Counter(tensors=0, parameters=0, bytes=0))
-        of.update(tensors=1, parameters=prod(tensor.stored_shape), bytes=tensor.nbytes)
-    return {name: dict(sums[name]) for name in sorted(sums, key=lambda name: (-sums[name]["bytes"], name))}
+def _stored_names(checkpoint: Checkpoint, view: View) -> Sequence[str]:
+    """Return the tensors of the files that a leaf is made of; those that are quantised are codes and scales."""
+    names: dict[str, None] = {}
+    for name in map(checkpoint.whole, view.tensors):
+        quantized = checkpoint.quantized.get(name)
+        names |= dict.fromkeys((name,) if quantized is None else quantized.stored)
+    return list(names)
+
+
+def _show_leaves(document: _Document, output: Printer) -> Facts:
+    leaves, totals = document["leaves"], document["totals"]
+    output.listing(
+        ("leaf", "dtype", "shape", "parameters", "bytes", "tensors", "made of"),
+        [
+            (
+                leaf["path"],
+                leaf["dtype"],
+                shape_text(leaf["shape"]),
+                leaf["parameters"],
+                Size(leaf["bytes"]),
+                len(leaf["tensors"]),
+            )
+            for leaf in leaves
+        ],
+        [[text for text, _ in in_braces(leaf["tensors"])] for leaf in leaves],
+    )
+    return [
+        *family_facts(document["family"], document["variant"]),
+        *_total_facts("leaves", document),
+        ("tensors used", totals["tensors"]),
+        ("tensors not used", totals["unused_tensors"]),
+    ]
+
+
+def _arrays(args: argparse.Namespace) -> _Document:
+    step = open_step(args.path)
+    refuse(args, ("family", "variant"), "is for safetensors, and PATH is a checkpoint of Orbax")
+    document: _Document = {
+        "path": step.item_path,
+        "items": [name for name in step.items if name],
+        "arrays": [
+            {
+                "name": array_name(step.items, name, key),
+                "kind": leaf.kind,
+                "dtype": leaf.dtype.name,
+                "shape": list(leaf.shape),
+                "parameters": prod(leaf.shape),
+                "bytes": prod(leaf.shape) * leaf.dtype.itemsize,
+                "chunk_shape": list(leaf.chunk_shape),
+                "chunks": prod(leaf.grid),
+            }
+            for name, item in step.items.items()
+            for key, leaf in item.leaves.items()
+            if leaf.kind != STRING
+        ],
+        "metadata": step.metadata,
+    }
+    return _with_sums("arrays", document, args) | {"file_bytes": step.stored_bytes()}
+
+
+def _show_arrays(document: _Document, output: Printer) -> Facts:
+    output.table(
+        ("name", "kind", "dtype", "shape", "bytes", "chunk", "chunks"),
+        (
+            (
+                array["name"],
+                array["kind"],
+                array["dtype"],
+                shape_text(array["shape"]),
+                Size(array["bytes"]),
+                shape_text(array["chunk_shape"]),
+                array["chunks"],
+            )
+            for array in document["arrays"]
+        ),
+    )
+    facts = [("path", document["path"]), *_total_facts("arrays", document)]
+    if document["file_bytes"] is not None:
+        facts += [("bytes of files", Size(document["file_bytes"]))]
+    return facts

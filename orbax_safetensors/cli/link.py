@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_safetensors import LinkPlan, link, plan_link
-from orbax_safetensors.cli import cluster, family
-from orbax_safetensors.cli.braces import in_braces
-from orbax_safetensors.cli.convert import add_mesh, given_spec, report
-from orbax_safetensors.cli.partition import UsageError
-from orbax_safetensors.cli.plan_orbax import over_reads
-from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
-from orbax_safetensors.cli.units import parse_bytes, parse_count
-from orbax_safetensors.link.request import CHUNK_BYTES
-from orbax_safetensors.streaming.pipeline import MEMORY_BYTES
+from orbax_safetensors.cli.arguments import add_family, family_facts, parse_bytes, parse_count, refuse, variant
+from orbax_safetensors.cli.long_run import add_run_arguments, begin, report
+from orbax_safetensors.cli.partition import add_mesh, given_spec
+from orbax_safetensors.cli.plan_tables import orbax_over_reads, orbax_processes
+from orbax_safetensors.cli.tables import Facts, Printer, Seconds, Size
+from orbax_safetensors.link.link_request import CHUNK_BYTES
+from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
@@ -47,22 +45,18 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     )
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("destination", metavar="DESTINATION", nargs="?")
-    family.add_family(parser)
+    add_family(parser)
     add_mesh(parser)
     parser.add_argument("--chunk", type=parse_bytes, metavar="BYTES", help="largest chunk, as 4MiB (default: 16MiB)")
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="BYTES", help="memory for making arrays, as 2GB (default: 2GiB)"
     )
     parser.add_argument("--hard-links", action="store_true", help="make hard links rather than symbolic ones")
-    parser.add_argument("--plan", action="store_true", help="only print what would be made")
+    parser.add_argument("--plan", action="store_true", help="dry run: only print what would be made")
     parser.add_argument(
         "--processes", type=parse_count, metavar="N", help="with --plan: processes of the restore (default: 1)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run of this command")
-    parser.add_argument(
-        "--distributed", action="store_true", help="run as one of several processes, by jax.distributed"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_run_arguments(parser)
     return parser
 
 
@@ -70,21 +64,18 @@ def run(args: argparse.Namespace, output: Printer) -> int:
     """Link `args.source` and print what was made, or what would be."""
     arguments: dict[str, Any] = {
         "family": args.family,
-        "variant": family.variant(args),
+        "variant": variant(args),
         "mesh": args.mesh,
         "spec": given_spec(args),
         "chunk_bytes": CHUNK_BYTES if args.chunk is None else args.chunk,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
     }
     if args.plan:
-        for option in ("resume", "hard_links", "distributed"):
-            if getattr(args, option):
-                raise UsageError(f"--{option.replace('_', '-')} is not for --plan")
+        refuse(args, ("resume", "hard_links", "distributed"), "is not for --plan")
         plan = plan_link(args.source, args.destination, process_count=args.processes or 1, **arguments)
         return _print_plan(plan, args, output)
-    if args.processes is not None:
-        raise UsageError("--processes is for --plan")
-    cluster.begin(args)
+    refuse(args, ("processes",), "is for --plan")
+    begin(args)
     return report(
         args,
         output,
@@ -102,7 +93,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             ("chunks", done.num_chunks),
             ("linked", Size(done.linked_bytes)),
             ("made", Size(done.made_bytes)),
-            *family.facts(done.family, done.variant),
+            *family_facts(done.family, done.variant),
             ("time", Seconds(done.seconds)),
             ("peak memory", Size(done.peak_bytes)),
         ],
@@ -113,7 +104,7 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> in
     if args.json:
         output.json(json.loads(plan.to_json()))
         return 0
-    facts: list[tuple[str, Cell]] = [
+    facts: Facts = [
         ("path", plan.path),
         ("arrays", len(plan.arrays)),
         ("chunks", plan.num_chunks),
@@ -123,17 +114,11 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> in
     ]
     output.facts(facts)
     if plan.restore is not None:
-        output.table(
-            ("process", "needed", "read", "over-read", "chunks"),
-            (
-                (number, Size(cost.needed_bytes), Size(cost.read_bytes), cost.over_read, cost.num_chunks)
-                for number, cost in enumerate(plan.restore.processes)
-            ),
-        )
+        orbax_processes(plan.restore, "read", None, output)
     if plan.made_bytes:
         _print_made(plan, output)
     if plan.restore is not None and plan.restore.over_reads:
-        over_reads(plan.restore, output)
+        orbax_over_reads(plan.restore, output)
         output.line("")
         output.line(
             "Orbax reads chunks whole, and these are cut across by shards. SafetensorsHandler reads the ranges that it "
@@ -143,14 +128,10 @@ def _print_plan(plan: LinkPlan, args: argparse.Namespace, output: Printer) -> in
 
 
 def _print_made(plan: LinkPlan, output: Printer) -> None:
-    """Print what has to be made: on a terminal arrays whose names differ in numbers alone are one line."""
+    """Print the arrays to materialise: on a terminal arrays whose names differ in numbers alone are one line."""
     made = {array.name: array for array in plan.arrays if array.made is not None}
-    rows = [(name, [name]) for name in made]
-    if output.for_people:
-        reasons = dict.fromkeys(array.made for array in made.values())
-        rows = [
-            row for reason in reasons for row in in_braces(name for name, array in made.items() if array.made == reason)
-        ]
+    reasons = dict.fromkeys(array.made for array in made.values())
+    rows = [row for reason in reasons for row in output.joined(name for name in made if made[name].made == reason)]
     output.table(
         ("to be made", "bytes", "because"),
         ((text, Size(sum(made[name].nbytes for name in names)), made[names[0]].made or "") for text, names in rows),

@@ -7,18 +7,20 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 
 from orbax_safetensors import SafetensorsError
-from orbax_safetensors.cli import convert, demo, inspect, link, plan, reshard, verify
-from orbax_safetensors.cli.partition import UsageError
-from orbax_safetensors.cli.progress import Warnings
+from orbax_safetensors.cli import convert, demo, families, inspect, link, plan, reshard, verify
+from orbax_safetensors.cli.arguments import UsageError
+from orbax_safetensors.cli.long_run import Warnings
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.devices.rules import RuleError
 from orbax_safetensors.errors import printable
 
-_COMMANDS = {
+COMMANDS = {
     "inspect": inspect,
     "verify": verify,
+    "families": families,
     "plan": plan,
     "link": link,
     "convert": convert,
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with Warnings(partial(print, file=sys.stderr)):
-            status: int = _COMMANDS[args.command].run(args, Printer(sys.stdout))
+            status: int = COMMANDS[args.command].run(args, Printer(sys.stdout))
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -84,11 +86,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT, formatter_class=raw, allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('orbax_safetensors')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = partial(subparsers.add_parser, formatter_class=raw, allow_abbrev=False)
-    for command in _COMMANDS.values():
-        of_command = command.add_parser(add)
-        of_command.set_defaults(parser=of_command)
+    for command in COMMANDS.values():
+        subparser = command.add_parser(add)
+        subparser.set_defaults(parser=subparser)
     return parser
 
 

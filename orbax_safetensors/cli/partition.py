@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+from orbax_safetensors.cli.arguments import UsageError
 from orbax_safetensors.devices.rules import Misfit, check_fit, check_used, first_match
 
 Axes = tuple[tuple[str, ...], ...]
 """For every dimension the mesh axes that shard it; dimensions that are left out at the end are whole."""
-
-
-class UsageError(argparse.ArgumentTypeError):
-    """The command line asks for something that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,14 @@ def parse_rule(text: str) -> Rule:
     return Rule(text, pattern, axes)
 
 
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how arrays will be sharded."""
+    parser.add_argument(
+        "--mesh", type=parse_mesh, metavar="AXIS=SIZE,...", help="mesh of the devices that will restore it, as fsdp=16"
+    )
+    add_spec(parser)
+
+
 def add_spec(parser: argparse.ArgumentParser) -> None:
     """Add the option for rules, which are tried in order."""
     parser.add_argument(
@@ -74,13 +80,38 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
+    """Return the rules of `--spec` as the functions take them."""
+    spec: dict[str, Any] = {}
+    for rule in args.spec:
+        if args.mesh is None:
+            raise UsageError("--spec names the axes of a --mesh; also pass --mesh")
+        for axis in (axis for entry in rule.axes for axis in entry):
+            if axis not in args.mesh:
+                raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it is {mesh_text(args.mesh)}")
+        if rule.pattern.pattern in spec:
+            raise UsageError(f"--spec {rule.text!r}: is passed twice")
+        spec[rule.pattern.pattern] = entries(rule.axes)
+    return spec or None
+
+
+def entries(axes: Axes) -> tuple[str | tuple[str, ...] | None, ...]:
+    """Return axes as the functions take them, and `PartitionSpec`."""
+    return tuple(entry[0] if len(entry) == 1 else entry or None for entry in axes)
+
+
+def axes_of(spec: Iterable[str | tuple[str, ...] | None]) -> Axes:
+    """Return the axes of a `PartitionSpec`."""
+    return tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+
+
 def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: Mapping[str, int]) -> dict[str, Axes]:
     """Return the axes of every array: those of the first rule whose regex matches its name, none if there is none.
 
     A scalar has none in any case. An array of fewer dimensions than its rule has none either, with a warning.
 
-    Raises `UsageError` if a rule names an axis that the mesh does not have, and `RuleError` if it counts for no array,
-    or for none of so many dimensions.
+    Raises `UsageError` if a rule names an axis that the mesh does not have, and `RuleError` if it matches no array,
+    or none of so many dimensions.
     """
     for rule in rules:
         for axis in (axis for entry in rule.axes for axis in entry):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from orbax_safetensors import (
     Checkpoint,
     SafetensorsOptions,
-    StorageError,
     TimeEstimate,
     estimate_time,
     plan_save,
@@ -27,27 +27,44 @@ from orbax_safetensors.checkpoint.described import described_directory, read_for
 from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.open import stored_arrays
-from orbax_safetensors.cli import plan_orbax
-from orbax_safetensors.cli.family import add_family, full_name, switches_text, variant
+from orbax_safetensors.cli.arguments import (
+    UsageError,
+    add_family,
+    family_facts,
+    full_name,
+    parse_bandwidth,
+    parse_count,
+    parse_latency,
+    refuse,
+    variant,
+)
 from orbax_safetensors.cli.partition import (
     Axes,
-    UsageError,
     add_spec,
     assign,
+    axes_of,
     axes_text,
+    entries,
     mesh_text,
     parse_mesh,
     spread,
 )
-from orbax_safetensors.cli.plan_picture import draw_plan
-from orbax_safetensors.cli.plan_tables import Facts, Scenario, comparison, details, saved
-from orbax_safetensors.cli.tables import Printer
-from orbax_safetensors.cli.units import parse_bandwidth, parse_count, parse_latency
-from orbax_safetensors.cost.estimate import estimate
+from orbax_safetensors.cli.picture import amounts, picture, stretches
+from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
+from orbax_safetensors.cli.tables import Facts, Page, Printer
+from orbax_safetensors.devices.partition import Partition, partition
+from orbax_safetensors.devices.rules import check_used
 from orbax_safetensors.errors import printable
-from orbax_safetensors.restore.plan import distribution
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
+from orbax_safetensors.orbax_store.directories import requests_at_once
+from orbax_safetensors.orbax_store.leaf import ARRAYS
+from orbax_safetensors.orbax_store.restore_plan import plan_orbax_restore
+from orbax_safetensors.restore.cheapest import cheapest
+from orbax_safetensors.restore.match import match
+from orbax_safetensors.restore.plan import PlannedRestore
 from orbax_safetensors.storage.memory import no_collection
-from orbax_safetensors.storage.paths import as_text, place
+from orbax_safetensors.storage.paths import place
+from orbax_safetensors.transfer.estimate import estimate
 
 # Arrays that a warning lists before it says how many more there are.
 _LISTED = 3
@@ -61,7 +78,8 @@ family, a config.json is enough."""
 _EPILOG = """\
 AXES has an entry for each dimension: a mesh axis, several joined by +, or -.
 The first --spec whose REGEX is found in an array's name counts; other arrays
-are replicated. Without any --spec, each axis shards a dimension it divides.
+are replicated. Without any --spec, each array is sharded over the whole mesh
+in the dimension that reads least.
 
 examples:
   orbax-safetensors plan model/ --mesh data=2,model=4 --processes 2 \\
@@ -98,6 +116,9 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     )
     add_spec(parser)
     add_family(parser)
+    parser.add_argument(
+        "--all-processes", action="store_true", help="look at every process (default: of more than 4, at 4)"
+    )
     parser.add_argument("--files", action="store_true", help="also print what each process reads of each file")
     parser.add_argument("--picture", metavar="FILE", help="also draw which process reads which bytes, as an HTML page")
     parser.add_argument("--save", action="store_true", help="plan a save of that tree instead")
@@ -126,27 +147,23 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the plan for restoring all of `args.path` on each of `args.mesh`."""
     counts = _process_counts(args)
-    if args.latency is not None and args.bandwidth is None:
-        raise UsageError("--latency is for an estimate of the time, which also needs --bandwidth")
+    if args.bandwidth is None:
+        refuse(args, ("latency",), "is for an estimate of the time, which also needs --bandwidth")
     from_config = described_directory(args.path) is not None
     if not from_config and is_orbax(place(args.path)):
-        return plan_orbax.run(args, counts[0], output)
-    for option in ("files", "picture", "save"):
-        if getattr(args, option) and len(args.mesh) > 1:
-            raise UsageError(f"--{option} is for one --mesh")
-    if args.save and args.picture is not None:
-        raise UsageError("--picture is of a restore, and --save asks for a save")
-    if args.picture is not None:
-        args.picture = as_text(args.picture)
-        if not Path(args.picture).absolute().parent.is_dir():
-            raise StorageError(f"{args.picture}: there is no directory to write it to")
+        return _run_orbax(args, counts[0], output)
+    if len(args.mesh) > 1:
+        refuse(args, ("files", "picture", "save"), "is for one --mesh")
+    if args.save:
+        refuse(args, ("picture",), "is of a restore, and --save asks for a save")
+    page = None if args.picture is None else Page(args.picture)
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
         stored = read_for_plan(args.path, args.family, switches, None)
         checkpoint = mapped(stored, args.family, switches, complete=True, dequantize=True)
         family = None if args.family is None else full_name(checkpoint, args.family)
-        tree = [] if family is None else [("family", f"{family} {switches_text(switches)}".strip())]
+        tree = family_facts(family, switches)
         named = {} if family is None else {"family": family, "variant": switches, "from_config": from_config}
         if from_config:
             tree.append(("source", f"{CONFIG_NAME} alone"))
@@ -155,9 +172,8 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         scenarios = [
             _scenario(checkpoint, mesh, count, args, options) for mesh, count in zip(args.mesh, counts, strict=True)
         ]
-        if args.picture is not None:
-            page = draw_plan(scenarios[0], tree[0][1] if tree else None)
-            Path(args.picture).write_text(page, encoding="utf-8")
+        if page is not None:
+            _draw(scenarios[0], tree, page)
         if args.json:
             plans = [_document(scenario, args) for scenario in scenarios]
             output.json({"path": checkpoint.path} | (plans[0] if len(plans) == 1 else {"meshes": plans}) | named)
@@ -166,9 +182,9 @@ def run(args: argparse.Namespace, output: Printer) -> int:
             details(scenarios[0], tree, output, files=args.files)
         else:
             comparison(scenarios, tree, output)
-    if args.picture is not None:
+    if page is not None:
         output.line("")
-        output.line(f"Which bytes each process reads: {args.picture}")
+        output.line(f"Which bytes each process reads: {page.path}")
     output.flush()
     for scenario in scenarios:
         if scenario.uneven:
@@ -191,17 +207,18 @@ def _run_save(
     arrays = stored_arrays(checkpoint)
     plan = plan_save(
         checkpoint.path,
-        _target(arrays, _axes({name: array.shape for name, array in arrays.items()}, mesh, args), mesh),
+        _target(arrays, _axes(checkpoint, mesh, args, options), mesh),
         family=args.family,
         variant=variant(args),
         config=read_config(checkpoint),
         process_count=process_count,
+        all_processes=args.all_processes,
         options=options,
     )
     time = None
     streams = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests
     if args.bandwidth is not None:
-        writes = [(cost.written_bytes, cost.num_requests) for cost in plan.processes]
+        writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
         time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)
     if args.json:
         document: dict[str, Any] = {"path": checkpoint.path, "mesh": mesh} | asdict(plan)
@@ -211,6 +228,51 @@ def _run_save(
     else:
         saved(mesh, plan, time, tree, output, files=args.files)
     return 0
+
+
+def _run_orbax(args: argparse.Namespace, process_count: int, output: Printer) -> int:
+    """Print the plan for restoring all arrays of a checkpoint of Orbax."""
+    checkpoint = open_orbax(args.path)
+    options = ("family", "variant", "save", "files", "picture")
+    refuse(args, options, "is for safetensors, and PATH is a checkpoint of Orbax")
+    if len(args.mesh) > 1:
+        raise UsageError("a checkpoint of Orbax is planned for one --mesh")
+    (mesh,) = args.mesh
+    plan = plan_orbax_restore(checkpoint, _partition(checkpoint, mesh, args), process_count)
+    streams = args.streams or requests_at_once(checkpoint.path)
+    time = None
+    if args.bandwidth is not None:
+        reads = {process: (cost.read_bytes, cost.num_chunks) for process, cost in enumerate(plan.processes)}
+        time = estimate(reads, args.bandwidth, args.latency or 0.0, streams)
+    specs = [f"--spec {shlex.quote(rule.text)}" for rule in args.spec] or ["--spec REGEX=AXES"]
+    path = shlex.quote(args.path)
+    reshard = f"orbax-safetensors reshard {path} DESTINATION --mesh {mesh_text(mesh)} {' '.join(specs)}"
+    if args.json:
+        document = {"path": checkpoint.path, "mesh": mesh} | json.loads(plan.to_json())
+        document["reshard"] = reshard if plan.over_reads else None
+        if time is not None:
+            document["estimate"] = _estimate_document(time, args, streams)
+        output.json(document)
+        return 0
+    orbax_restore(checkpoint.path, mesh, plan, time, output)
+    if plan.over_reads:
+        orbax_over_reads(plan, output)
+        output.line("")
+        output.line("Stored anew in such chunks, each process reads what it needs:")
+        output.line(reshard)
+    return 0
+
+
+def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse.Namespace) -> Partition:
+    """Return the partition of the `--spec`; without any, each axis in turn shards a dimension that it divides."""
+    shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
+    if args.spec:
+        check_used("spec", [rule.pattern for rule in args.spec], shapes)  # also of two rules with one pattern
+        return partition(mesh, {rule.pattern.pattern: entries(rule.axes) for rule in args.spec})
+    names: dict[Axes, list[str]] = {}
+    for name, shape in shapes.items():
+        names.setdefault(spread(shape, mesh), []).append(re.escape(name))
+    return partition(mesh, {f"^(?:{'|'.join(group)})$": entries(axes) for axes, group in names.items()})
 
 
 def _estimate_document(time: TimeEstimate, args: argparse.Namespace, streams: int) -> dict[str, Any]:
@@ -236,9 +298,10 @@ def _scenario(
 ) -> Scenario:
     arrays = stored_arrays(checkpoint)
     shapes = {name: array.shape for name, array in arrays.items()}
-    axes = _axes(shapes, mesh, args)
-    restored = distribution(checkpoint, _target(arrays, axes, mesh), count, options)
-    plan = restored.plan(compared=True)
+    axes = _axes(checkpoint, mesh, args, options)
+    targets = match(checkpoint, _target(arrays, axes, mesh), None, partial=True).targets
+    restored = PlannedRestore.of(checkpoint, targets, count, options, all_processes=args.all_processes)
+    plan = restored.plan()
     time = None
     if args.bandwidth is not None:
         time = estimate_time(
@@ -247,11 +310,30 @@ def _scenario(
     return Scenario(mesh, shapes, axes, restored, plan, time)
 
 
-def _axes(shapes: Mapping[str, tuple[int, ...]], mesh: dict[str, int], args: argparse.Namespace) -> dict[str, Axes]:
-    """Return the mesh axes that shard every array."""
+def _draw(scenario: Scenario, tree: Facts, page: Page) -> None:
+    """Write the page of one mesh: which bytes processes read, above what the command prints."""
+    restore = scenario.restore
+    drawn = stretches(restore.checkpoint, len(restore.looked_at))
+    reads = {process: amounts(restore.transfer(process), drawn) for process in restore.looked_at}
+    page.line(f"What processes read and over-read to restore {restore.checkpoint.path}")
+    page.drawing(picture(drawn, reads, restore.process_count))
+    details(scenario, tree, page, files=False)
+    page.write()
+
+
+def _axes(
+    checkpoint: Checkpoint, mesh: dict[str, int], args: argparse.Namespace, options: SafetensorsOptions
+) -> dict[str, Axes]:
+    """Return the mesh axes that shard every array: those of `--spec`, or without any those that read least."""
+    shapes = {name: view.shape for name, view in checkpoint.leaves.items()}
     if args.spec:
         return assign(shapes, args.spec, mesh)
-    return {name: spread(shape, mesh) for name, shape in shapes.items()}
+    sharding_of = cheapest(checkpoint, _abstract(mesh), options)
+    return {name: axes_of(sharding_of(name, shape).spec) for name, shape in shapes.items()}
+
+
+def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(mesh.values()), tuple(mesh))
 
 
 def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
@@ -259,14 +341,14 @@ def _document(scenario: Scenario, args: argparse.Namespace) -> dict[str, Any]:
     plan = scenario.plan
     document: dict[str, Any] = {"mesh": scenario.mesh, "replicated_arrays": scenario.replicated}
     document |= {"uneven_arrays": scenario.uneven} | json.loads(plan.to_json())
-    instead = scenario.distribution.instead(plan)
+    instead = scenario.restore.instead(plan)
     for leaf in document["over_reads"]:
         leaf["instead"] = [
             asdict(other) | {"axes": axes_text(other.axes), "over_read": other.over_read}
             for other in instead[leaf["name"]]
         ]
     if (time := scenario.estimate) is not None:
-        document["estimate"] = _estimate_document(time, args, scenario.distribution.pace.requests)
+        document["estimate"] = _estimate_document(time, args, scenario.restore.pace.requests)
     return document
 
 
@@ -274,10 +356,10 @@ def _target(
     arrays: Mapping[str, jax.ShapeDtypeStruct], axes: Mapping[str, Axes], mesh: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the tree that is planned for: every stored array, sharded by its axes."""
-    abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    abstract = _abstract(mesh)
     # Few partitions are distinct, and to the plan arrays that share one sharding are cheap.
     shardings = {
-        own: NamedSharding(abstract, PartitionSpec(*(entry or None for entry in own))) for own in set(axes.values())
+        distinct: NamedSharding(abstract, PartitionSpec(*entries(distinct))) for distinct in set(axes.values())
     }
     return {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[axes[name]])

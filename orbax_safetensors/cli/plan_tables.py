@@ -1,24 +1,25 @@
-"""What `plan` prints: one mesh in detail, or several side by side."""
+"""What plans print: of restores, on one mesh in detail or on several side by side, of saves and of conversions."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
-from orbax_safetensors import RestorePlan, SavePlan, TimeEstimate
-from orbax_safetensors.cli.braces import in_braces
+from orbax_safetensors import ConversionPlan, RestorePlan, SavePlan, TimeEstimate
 from orbax_safetensors.cli.partition import Axes, axes_text, mesh_text, shards
-from orbax_safetensors.cli.tables import Cell, Printer, Seconds, Size
-from orbax_safetensors.cost.advice import Instead
-from orbax_safetensors.cost.figures import FileReads, OverRead, Reads
-from orbax_safetensors.cost.restore import ProcessCost
-from orbax_safetensors.restore.plan import Distribution
+from orbax_safetensors.cli.tables import Cell, Facts, Printer, Seconds, Size, shape_text
+from orbax_safetensors.orbax_store.restore_plan import OrbaxLeafOverRead, OrbaxRestorePlan
+from orbax_safetensors.restore.advice import Instead
+from orbax_safetensors.restore.cost import LeafReads
+from orbax_safetensors.restore.plan import PlannedRestore
+from orbax_safetensors.streaming.cost import PlannedArray
+from orbax_safetensors.transfer.figures import FileReads, FileWrites, Reads
 
-# Leaves that a terminal shows of those whose sharding makes processes read more.
-_WORST = 10
+_OverRead = TypeVar("_OverRead", LeafReads, OrbaxLeafOverRead)
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Scenario:
     Attributes:
       mesh: axis sizes by name.
       shapes, axes: of every array, and how the mesh shards it.
-      distribution, plan: the restore, and what it costs.
+      restore, plan: the restore, and what it costs.
       estimate: how long it takes, if storage was described.
     """
 
     mesh: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     axes: Mapping[str, Axes]
-    distribution: Distribution
+    restore: PlannedRestore
     plan: RestorePlan
     estimate: TimeEstimate | None
 
@@ -59,18 +60,14 @@ def _even(shape: tuple[int, ...], axes: Axes, mesh: Mapping[str, int]) -> bool:
     return all(size % count == 0 for size, count in zip(shape, shards(axes, mesh), strict=False))
 
 
-Facts = Sequence[tuple[str, Cell]]
-
-
 def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) -> None:
     """Print all there is to say of one mesh; `tree` are facts about the tree that is restored."""
     plan, time = scenario.plan, scenario.estimate
     largest, smallest = plan.largest_shard, plan.smallest_shard
-    facts: list[tuple[str, Cell]] = [
+    facts = [
         *tree,
-        ("mesh", mesh_text(scenario.mesh)),
-        ("devices", scenario.devices),
-        ("processes", len(plan.processes)),
+        *_mesh_facts(scenario.mesh),
+        *_process_facts(plan.process_count, [cost.process for cost in plan.processes]),
         ("arrays", plan.num_arrays),
         ("replicated arrays", scenario.replicated),
         ("parameters", plan.total_params),
@@ -87,78 +84,30 @@ def details(scenario: Scenario, tree: Facts, output: Printer, *, files: bool) ->
             ("most bytes per device", Size(largest.nbytes)),
             ("fewest bytes per device", Size(smallest.nbytes)),
         ]
-    if time is not None:
-        facts += [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
-    output.facts(facts)
-    output.table(
-        (
-            "process",
-            "needed",
-            "read",
-            "over-read",
-            "requests",
-            "staging",
-            "destination",
-            *(["time"] if time is not None else []),
-        ),
-        (
+    output.facts([*facts, *_time_facts(time)])
+    _processes(
+        output,
+        ("process", "needed", "read", "over-read", "requests", "staging", "destination"),
+        [
             (
-                number,
+                cost.process,
                 Size(cost.needed_bytes),
                 Size(cost.read_bytes),
                 cost.over_read,
                 cost.num_requests,
                 Size(cost.staging_bytes),
                 Size(cost.destination_bytes),
-                *([Seconds(time.processes[number])] if time is not None else []),
             )
-            for number, cost in enumerate(plan.processes)
-        ),
+            for cost in plan.processes
+        ],
+        time,
     )
     if files:
-        files_read(output, "requests", [process.files for process in plan.processes])
-    _together([scenario], output)
+        _files_read(output, "requests", {cost.process: cost.files for cost in plan.processes})
+    if plan.most_requests:
+        _most_requests(plan.most_requests, output)
     if plan.over_reads:
         _over_reads(scenario, output)
-
-
-def saved(
-    mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Printer, *, files: bool
-) -> None:
-    """Print what a save writes: the files, and what each process writes into them."""
-    facts: list[tuple[str, Cell]] = [
-        *tree,
-        ("mesh", mesh_text(mesh)),
-        ("devices", prod(mesh.values())),
-        ("processes", len(plan.processes)),
-        ("files", len(plan.files)),
-        ("bytes", Size(sum(file.nbytes for file in plan.files))),
-    ]
-    if time is not None:
-        facts += [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
-    output.facts(facts)
-    output.table(
-        ("process", "written", "requests", "files", *(["time"] if time is not None else [])),
-        (
-            (
-                number,
-                Size(cost.written_bytes),
-                cost.num_requests,
-                len(cost.files),
-                *([Seconds(time.processes[number])] if time is not None else []),
-            )
-            for number, cost in enumerate(plan.processes)
-        ),
-    )
-    if files:
-        output.table(
-            ("process", "file", "written", "requests"),
-            (
-                (number, file.file, Size(file.written_bytes), file.num_requests)
-                for number, cost in enumerate(plan.processes)
-                for file in cost.files
-            ),
-        )
 
 
 def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Printer) -> None:
@@ -182,7 +131,6 @@ def comparison(scenarios: Sequence[Scenario], tree: Facts, output: Printer) -> N
         ),
         [_compared(scenario) for scenario in scenarios],
     )
-    _together(scenarios, output)
 
 
 def _compared(scenario: Scenario) -> list[Cell]:
@@ -190,124 +138,251 @@ def _compared(scenario: Scenario) -> list[Cell]:
     row: list[Cell] = [
         mesh_text(scenario.mesh),
         scenario.devices,
-        len(processes),
+        scenario.plan.process_count,
         Size(scenario.plan.largest_shard.nbytes),
         Size(max(cost.read_bytes for cost in processes)),
         Reads.total(processes).over_read,
         max(cost.num_requests for cost in processes),
-        Size(max(map(_memory, processes))),
+        Size(max(cost.staging_bytes + cost.destination_bytes for cost in processes)),
     ]
     return [*row, Seconds(scenario.estimate.seconds)] if scenario.estimate is not None else row
 
 
-def _together(scenarios: Sequence[Scenario], output: Printer) -> None:
-    """Print what `cooperative=True` reads, if that is less: for each process, or of several meshes the most of any."""
-    rows: list[list[Cell]] = []
-    for scenario in scenarios:
-        cooperation = scenario.plan.cooperation
-        if cooperation is None or not cooperation.num_arrays:
-            continue
-        costs = [
-            (number, *cost) for number, cost in enumerate(zip(cooperation.direct, cooperation.cooperative, strict=True))
+def saved(
+    mesh: Mapping[str, int], plan: SavePlan, time: TimeEstimate | None, tree: Facts, output: Printer, *, files: bool
+) -> None:
+    """Print what a save writes: the files, and what each process writes into them."""
+    output.facts(
+        [
+            *tree,
+            *_mesh_facts(mesh),
+            *_process_facts(plan.process_count, [cost.process for cost in plan.processes]),
+            ("files", len(plan.files)),
+            ("bytes", Size(sum(file.nbytes for file in plan.files))),
+            *_time_facts(time),
         ]
-        if len(scenarios) > 1:
-            costs = [max(costs, key=lambda cost: cost[1].read_bytes - cost[2].read_bytes)]
-        for number, direct, together in costs:
-            row: list[Cell] = [number if len(scenarios) == 1 else mesh_text(scenario.mesh), cooperation.num_arrays]
-            row += [Size(direct.read_bytes), direct.num_requests]
-            rows.append([*row, Size(together.read_bytes), together.num_requests, Size(together.received_bytes)])
-    if rows:
-        first = "process" if len(scenarios) == 1 else "mesh"
-        output.table(
+    )
+    _processes(
+        output,
+        ("process", "written", "requests", "files"),
+        [(cost.process, Size(cost.written_bytes), cost.num_requests, len(cost.files)) for cost in plan.processes],
+        time,
+    )
+    if files:
+        _files_written(output, "requests", {cost.process: cost.files for cost in plan.processes})
+
+
+def conversion(plan: ConversionPlan, time: TimeEstimate | None, output: Printer, *, files: bool) -> None:
+    """Print what a conversion reads and writes."""
+    facts: Facts = [("path", plan.path)]
+    facts += _process_facts(plan.process_count, [cost.process for cost in plan.processes])
+    facts += [("bytes", Size(plan.total_bytes))]
+    if plan.source_bytes is not None:
+        facts += [("source files", Size(plan.source_bytes))]
+    if plan.to_orbax:
+        facts += [
+            ("arrays", len(plan.arrays)),
+            ("chunks", plan.num_chunks),
+            ("largest chunk, decoded", Size(max((array.chunk_bytes for array in plan.arrays), default=0))),
+        ]
+    else:
+        facts += [("files", len(plan.files)), ("bytes of files", Size(sum(file.nbytes for file in plan.files)))]
+    output.facts([*facts, *_time_facts(time)])
+    _processes(
+        output,
+        (
+            "process",
+            "read decoded" if plan.from_orbax else "read",
+            "over-read",
+            "chunks read" if plan.from_orbax else "reads",
+            "written decoded" if plan.to_orbax else "written",
+            "chunks written" if plan.to_orbax else "writes",
+            "batches",
+            "memory",
+        ),
+        [
             (
-                first,
-                "exchanged arrays",
-                "read alone",
-                "requests alone",
-                "read together",
-                "requests together",
-                "received",
-            ),
-            rows,
-        )
+                cost.process,
+                Size(cost.read_bytes),
+                cost.over_read,
+                cost.read_requests,
+                Size(cost.written_bytes),
+                cost.write_requests,
+                len(cost.batches),
+                Size(cost.staging_bytes),
+            )
+            for cost in plan.processes
+        ],
+        time,
+    )
+    if files and not plan.from_orbax:
+        _files_read(output, "reads", {cost.process: cost.reads for cost in plan.processes})
+    if files and plan.to_orbax:
+        _arrays_made(plan.arrays, output)
+    elif files:
+        _files_written(output, "writes", {cost.process: cost.writes for cost in plan.processes})
 
 
-def _memory(cost: ProcessCost) -> int:
-    return cost.staging_bytes + cost.destination_bytes
+def _arrays_made(arrays: Sequence[PlannedArray], output: Printer) -> None:
+    """Print the arrays that a conversion to Orbax makes, with their items if these have names."""
+    named = any(array.item is not None for array in arrays)
+    output.table(
+        (*(["item"] if named else []), "array", "dtype", "shape", "chunk", "chunks", "chunk bytes"),
+        (
+            (
+                *([array.item or ""] if named else []),
+                array.name,
+                array.dtype,
+                shape_text(array.shape),
+                shape_text(array.chunk_shape),
+                array.num_chunks,
+                Size(array.chunk_bytes),
+            )
+            for array in arrays
+        ),
+    )
 
 
-def files_read(output: Printer, requests: str, processes: Sequence[Sequence[FileReads]]) -> None:
+def orbax_restore(
+    path: str, mesh: Mapping[str, int], plan: OrbaxRestorePlan, time: TimeEstimate | None, output: Printer
+) -> None:
+    """Print how many chunks of an Orbax checkpoint each process reads, and what of them it needs."""
+    facts = [
+        ("path", path),
+        *_mesh_facts(mesh),
+        ("processes", len(plan.processes)),
+        ("arrays", plan.num_arrays),
+        ("chunks", plan.total_chunks),
+        ("bytes", Size(plan.total_bytes)),
+    ]
+    if plan.file_bytes is not None:
+        facts += [("bytes of files", Size(plan.file_bytes))]
+    output.facts([*facts, *_time_facts(time)])
+    orbax_processes(plan, "read decoded", time, output)
+
+
+def orbax_processes(plan: OrbaxRestorePlan, read: str, time: TimeEstimate | None, output: Printer) -> None:
+    """Print what each process of a restore by Orbax reads; `read` is the head of the column of bytes."""
+    _processes(
+        output,
+        ("process", "needed", read, "over-read", "chunks"),
+        [
+            (process, Size(cost.needed_bytes), Size(cost.read_bytes), cost.over_read, cost.num_chunks)
+            for process, cost in enumerate(plan.processes)
+        ],
+        time,
+    )
+
+
+def orbax_over_reads(plan: OrbaxRestorePlan, output: Printer) -> None:
+    """Print the leaves whose chunks waste most, and the chunks that would waste nothing."""
+    groups: dict[object, list[OrbaxLeafOverRead]] = {}
+    for leaf in plan.over_reads:
+        form = (leaf.shape, leaf.chunk_shape, leaf.shard_shape) if output.for_people else None
+        groups.setdefault(form, []).append(leaf)
+    output.worst(
+        ("leaf", "needed", "read decoded", "over-read", "chunks", "chunk", "instead"),
+        [
+            (
+                text,
+                Size(reads.needed_bytes),
+                Size(reads.read_bytes),
+                reads.over_read,
+                sum(leaf.num_chunks for leaf in leaves),
+                shape_text(leaves[0].chunk_shape),
+                shape_text(leaves[0].shard_shape),
+            )
+            for text, leaves, reads in _most_wasteful(groups.values(), output)
+        ],
+    )
+
+
+def _mesh_facts(mesh: Mapping[str, int]) -> Facts:
+    return [("mesh", mesh_text(mesh)), ("devices", prod(mesh.values()))]
+
+
+def _process_facts(process_count: int, looked_at: Sequence[int]) -> Facts:
+    """Return how many processes there are, and which of them a plan looks at."""
+    facts: Facts = [("processes", process_count)]
+    if len(looked_at) < process_count:
+        facts.append(("looked at", ", ".join(map(str, looked_at))))
+    return facts
+
+
+def _time_facts(time: TimeEstimate | None) -> Facts:
+    return [] if time is None else [("estimated time", Seconds(time.seconds)), ("slowest process", time.slowest)]
+
+
+def _processes(
+    output: Printer, columns: Sequence[str], rows: Sequence[Sequence[Cell]], time: TimeEstimate | None
+) -> None:
+    """Print a row for each process, with its estimated time if there is one."""
+    if time is not None:
+        columns = [*columns, "time"]
+        rows = [[*row, Seconds(seconds)] for row, seconds in zip(rows, time.processes, strict=True)]
+    output.table(columns, rows)
+
+
+def _files_read(output: Printer, requests: str, processes: Mapping[int, Sequence[FileReads]]) -> None:
     """Print a table of what each process reads of each file; `requests` is the head of that column."""
     output.table(
         ("process", "file", "needed", "read", "over-read", requests),
         (
             (
-                number,
+                process,
                 posixpath.basename(cost.file),
                 Size(cost.needed_bytes),
                 Size(cost.read_bytes),
                 cost.over_read,
                 cost.num_requests,
             )
-            for number, files in enumerate(processes)
+            for process, files in processes.items()
             for cost in files
         ),
     )
 
 
-@dataclass(frozen=True)
-class Worst(OverRead):
-    """Leaves for which more is read than needed, and the partition that would waste less, if there is one."""
-
-    text: str
-    needed_bytes: int
-    read_bytes: int
-    instead: Instead | None
-
-    @property
-    def axes(self) -> str:
-        """The better partition as `--spec` takes it."""
-        return "-" if self.instead is None else axes_text(self.instead.axes)
-
-
-def worst_leaves(scenario: Scenario, *, grouped: bool) -> list[Worst]:
-    """Return leaves for which more is read than needed, those first that waste most.
-
-    With `grouped`, those that differ in their numbers alone are one.
-    """
-    leaves = {leaf.name: leaf for leaf in scenario.plan.over_reads}
-    others = scenario.distribution.instead(scenario.plan)
-    out = []
-    for text, names in in_braces(leaves) if grouped else [(name, [name]) for name in leaves]:
-        reads = Reads.total(leaves[name] for name in names)
-        best = _best([others[name] for name in names])
-        # What saves nothing is no advice.
-        saves = best is not None and best.over_read < reads.over_read
-        out.append(Worst(text, reads.needed_bytes, reads.read_bytes, best if saves else None))
-    return sorted(out, key=lambda row: row.needed_bytes - row.read_bytes)
+def _files_written(output: Printer, requests: str, processes: Mapping[int, Sequence[FileWrites]]) -> None:
+    """Print a table of what each process writes into each file; `requests` is the head of that column."""
+    output.table(
+        ("process", "file", "written", requests),
+        (
+            (process, posixpath.basename(cost.file), Size(cost.written_bytes), cost.num_requests)
+            for process, files in processes.items()
+            for cost in files
+        ),
+    )
 
 
 def _over_reads(scenario: Scenario, output: Printer) -> None:
-    """Print the worst leaves: on a terminal grouped and only some, elsewhere all."""
-    rows = worst_leaves(scenario, grouped=output.for_people)
-    more = len(rows) - _WORST if output.for_people else 0
+    """Print the leaves that waste most, and the partition that would waste less, if there is one."""
+    others = scenario.restore.instead(scenario.plan)
     digits = ".2f" if output.for_people else ".6g"
-    output.table(
-        ("leaf", "needed", "read", "over-read", "instead", "then"),
-        (
-            (
-                row.text,
-                Size(row.needed_bytes),
-                Size(row.read_bytes),
-                row.over_read,
-                row.axes,
-                "-" if row.instead is None else f"{row.instead.over_read:{digits}}",
-            )
-            for row in rows[: _WORST if more > 0 else None]
-        ),
-    )
-    if more > 0:
-        output.line(f" and {more:,} more; --json has all")
+    rows: list[tuple[Cell, ...]] = []
+    for text, leaves, reads in _most_wasteful([scenario.plan.over_reads], output):
+        best = _best([others[leaf.name] for leaf in leaves])
+        # A partition that reads as much is not worth a line.
+        advice = ("-", "-")
+        if best is not None and best.over_read < reads.over_read:
+            advice = axes_text(best.axes), f"{best.over_read:{digits}}"
+        rows.append((text, Size(reads.needed_bytes), Size(reads.read_bytes), reads.over_read, *advice))
+    output.worst(("leaf", "needed", "read", "over-read", "instead", "then"), rows)
+
+
+def _most_wasteful(
+    groups: Iterable[Sequence[_OverRead]], output: Printer
+) -> list[tuple[str, Sequence[_OverRead], Reads]]:
+    """Return rows of leaves: names, leaves and their sums, those first that waste most.
+
+    On a terminal, leaves of one group whose names differ in their numbers alone have one row.
+    """
+    rows = []
+    for group in groups:
+        by_name = {leaf.name: leaf for leaf in group}
+        for text, names in output.joined(by_name):
+            leaves = [by_name[name] for name in names]
+            rows.append((text, leaves, Reads.total(leaves)))
+    return sorted(rows, key=lambda row: row[2].needed_bytes - row[2].read_bytes)
 
 
 def _best(choices: Sequence[Sequence[Instead]]) -> Instead | None:
@@ -319,3 +394,14 @@ def _best(choices: Sequence[Sequence[Instead]]) -> Instead | None:
     totals = ((axes, Reads.total(same)) for axes, same in sums.items() if len(same) == len(choices))
     possible = [Instead(axes, reads.needed_bytes, reads.read_bytes) for axes, reads in totals]
     return min(possible, key=lambda choice: choice.over_read, default=None)
+
+
+def _most_requests(leaves: Sequence[LeafReads], output: Printer) -> None:
+    """Print the leaves that make most of the requests."""
+    output.table(
+        ("leaf", "requests", "read", "bytes per request"),
+        (
+            (leaf.name, leaf.num_requests, Size(leaf.read_bytes), Size(leaf.read_bytes // leaf.num_requests))
+            for leaf in leaves
+        ),
+    )

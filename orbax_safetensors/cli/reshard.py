@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 from orbax_safetensors import plan_reshard, reshard
 from orbax_safetensors.checkpoint.files import is_orbax
-from orbax_safetensors.cli import cluster, convert_plan
-from orbax_safetensors.cli.convert import add_common_arguments, common, conversion_facts, report
-from orbax_safetensors.cli.partition import UsageError
+from orbax_safetensors.cli.arguments import parse_bytes, refuse
+from orbax_safetensors.cli.convert import add_common_arguments, common, report_conversion, report_plan
+from orbax_safetensors.cli.long_run import begin
 from orbax_safetensors.cli.tables import Printer
-from orbax_safetensors.cli.units import parse_bytes
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.storage.paths import place
@@ -56,25 +55,16 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Store `args.source` anew and print what was done, or what would be."""
+    if args.mesh is not None:
+        refuse(args, ("max_file_bytes",), "is not for a --mesh, whose devices have a file each")
     arguments = common(args)
-    if args.max_file_bytes is not None and args.mesh is not None:
-        raise UsageError("--max-file-bytes is not for a --mesh, whose devices have a file each")
-    convert_plan.check(args)
-    cluster.begin(args)
+    begin(args)
     # In all processes or in none, as each may find something else.
     if together(new_key("reshard"), lambda: is_orbax(place(args.source))):
-        if args.max_file_bytes is not None:
-            raise UsageError("--max-file-bytes is for safetensors, and SOURCE is a checkpoint of Orbax")
-    elif args.no_compression:
-        raise UsageError("--no-compression is for Orbax, and SOURCE is not a checkpoint of Orbax")
+        refuse(args, ("max_file_bytes",), "is for safetensors, and SOURCE is a checkpoint of Orbax")
+    else:
+        refuse(args, ("no_compression",), "is for Orbax, and SOURCE is not a checkpoint of Orbax")
     arguments["max_file_bytes"] = MAX_FILE_BYTES if args.max_file_bytes is None else args.max_file_bytes
     if args.plan:
-        arguments.pop("resume")
-        plan = plan_reshard(args.source, args.destination, process_count=args.processes or 1, **arguments)
-        return convert_plan.report(args, output, plan)
-    return report(
-        args,
-        output,
-        lambda progress: reshard(args.source, args.destination, progress=progress, **arguments),
-        conversion_facts,
-    )
+        return report_plan(args, output, plan_reshard, arguments)
+    return report_conversion(args, output, reshard, arguments)

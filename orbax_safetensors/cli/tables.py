@@ -1,4 +1,4 @@
-"""Output for people and for programs: tables with rich on a terminal, tab-separated lines in a pipe.
+"""Output for people and for programs: tables with rich on a terminal or a page, tab-separated lines in a pipe.
 
 In a pipe nothing is shortened, wrapped, coloured or drawn, and numbers are exact. Text that comes from files is shown
 with everything escaped that a terminal would act upon.
@@ -6,17 +6,25 @@ with everything escaped that a terminal would act upon.
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 import humanize
 
-from orbax_safetensors.cli.units import human_seconds
+from orbax_safetensors import StorageError
 from orbax_safetensors.errors import printable
+from orbax_safetensors.storage.paths import as_text
 
 # Spaces between the columns of a listing.
 _GAP = 2
+_PAGE_COLUMNS = 120
+# Rows that a terminal has of a table of the worst.
+_WORST = 10
+_NUMBER = re.compile("([0-9]+)")
 
 
 class Size(int):
@@ -32,6 +40,7 @@ class Seconds(float):
 
 
 Cell = str | int | float
+Facts = list[tuple[str, Cell]]
 
 
 def human_bytes(nbytes: int) -> str:
@@ -39,9 +48,53 @@ def human_bytes(nbytes: int) -> str:
     return humanize.naturalsize(nbytes, binary=True)
 
 
+def human_seconds(seconds: float) -> str:
+    """Return `seconds` with about three digits, as `350 ms`, `12.3 s`, `4 min 10 s` or `2 h 05 min`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {rest:02} min"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Return a shape as JSON writes it, without spaces."""
     return "[" + ",".join(map(str, shape)) + "]"
+
+
+def in_braces(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return `names` as a shell's braces write them, `layers.{0..35}.weight` or `layers.{1..35..2}.weight`.
+
+    Each text comes with the names that it stands for: all that differ in their numbers alone. Where the braces would
+    stand for other names as well, it is the first of them and how many more there are. Names are distinct.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(tuple(_NUMBER.split(name)[::2]), []).append(name)
+    return [(_braced(texts, group), group) for texts, group in groups.items()]
+
+
+def _braced(between: Sequence[str], names: Sequence[str]) -> str:
+    """Return names that have the same text `between` their numbers."""
+    count, written = 1, between[0]
+    numbers = zip(*(_NUMBER.split(name)[1::2] for name in names), strict=True)
+    for column, text in zip(numbers, between[1:], strict=True):
+        distinct = set(column)
+        values = sorted(map(int, distinct))
+        step = values[1] - values[0] if len(values) > 1 else 1
+        if len(values) == 1:
+            written += column[0] + text
+        elif step and distinct == set(map(str, range(values[0], values[-1] + 1, step))):
+            written += f"{{{values[0]}..{values[-1]}{f'..{step}' if step > 1 else ''}}}{text}"
+            count *= len(values)
+        else:  # `01`, or gaps of several lengths
+            count = 0
+    # Distinct names, each with its numbers in the ranges, are all that the braces stand for if they are as many.
+    return written if count == len(names) else f"{names[0]} +{len(names) - 1:,}"
 
 
 def _for_people(cell: Cell) -> str:
@@ -66,12 +119,12 @@ def _for_programs(cell: Cell) -> str:
 class Printer:
     """Where a command prints its results: blocks, with an empty line between them."""
 
-    def __init__(self, stream: TextIO) -> None:
-        """What is printed is made for people if `stream` is a terminal, for programs elsewhere."""
+    def __init__(self, stream: TextIO, console: Any = None) -> None:
+        """What is printed is made for people if `stream` is a terminal or of a `console`, for programs elsewhere."""
         self._stream = stream
         self._blocks = 0
-        self._console: Any = None
-        if stream.isatty():
+        self._console = console
+        if console is None and stream.isatty():
             from rich.console import Console  # costs a tenth of a second, which a pipe need not pay
 
             self._console = Console(file=stream, highlight=False)
@@ -83,8 +136,14 @@ class Printer:
 
     def line(self, text: str) -> None:
         """Print one line of text, control characters escaped; on a terminal it may wrap."""
-        print(printable(text), file=self._stream)
+        self._text(printable(text))
         self._blocks += 1
+
+    def drawing(self, text: Any) -> None:
+        """Print a drawing made with rich; in a pipe nothing is drawn."""
+        if self._console is not None:
+            self._space()
+            self._console.print(text, soft_wrap=True)
 
     def json(self, document: object) -> None:
         """Print a JSON document, on one line in a pipe and indented on a terminal."""
@@ -110,6 +169,17 @@ class Printer:
                 self._list(columns, rows)
             else:
                 self._draw(columns, rows)
+
+    def worst(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Print a table whose first rows matter most: a terminal has only these, and how many more there are."""
+        more = len(rows) - _WORST if self.for_people else 0
+        self.table(columns, rows[:_WORST] if more > 0 else rows)
+        if more > 0:
+            self.line(f" and {more:,} more; --json has all")
+
+    def joined(self, names: Iterable[str]) -> list[tuple[str, list[str]]]:
+        """Return names as rows of a table have them, `in_braces` on a terminal, each with the names it stands for."""
+        return in_braces(names) if self.for_people else [(name, [name]) for name in names]
 
     def listing(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]]) -> None:
         """Print a table of rows with a long name, and with lines of text that belong to each, the `notes`.
@@ -170,8 +240,14 @@ class Printer:
 
     def _space(self) -> None:
         if self._blocks:
-            print(file=self._stream)
+            self._text("")
         self._blocks += 1
+
+    def _text(self, text: str) -> None:
+        if self._console is None:
+            print(text, file=self._stream)
+        else:
+            self._line(text, "")
 
     def _draw(self, columns: Sequence[str], rows: list[Sequence[Cell]]) -> None:
         from rich.box import SIMPLE_HEAD
@@ -186,3 +262,21 @@ class Printer:
         for row in rows:
             table.add_row(*(Text(_for_people(cell)) for cell in row))
         self._console.print(table)
+
+
+class Page(Printer):
+    """A page of HTML, complete in itself, that looks as a terminal does."""
+
+    def __init__(self, path: str) -> None:
+        """Begin a page for the file `path`; raise `StorageError` if its directory does not exist."""
+        from rich.console import Console
+
+        self.path = Path(as_text(path))
+        if not self.path.absolute().parent.is_dir():
+            raise StorageError(f"{self.path}: there is no directory to write it to")
+        stream = io.StringIO()
+        super().__init__(stream, Console(record=True, file=stream, width=_PAGE_COLUMNS, highlight=False))
+
+    def write(self) -> None:
+        """Write what has been printed to the file."""
+        self.path.write_text(self._console.export_html(), encoding="utf-8")

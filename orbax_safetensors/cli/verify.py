@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import NamedTuple
 
 from orbax_safetensors import SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
@@ -36,28 +37,54 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
     parser = add("verify", help="check a checkpoint", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
     parser.add_argument("--data", action="store_true", help="read all data, and compare it with what is known of it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print one line for each fault of `args.path`, or that there is none."""
     faults, data = verified(args.path, data=args.data, options=SafetensorsOptions())
+    held = _held(args.path) if not faults else None
+    if args.json:
+        output.json(
+            {
+                "path": args.path if held is None else held.path,
+                "faults": [str(fault) for fault in faults],
+                "compared": None
+                if data is None
+                else {"tensors": data.tensors, "files": data.files, "bytes": data.nbytes},
+                "checked": None if held is None else {held.unit: held.number, held.place: held.places},
+            }
+        )
+        return 1 if faults else 0
     for fault in faults:
         output.line(str(fault))
     if data is not None:
         output.line(f"{args.path}: {_compared(data)}")
-    if faults:
+    if held is None:
         return 1
-    if is_orbax(place(args.path)):
-        step = open_step(args.path)
-        path, what, places = step.item_path, "Orbax arrays", _count(len(step.items), "item")
-        number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
-    else:
-        checkpoint = read_checkpoint(args.path)
-        path, what, places = checkpoint.path, "tensors", _count(len(checkpoint.files), "file")
-        number = len(checkpoint.tensors)
-    output.line(f"{path}: OK, {number:,} {what} in {places}")
+    kind = "Orbax arrays" if held.unit == "arrays" else held.unit
+    output.line(f"{held.path}: OK, {held.number:,} {kind} in {_count(held.places, held.place.removesuffix('s'))}")
     return 0
+
+
+class _Held(NamedTuple):
+    """How many `unit` a checkpoint has, tensors or arrays, in how many `place`, files or items."""
+
+    path: str
+    unit: str
+    number: int
+    place: str
+    places: int
+
+
+def _held(path: str) -> _Held:
+    if is_orbax(place(path)):
+        step = open_step(path)
+        number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
+        return _Held(step.item_path, "arrays", number, "items", len(step.items))
+    checkpoint = read_checkpoint(path)
+    return _Held(checkpoint.path, "tensors", len(checkpoint.tensors), "files", len(checkpoint.files))
 
 
 def _compared(data: DataCheck) -> str:

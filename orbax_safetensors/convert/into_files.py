@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.family import taken_apart
+from orbax_safetensors.checkpoint.config import read_config
+from orbax_safetensors.checkpoint.family import mapped, stored_leaves
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.checkpoint.model_files import ModelFiles, files_of_model, model_files_of
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
+from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DType, from_numpy
@@ -21,19 +22,20 @@ from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
 from orbax_safetensors.mapping.envelope import RECORD_KEY, Envelope
-from orbax_safetensors.mapping.family import NO_FAMILY, envelope_of
+from orbax_safetensors.mapping.families import DEQUANTIZED
+from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse, envelope_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming import file_layout
-from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.files_output import FilesOutput
-from orbax_safetensors.streaming.objects_output import ObjectsOutput
+from orbax_safetensors.streaming.cutting import batch_bytes, bundle_bytes, check_fits, interleaved
+from orbax_safetensors.streaming.files_sink import FilesSink
+from orbax_safetensors.streaming.objects_sink import ObjectsSink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
-from orbax_safetensors.streaming.pipeline import TileSource, batch_bytes, bundle_bytes, check_fits
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.work import Output, Work
+from orbax_safetensors.streaming.tile_job import TileJob
+from orbax_safetensors.streaming.tiles import Sink, TileSource
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,12 @@ _ALIGNMENT = SafetensorsOptions().alignment
 _METADATA = {"format": "pt"}
 
 
-def files_from_orbax(request: ConvertRequest) -> Work:
-    """Return the work that makes safetensors files of an item of Orbax."""
+def files_from_orbax(request: ConvertRequest) -> TileJob:
+    """Return the job that makes safetensors files of an item of Orbax."""
     path = request.source
     checkpoint = open_orbax(path, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(checkpoint.whole)
-    model_files = model_files_of(request.config, request.storage_options)
+    model_files = model_files_of(request.config, request.options.storage_options)
     if isinstance(request.family, str) and model_files.config is None:
         raise MappingError(f"{path}: a family needs the config of the model: pass config (--config)")
     config, custom_metadata = model_files.config or {}, checkpoint.custom_metadata
@@ -61,12 +63,17 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     source = OrbaxSource(checkpoint, {leaf: (checkpoint, name) for leaf, name in stored.items()}, request.memory_bytes)
     # Arrays without memory, for their shape and dtype.
     leaves = [
-        Leaf(name, np.broadcast_to(np.zeros((), fact.dtype), fact.shape), fact.dtype, View.tensor(name, *fact))
-        for name, fact in source.leaves.items()
+        Leaf(
+            name,
+            np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape),
+            leaf.dtype,
+            View.tensor(name, leaf.shape, leaf.dtype),
+        )
+        for name, leaf in source.leaves.items()
     ]
-    viewed, tensors = taken_apart(leaves, request.family, variant, config)
+    viewed, tensors = stored_leaves(leaves, request.family, variant, config)
     max_file_bytes = MAX_FILE_BYTES
-    if not store_of(request.destination, request.storage_options)[0].is_local:
+    if not store_of(request.destination, request.options.storage_options)[0].is_local:
         # A file waits in memory until it is whole, because its tensors come in another order.
         max_file_bytes = min(max_file_bytes, bundle_bytes(request.memory_bytes))
         # A chunk is read for every file that has a part of it, so tensors that are stored together go into one file.
@@ -88,12 +95,12 @@ def files_from_orbax(request: ConvertRequest) -> Work:
     for names in groups:
         for name in names:
             check_fits(name, len(names) * checkpoint.leaves[stored[name]].chunk_nbytes, request.memory_bytes)
-    return _to_files(source, request, files, model_files, groups)
+    return _to_files(source, request, files, model_files, groups, use)
 
 
-def files_from_files(request: ReshardRequest) -> Work:
-    """Return the work that lays out safetensors files anew: files of limited size, or one for each device."""
-    checkpoint = read_checkpoint(request.source, request.storage_options)
+def files_from_files(request: ReshardRequest) -> TileJob:
+    """Return the job that lays out safetensors files anew: files of limited size, or one for each device."""
+    checkpoint = read_checkpoint(request.source, request.options.storage_options)
     source = SafetensorsSource(checkpoint, checkpoint.leaves, {}, request.memory_bytes, request.options.direct)
     stored = {name: (tensor.stored_dtype, tensor.stored_shape) for name, tensor in checkpoint.tensors.items()}
     metadata = _METADATA | without_sharding_info(checkpoint.metadata)
@@ -105,11 +112,41 @@ def files_from_files(request: ReshardRequest) -> Work:
             alignment=_ALIGNMENT,
             adapter=checkpoint.is_adapter,
         )
-        files = file_layout.whole(layout, {name: View.tensor(name, *source.leaves[name]) for name in source.leaves})
+        files = file_layout.whole(
+            layout, {name: View.tensor(name, leaf.shape, leaf.dtype) for name, leaf in source.leaves.items()}
+        )
     else:
         files = _in_shards(stored, request.partition, metadata)
     model_files = ModelFiles() if checkpoint.is_file else files_of_model(checkpoint.store, checkpoint.path)
     return _to_files(source, request, files, model_files, [(name,) for name in source.leaves])
+
+
+def plain_files_from_files(request: ConvertRequest) -> TileJob:
+    """Return the job that makes plain safetensors files of quantised ones, under the stored names."""
+    checkpoint = read_checkpoint(request.source, request.options.storage_options)
+    request.check_outside(checkpoint.directory)
+    model_files = model_files_of(request.config, request.options.storage_options)
+    if request.config is None and not checkpoint.is_file:
+        model_files = files_of_model(checkpoint.store, checkpoint.path)
+    if request.config is None:
+        model_files = replace(model_files, config=read_config(checkpoint) or None)
+    checkpoint = mapped(checkpoint, DEQUANTIZED, request.variant, complete=True, dequantize=True)
+    dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
+    views = {name: checkpoint.leaves[name] for name in sorted(checkpoint.leaves, key=checkpoint.begin)}
+    source = SafetensorsSource(checkpoint, views, dtypes, request.memory_bytes, request.options.direct)
+    layout = lay_out(
+        [(name, from_numpy(leaf.dtype), leaf.shape) for name, leaf in source.leaves.items()],
+        _METADATA | without_sharding_info(checkpoint.metadata),
+        max_file_bytes=MAX_FILE_BYTES,
+        alignment=_ALIGNMENT,
+    )
+    if request.casts.everywhere is not None:
+        model_files = model_files.stored_as(request.casts.everywhere)
+    model_files = model_files.plain()
+    files = file_layout.whole(
+        layout, {name: View.tensor(name, leaf.shape, leaf.dtype) for name, leaf in source.leaves.items()}
+    )
+    return _to_files(source, request, files, model_files, [(name,) for name in source.leaves], checkpoint.use)
 
 
 def _in_shards(stored: file_layout.Tensors, sharding: Partition, metadata: dict[str, str]) -> file_layout.Files:
@@ -128,15 +165,16 @@ def _to_files(
     files: file_layout.Files,
     model_files: ModelFiles,
     groups: Sequence[tuple[str, ...]],
-) -> Work:
-    """Return the work that writes files; `groups` are leaves that interleave in them."""
-    store, destination = store_of(request.destination, request.storage_options)
-    output: Output
+    use: FamilyUse = NO_FAMILY,
+) -> TileJob:
+    """Return the job that writes files; `groups` are leaves that interleave in them, `use` is the family."""
+    store, destination = store_of(request.destination, request.options.storage_options)
+    sink: Sink
     if store.is_local:
-        output = FilesOutput(source, destination, files, model_files, groups, request.memory_bytes)
+        sink = FilesSink(source, destination, files, model_files, groups, request.memory_bytes)
     else:
-        output = ObjectsOutput(source, store, destination, files, model_files, request.memory_bytes)
-    return Work(source, output, model_files.use)
+        sink = ObjectsSink(source, store, destination, files, model_files, request.memory_bytes)
+    return TileJob(source, sink, use)
 
 
 def _stored(path: str, name: str, dtype: np.dtype) -> DType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import mapped
+from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.convert.request import ConvertRequest, ReshardRequest
+from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardRequest
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
@@ -27,12 +29,11 @@ from orbax_safetensors.orbax_store import (
     open_step,
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS
-from orbax_safetensors.streaming.bundles import interleaved
-from orbax_safetensors.streaming.orbax_output import OrbaxContent, OrbaxOutput
+from orbax_safetensors.streaming.cutting import batch_bytes, interleaved
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
-from orbax_safetensors.streaming.pipeline import batch_bytes
+from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.streaming.work import Work
+from orbax_safetensors.streaming.tile_job import TileJob
 
 # The most bytes of a chunk, which Orbax reads whole even for a part, if the caller does not say how arrays will be
 # sharded. TensorStore reads and writes chunks through its buffers, and glibc maps buffers of 32 MiB or more anew, page
@@ -40,10 +41,11 @@ from orbax_safetensors.streaming.work import Work
 _CHUNK_BYTES = 16 * 2**20
 
 
-def orbax_from_files(request: ConvertRequest) -> Work:
-    """Return the work that makes a step of Orbax of safetensors files."""
-    checkpoint = read_checkpoint(request.source, request.storage_options)
+def orbax_from_files(request: ConvertRequest) -> TileJob:
+    """Return the job that makes a step of Orbax of safetensors files."""
+    checkpoint = read_checkpoint(request.source, request.options.storage_options)
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
+    check_casts(checkpoint, request.casts, dequantize=True)
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
@@ -58,21 +60,23 @@ def orbax_from_files(request: ConvertRequest) -> Work:
     def leaf(name: str, view: View) -> OrbaxLeaf:
         return _leaf(cut, name, view.shape, dtypes[name])
 
-    content = OrbaxContent(
-        path=request.step_directory(str(request.step)),
-        items={"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
-        names={f"{above}{name}": ("items", name) for name in checkpoint.leaves},
-        metadata={"custom_metadata": custom_metadata},
-        others={},
-        compression=request.compression,
-        chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
-    )
     source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes, request.options.direct)
-    return Work(source, OrbaxOutput(source, content, interleaved(views), request.memory_bytes), checkpoint.use)
+    sink = OrbaxTileSink(
+        source,
+        os.path.join(request.destination, str(request.step)),
+        {"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
+        {f"{above}{name}": ("items", name) for name in checkpoint.leaves},
+        interleaved(views),
+        memory_bytes=request.memory_bytes,
+        chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
+        metadata={"custom_metadata": custom_metadata},
+        compression=request.compression,
+    )
+    return TileJob(source, sink, checkpoint.use)
 
 
-def orbax_from_orbax(request: ReshardRequest) -> Work:
-    """Return the work that stores a step or an item of Orbax anew, in other chunks."""
+def orbax_from_orbax(request: ReshardRequest) -> TileJob:
+    """Return the job that stores a step or an item of Orbax anew, in other chunks."""
     step = open_step(request.source, memory_bytes=batch_bytes(request.memory_bytes))
     request.check_outside(step.whole)
     items = {name: item for name, item in step.items.items() if item.leaves}
@@ -96,20 +100,22 @@ def orbax_from_orbax(request: ReshardRequest) -> Work:
         record = leaf.sharding if request.partition else facts.sharding
         return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
-    content = OrbaxContent(
-        path=request.destination if step.step is None else request.step_directory(step.step),
-        items={
+    sink = OrbaxTileSink(
+        source,
+        request.destination if step.step is None else os.path.join(request.destination, step.step),
+        {
             name: OrbaxItem(item.tree(partial(anew, item)), item.tree_custom_metadata, item.ocdbt, item.zarr3)
             for name, item in items.items()
         },
-        names=names,
+        names,
+        [(name,) for name in source.leaves],
+        memory_bytes=request.memory_bytes,
+        chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
         metadata=step.metadata,
         others={**step.others, **{name: item.path for name, item in step.items.items() if name not in items}},
         compression=request.compression,
-        chunk_bytes=_chunk_bytes(cut, request.memory_bytes),
     )
-    groups = [(name,) for name in source.leaves]
-    return Work(source, OrbaxOutput(source, content, groups, request.memory_bytes))
+    return TileJob(source, sink)
 
 
 def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:

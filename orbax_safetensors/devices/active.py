@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -67,3 +68,11 @@ class ActiveProcesses:
     def is_primary(self) -> bool:
         """Return whether this is the process that does what only one has to do."""
         return jax.process_index() == self.primary
+
+    def by_primary(self, do: Callable[[], object]) -> Callable[[], object]:
+        """Return `do` in the primary process, and a function that does nothing in the others."""
+        return do if self.is_primary else _nothing
+
+
+def _nothing() -> None:
+    """Do what processes do while another one acts for all."""

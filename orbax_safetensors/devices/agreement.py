@@ -48,14 +48,6 @@ def new_key(purpose: str, path: str = "", active: ActiveProcesses | None = None)
         return f"orbax_safetensors/{purpose}/{_counts[purpose]}"
 
 
-def forget(key: str, active: ActiveProcesses | None = None) -> None:
-    """Delete an agreement that every process has left behind, which would otherwise stay until the program ends."""
-    active = active or ActiveProcesses.all()
-    if active.count > 1 and active.is_primary:
-        with contextlib.suppress(Exception):  # nothing depends on it
-            _client().key_value_delete(key)
-
-
 # The error for a process whose facts differ from those of the first.
 _OTHER_FACTS = (
     "does not do the same as process {first}: other names or another order of them, other shapes, dtypes, shardings or "
@@ -129,7 +121,11 @@ def agree(
     except StorageError as error:
         raise error from (failure or error.__cause__)
     if failure is None:
-        _check(dict(zip(active.indices, texts, strict=True)), check)
+        parts = {process: text.split("\n", 1) for process, text in zip(active.indices, texts, strict=True)}
+        for process, (_, failed) in parts.items():
+            if failed:
+                raise StorageError(f"process {process} failed: {failed}")
+        check({process: facts for process, (facts, _) in parts.items()})
     elif isinstance(failure, SafetensorsError) or not isinstance(failure, Exception):
         raise failure
     else:
@@ -139,7 +135,7 @@ def agree(
 def all_gather(
     key: str, text: str, active: ActiveProcesses | None = None, timeout_secs: float | None = None
 ) -> list[str]:
-    """Return the `text` of every process, in order of the processes.
+    """Return the `text` of every process, in order of the processes. The last to have them deletes them.
 
     Raises `StorageError` if they cannot be reached, or do not come within `timeout_secs`, by default an hour.
     """
@@ -159,7 +155,11 @@ def all_gather(
             missing = set(active.indices) - _posted(key).keys()
     if missing is not None:
         raise _late(missing, seconds)
-    return posted(key, active)
+    texts = posted(key, active)
+    with contextlib.suppress(Exception):  # nothing depends on it
+        if _client().key_value_increment(f"{key}/left", 1) == active.count:
+            withdraw(key)
+    return texts
 
 
 def _late(missing: Collection[int], timeout_secs: float) -> StorageError:
@@ -173,26 +173,29 @@ def _late(missing: Collection[int], timeout_secs: float) -> StorageError:
 
 
 def post(key: str, text: str, active: ActiveProcesses | None = None) -> None:
-    """Leave a text for `posted`, in another process or this; `StorageError` if the processes cannot be reached."""
+    """Leave a text for `posted`, in another process or this, until `withdraw`.
+
+    Raises `StorageError` if the processes cannot be reached.
+    """
     if (active or ActiveProcesses.all()).count == 1:
         _alone[key] = text
         return
     with _reaching():
         # A path may hold bytes that are not text, as surrogates.
-        _client().key_value_set(f"{key}/{jax.process_index()}", text.encode("utf-8", "backslashreplace").decode())
+        _client().key_value_set(f"{key}/texts/{jax.process_index()}", text.encode("utf-8", "backslashreplace").decode())
 
 
 def posted(key: str, active: ActiveProcesses | None = None) -> list[str]:
     """Return what every process has posted, in their order, once all have; `StorageError` as for `post`."""
     if (active or ActiveProcesses.all()).count == 1:
-        return [_alone.pop(key)]
+        return [_alone[key]]
     with _reaching():
         return [text for _, text in sorted(_posted(key).items())]
 
 
 def _posted(key: str) -> dict[int, str]:
     """Return what processes have posted so far."""
-    return {int(name.rsplit("/", 1)[1]): text for name, text in _client().key_value_dir_get(key)}
+    return {int(name.rsplit("/", 1)[1]): text for name, text in _client().key_value_dir_get(f"{key}/texts")}
 
 
 @contextlib.contextmanager
@@ -220,20 +223,20 @@ def _interruptibly(wait: Callable[[], None]) -> None:
 
 
 def first(key: str, text: str) -> str:
-    """Return the `text` of the first process to call this with `key`. No process waits for another."""
+    """Return the `text` of the first process to call this with `key`, which stays until `withdraw`; does not wait."""
     if jax.process_count() == 1:
         return text
     try:
         client = _client()
         with contextlib.suppress(Exception):  # another process was first, or the next line raises the error
-            client.key_value_set(key, text)
-        return str(client.key_value_try_get(key))
+            client.key_value_set_bytes(key, text.encode("utf-8", "surrogatepass"))
+        return str(client.key_value_try_get_bytes(key), "utf-8", "surrogatepass")
     except Exception as error:
         raise StorageError(f"the other processes cannot be reached: {error}") from error
 
 
 def announce(key: str, text: str) -> None:
-    """Send the other processes a text that they see with `announced`; the first text of a key stays."""
+    """Send the other processes a text that they see with `announced` until `withdraw`; the first of a key stays."""
     with contextlib.suppress(Exception):
         _client().key_value_set(key, text.encode("utf-8", "backslashreplace").decode())
 
@@ -256,7 +259,9 @@ def publish(key: str, content: bytes) -> None:
 
 
 def withdraw(key: str) -> None:
-    """Delete what this process has published, which would otherwise stay until the program ends."""
+    """Delete what processes have posted, announced or published, which would otherwise stay until the program ends."""
+    if _alone.pop(key, None) is not None:
+        return
     with contextlib.suppress(Exception):  # nothing depends on it
         _client().key_value_delete(key)
 
@@ -295,12 +300,3 @@ def _client() -> Any:
     if global_state.client is None:
         raise StorageError("jax.distributed is not initialised")
     return global_state.client
-
-
-def _check(texts: Mapping[int, str], check: Callable[[Mapping[int, str]], None]) -> None:
-    facts = {}
-    for process, text in texts.items():
-        facts[process], _, error = text.partition("\n")
-        if error:
-            raise StorageError(f"process {process} failed: {error}")
-    check(facts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -14,10 +15,21 @@ import numpy as np
 from jax.experimental.layout import Format
 
 from orbax_safetensors.devices.sharding import box_of, plain
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 
 # The kind of an accelerator's memory that is the host's, and that the device reads and writes by itself.
 _PINNED = "pinned_host"
+# The most dimensions of a NumPy array, and its most bytes.
+_MAX_RANK = 64
+_MAX_BYTES = 2**63 - 1
+
+
+def check_holdable(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raise `TensorMismatchError` if NumPy cannot have such an array."""
+    # NumPy counts the bytes of an empty array as if its dimensions of size 0 were not there.
+    if len(shape) > _MAX_RANK or prod(size for size in shape if size) * dtype.itemsize > _MAX_BYTES:
+        raise TensorMismatchError(f"NumPy cannot have an array of shape {shape}")
 
 
 def on_host(sharding: jax.sharding.Sharding) -> bool:

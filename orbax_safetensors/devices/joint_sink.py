@@ -12,8 +12,9 @@ from typing import Self
 
 import jax
 
-from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, forget, new_key, together
+from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, new_key, together, withdraw
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.workspace import Workspace
 
 # Seconds between two looks at whether another process has given up.
 _LOOK_SECONDS = 1.0
@@ -28,9 +29,11 @@ class JointSink:
 
     Attributes:
       path: where the checkpoint will be.
+      workspace: where it is until then; there is one once all have planned.
     """
 
     path: str
+    workspace: Workspace
     _failure: Exception | None = None
     _ended = False
 
@@ -42,19 +45,14 @@ class JointSink:
         self._is_first = self._process == 0
         # Distinguishes this run from all others; the same in all processes.
         self._run = all_gather(f"{self._key}/run", secrets.token_hex(8))[0]
-        self._steps = ["run"]
         self._step("plan", plan, str)
         try:
-            self._step("begin", partial(self._begin, resume=resume), only_first=True)
+            self._step("begin", partial(self.workspace.begin, resume=resume), only_first=True)
             self._step("open", self._open)
             self._step("see", self._see, str)
         except BaseException:
             self._release()
             raise
-
-    def _begin(self, *, resume: bool) -> None:
-        """Make the place for the checkpoint, or with `resume` reuse an existing place. The first process calls this."""
-        raise NotImplementedError
 
     def _open(self) -> None:
         """Open the place that the first process has made."""
@@ -67,18 +65,16 @@ class JointSink:
         """Return when all bytes of this process are stored; raise the error of a failed write."""
         raise NotImplementedError
 
-    def _complete(self) -> None:
-        """Add the other files of this process, once all processes have written their parts."""
-
     def _finish(self) -> None:
         """Make the written parts a checkpoint if they are complete. The first process calls this."""
-        raise NotImplementedError
+        self.workspace.finish()
 
     def _stop(self) -> None:
         """End pending writes, before this process gives up."""
 
     def _release(self) -> None:
         """Close open files, and let other runs begin."""
+        self.workspace.release()
 
     def _step(
         self,
@@ -89,7 +85,6 @@ class JointSink:
         only_first: bool = False,
     ) -> None:
         together(f"{self._key}/{name}", do if self._is_first or not only_first else lambda: None, facts)
-        self._steps.append(name)
 
     def commit(self, last: Callable[[], None] = lambda: None) -> None:
         """Finish the checkpoint, once every process has called this; return when it exists.
@@ -106,12 +101,9 @@ class JointSink:
 
         try:
             self._step("tiles", self._flush)
-            self._step("complete", self._complete)
             self._step("finish", finish, only_first=True)
         finally:
             self._release()
-        for step in self._steps[:-1]:
-            forget(f"{self._key}/{step}")
 
     def abort(self, failure: BaseException | None = None) -> None:
         """Give up: end pending writes, tell the other processes why, and leave all files as they are.
@@ -130,6 +122,7 @@ class JointSink:
                 announce(f"{self._key}/given_up", text)
             with contextlib.suppress(Exception, type(failure)):
                 agree(f"{self._key}/tiles", failure)
+            withdraw(f"{self._key}/given_up")  # no process writes any more
         finally:
             self._release()
 

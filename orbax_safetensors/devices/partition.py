@@ -71,9 +71,11 @@ class Partition:
                 misfits.setdefault(rule, []).append((name, shape, why))
             else:
                 fitting[rule] += 1
-        for rule, of_rule in misfits.items():
+        for rule, rule_misfits in misfits.items():
             argument, key = rule
-            check_fit(argument if argument == "like" else f"spec: {key!r}", self._spec(rule), fitting[rule], of_rule)
+            check_fit(
+                argument if argument == "like" else f"spec: {key!r}", self._spec(rule), fitting[rule], rule_misfits
+            )
 
     def _rule(self, name: str) -> tuple[str, str] | None:
         """Return the argument and the key in it that decide how an array is sharded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
@@ -28,6 +29,14 @@ def default_sharding() -> jax.sharding.Sharding:
 def plain(sharding: jax.sharding.Sharding | Format) -> jax.sharding.Sharding:
     """Return the sharding of a `Format`, or a sharding unchanged."""
     return sharding.sharding if isinstance(sharding, Format) else sharding  # type: ignore[return-value]  # None only in layouts
+
+
+def no_mesh() -> AbstractContextManager[object]:
+    """Return a context without the mesh that a caller has set with `jax.set_mesh`.
+
+    JAX refuses programs, also those that it makes of its own accord, over other devices than those of the mesh.
+    """
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 @lru_cache(maxsize=2**16)
@@ -51,14 +60,15 @@ def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
 
 
 @lru_cache(maxsize=2**16)
-def local_holders(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    """Return all processes that hold each distinct box on a device of this process; the boxes are sorted."""
-    local = local_boxes(sharding, shape)
-    return {box: processes for box, processes in holders(sharding, shape, None).items() if box in local}
+def holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process: int, process_count: int | None
+) -> dict[Box, tuple[int, ...]]:
+    """Return all processes that hold each distinct box that `process` holds; the boxes are sorted."""
+    return {box: held_by for box, held_by in all_holders(sharding, shape, process_count).items() if process in held_by}
 
 
 @lru_cache(maxsize=2**16)
-def holders(
+def all_holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_count: int | None
 ) -> dict[Box, tuple[int, ...]]:
     """Return all processes that hold each distinct box of an array; the boxes are sorted.
@@ -118,10 +128,10 @@ def device_owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], proce
 
 def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) -> list[tuple[Box, ...]]:
     """Return the boxes of each process, given the box and the process of every device."""
-    out: list[list[Box]] = [[] for _ in range(process_count)]
+    held: list[list[Box]] = [[] for _ in range(process_count)]
     for owner, box in zip(owners, boxes, strict=True):
-        out[owner].append(box)
-    return [tuple(of_process) for of_process in out]
+        held[owner].append(box)
+    return [tuple(own) for own in held]
 
 
 def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_count: int | None) -> int:

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from orbax_safetensors.errors import IndexFileError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.header import shown
-from orbax_safetensors.format.json_reader import JsonReader
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """How the name of every index ends; the usual name is `model.safetensors.index.json`."""
 
 _FILE_SUFFIX = ".safetensors"
 _TOTAL_SIZE = "total_size"
-_DEPTH = 2  # level of nesting of the values in an index
 
 
 @dataclass(frozen=True)
@@ -63,30 +62,16 @@ class Index:
 
     @classmethod
     def parse(cls, text: bytes, *, file: str) -> "Index":
-        """Return the index whose whole text is `text`; `file` is for messages. Raises IndexFileError.
-
-        Keeps only `total_size` of the metadata.
-        """
+        """Return the index whose whole text is `text`; `file` is for messages. Raises IndexFileError."""
         try:
-            reader = JsonReader(text)
-            weight_map: dict[str, str] | None = None
-            metadata: dict[str, object] = {}
-            for key in reader.members():
-                if key == "weight_map":
-                    weight_map = {}
-                    for tensor in reader.members(weight_map):
-                        weight_map[tensor] = _read_text(reader, tensor)
-                        reader.texts(weight_map)
-                elif key == "metadata":
-                    metadata = _read_metadata(reader)
-                elif key == "unfinished":
-                    raise IndexFileError("is of a save or a conversion that is at work, or was interrupted")
-                else:
-                    reader.skip(_DEPTH)
-            reader.end()
-            if weight_map is None:
+            document = strict_json.parse(text)
+            if not isinstance(document, dict):
+                raise IndexFileError(f"expected a JSON object, found {shown(document)}")
+            if "unfinished" in document:
+                raise IndexFileError("is of a save or a conversion that is at work, or was interrupted")
+            if "weight_map" not in document:
                 raise IndexFileError("expected a weight_map, found none")
-            return cls(weight_map, metadata)
+            return cls(document["weight_map"], document.get("metadata", {}))
         except ValueError as error:  # IndexFileError is a subclass
             raise IndexFileError(f"{file}: {error}") from error
 
@@ -101,24 +86,6 @@ class Index:
         except (TypeError, ValueError, RecursionError) as error:
             raise IndexFileError(f"metadata: expected what JSON can hold: {error}") from error
         return f"{text}\n".encode()
-
-
-def _read_text(reader: JsonReader, tensor: str) -> str:
-    if reader.next != '"':
-        raise IndexFileError(f"weight_map: tensor {shown(tensor)}: expected the name of a file, found {reader.excerpt}")
-    return reader.string()
-
-
-def _read_metadata(reader: JsonReader) -> dict[str, object]:
-    metadata: dict[str, object] = {}
-    for key in reader.members():
-        if key != _TOTAL_SIZE:
-            reader.skip(_DEPTH + 1)
-        elif reader.next in "[{":
-            raise IndexFileError(f"metadata: expected a whole number of bytes as {_TOTAL_SIZE}, found {reader.excerpt}")
-        else:
-            metadata[key] = reader.scalar()
-    return metadata
 
 
 def check_file_name(name: str, *, file: str) -> None:

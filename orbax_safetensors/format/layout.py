@@ -4,7 +4,7 @@ A layout follows from names, dtypes and shapes alone, so that all processes of a
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orbax_safetensors.format.dtypes import DType, nbytes
@@ -38,24 +38,27 @@ def lay_out(
     max_file_bytes: int,
     alignment: int,
     adapter: bool = False,
+    group: Callable[[str], Hashable] = lambda name: None,
 ) -> Layout:
     """Lay `tensors` out as Hugging Face does: fill one file after the other, in the order of `tensors`.
 
-    A file holds at most `max_file_bytes` of tensors, or a single longer tensor; an `adapter` is one file. The data of a
-    file begins at a multiple of `alignment` bytes. Every file has the same `metadata`. Raises `HeaderError` if a header
-    would be invalid.
+    A file holds at most `max_file_bytes` of tensors, or a single longer tensor, and names of one `group`; an `adapter`
+    is one file. The data of a file begins at a multiple of `alignment` bytes. Every file has the same `metadata`.
+    Raises `HeaderError` if a header would be invalid.
     """
     if adapter:
         return lay_out_files({ADAPTER_NAME: tensors}, metadata, alignment=alignment)
-    parts: list[list[TensorFacts]] = [[]]
-    filled = 0
+    groups: dict[Hashable, list[list[TensorFacts]]] = {}
+    filled: dict[Hashable, int] = {}
     for name, dtype, shape in tensors:
-        size = nbytes(dtype, shape)
-        if parts[-1] and filled + size > max_file_bytes:
-            parts.append([])
-            filled = 0
-        parts[-1].append((name, dtype, shape))
-        filled += size
+        key, size = group(name), nbytes(dtype, shape)
+        files = groups.setdefault(key, [])
+        if not files or filled[key] + size > max_file_bytes:
+            files.append([])
+            filled[key] = 0
+        files[-1].append((name, dtype, shape))
+        filled[key] += size
+    parts = [part for files in groups.values() for part in files] or [[]]
     names = [FILE_NAME] if len(parts) == 1 else file_names(len(parts))
     return lay_out_files(dict(zip(names, parts, strict=True)), metadata, alignment=alignment)
 

@@ -51,7 +51,7 @@ def by_same(leaves: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:
 def by_path(leaves: Mapping[str, _T], paths: Container[str]) -> dict[str, _T]:
     """Return the leaves under the names that they have in `paths`, those of a family's tree.
 
-    The names have one leading `params` more or less if that puts more of them in `paths`, and are the `same` otherwise.
+    A leading `params` level is optional: it is added or left out if that puts more of the names in `paths`.
     """
     above = {_COLLECTION + name: leaf for name, leaf in leaves.items()}
     below = {name.removeprefix(_COLLECTION): leaf for name, leaf in leaves.items()}

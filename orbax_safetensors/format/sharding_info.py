@@ -4,20 +4,18 @@ PyTorch's distributed checkpoints (`torch.distributed.checkpoint.HuggingFaceStor
 have a file for each rank. Its metadata has the offsets in the whole tensors at which the file's pieces begin.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping
 
 from orbax_safetensors.errors import HeaderError
+from orbax_safetensors.format import strict_json
 from orbax_safetensors.format.header import Header, shown
-from orbax_safetensors.format.json_reader import JsonReader
 from orbax_safetensors.format.names import some
 
 _KEY = "DCP_SHARDING_INFO"
 _VERSION_KEY = "DCP_VERSION"
 _VERSION = "1.0"
 _OFFSETS = "saved_offsets"
-_DEPTH = 2  # level of nesting of the values in the information
 
 
 def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | None:
@@ -41,24 +39,20 @@ def saved_offsets(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
 
 
 def _read(text: str, header: Header) -> dict[str, tuple[int, ...]]:
-    reader = JsonReader(text.encode())
+    information = strict_json.parse(text.encode())
+    if not isinstance(information, dict):
+        raise ValueError(f"expected a JSON object, found {shown(information)}")
     offsets: dict[str, tuple[int, ...]] = {}
-    for name in reader.members():
-        if name not in header.tensors:
-            reader.skip(_DEPTH)
-            continue
-        excerpt, rank = reader.excerpt, len(header.tensors[name].shape)
-        start: tuple[int, ...] | None = None
-        with contextlib.suppress(ValueError):
-            for key in reader.members():
-                if key == _OFFSETS:
-                    start = reader.integers()
-                else:
-                    reader.skip(_DEPTH + 1)
-        if start is None or len(start) != rank or min(start, default=0) < 0:
-            raise ValueError(f"{shown(name)}: expected {rank} {_OFFSETS}, found {excerpt}")
-        offsets[name] = start
-    reader.end()
+    for name in information.keys() & header.tensors:
+        facts, rank = information[name], len(header.tensors[name].shape)
+        start = facts.get(_OFFSETS) if isinstance(facts, dict) else None
+        if (
+            not isinstance(start, list)
+            or len(start) != rank
+            or not all(type(offset) is int and offset >= 0 for offset in start)
+        ):
+            raise ValueError(f"{shown(name)}: expected {rank} {_OFFSETS}, found {shown(facts)}")
+        offsets[name] = tuple(start)
     return offsets
 
 

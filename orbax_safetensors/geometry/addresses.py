@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_safetensors.geometry.elementwise import Offset
+from orbax_safetensors.geometry.pieces import Piece
 from orbax_safetensors.geometry.strided import Modes, extent, offsets
 from orbax_safetensors.geometry.tiling import divisors
-from orbax_safetensors.geometry.view import Piece, View
+from orbax_safetensors.geometry.view import View
 
 # Chunks are not smaller than this, unless stored tensors are: each chunk costs a request and an entry of an index.
 MIN_CHUNK_BYTES = 64 * 2**10

@@ -6,15 +6,14 @@ however many rows it has, unless sets may overlap. Many tensors have the same ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors.geometry.encoding import Encoding, Segments
+from orbax_safetensors.geometry.encoding import Area, Encoding, Patch
 from orbax_safetensors.geometry.strided import Copy, Modes, Runs, keeps_order, packed, runs_of, source_runs
 
 # The longest read that goes straight to its destination. A pool of threads shares a large tensor in such pieces; below
@@ -30,6 +29,9 @@ _TALLEST = 4  # times as long as other windows
 _LINE_BYTES = 64
 # Runs of one tensor that are looked at one by one to see if sets overlap: in a tenth of a second.
 _COUNTED = 2**20
+# The longest part of a parameter that is read once for all windows, and kept while they are read: about as much as
+# decoded elements in a core's cache. Most are shorter, and would be read again for each window.
+_MAX_SHARED_BYTES = 2**20
 _DECODED_BYTES = np.dtype(np.float32).itemsize  # of one decoded element in a staging buffer
 
 
@@ -68,41 +70,26 @@ class Staged:
     uses: tuple[Use, ...]
 
 
-class Scales(NamedTuple):
-    """The scales for a window of codes: `ranges` are `(begin, length)` in bytes of the scales tensor.
-
-    `segments` has the window's decoded elements in order; its positions of scales are those in the joined `ranges`.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    segments: Segments
-
-
 @dataclass(frozen=True, slots=True)
 class Encoded(Staged):
     """Codes whose decoded elements one or several copies read from.
 
     `runs` and `pitch` are bytes of the codes, and whole units of `encoding`. The copies of `uses` read from the decoded
-    elements of the packed codes.
+    elements of the packed codes. `shared` has what to read once of a parameter for all windows, by its number; of the
+    others, each window reads its `own`.
     """
 
     encoding: Encoding
+    shared: Mapping[int, Patch] = field(compare=False)
     max_gap_bytes: int
 
-    def scales(self, low: int, high: int) -> Scales:
-        """Return the scales for the window `[low, high)` of the packed codes, in bytes."""
-        begin, end, window = self.encoding.elements(self.runs, high - low, low, high)
-        first, last, _ = self.encoding.scale_ranges(begin, end, window, self.max_gap_bytes)
-        segments = self.encoding.segments(begin, end)
-        # For every range, the distance between its scales' positions in the tensor and in the joined ranges.
-        distance = last - np.cumsum(last - first)
-        if distance.size > 1:
-            distance = distance[np.searchsorted(first, segments.scales, "right") - 1]
-        size = self.encoding.scale_bytes
-        return Scales(
-            tuple(zip((first * size).tolist(), ((last - first) * size).tolist(), strict=True)),
-            Segments(segments.lengths, segments.scales - distance),
-        )
+    def own(self, areas: Sequence[Area]) -> dict[int, Patch]:
+        """Return what a window that consists of `areas` reads of parameters, by their numbers."""
+        return {
+            number: self.encoding.patch(parameter, areas, self.max_gap_bytes)
+            for number, parameter in enumerate(self.encoding.parameters)
+            if number not in self.shared
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +159,9 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
     """Plan the reading of one quantised tensor: `windowed`, with offsets in the codes tensor, is all `Encoded`.
 
     `copies` is as for `gather`, and counts decoded elements; whether they keep bits does not matter. Gaps between runs
-    of codes, and between the scales for one window, are read as `gather` reads them. Bytes and requests are those of
-    both tensors. `needed_bytes` counts, each once, the whole units that hold some element, and for each of their runs
-    the scales from the first to the last. A staged window holds codes, scales and float32 elements.
+    of codes, and between the parameters for one window, are read as `gather` reads them. Bytes and requests are those
+    of all stored tensors. `needed_bytes` counts, each once, the whole units that hold some element, and their
+    parameters. A staged window holds codes, parameters and float32 elements.
     """
     per_byte = encoding.elements_per_byte
     # Copies that share no element can share a unit.
@@ -192,21 +179,41 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
         rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
         transposed = not all(keeps_order(use.copy) for use in uses)
         pitch = (_tall if transposed else _pitch)(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
-        windowed.append(Encoded(runs, pitch, uses, encoding, max_gap_bytes))
-        begin, end, window = encoding.elements(runs, pitch)
-        first, last, at = encoding.scale_ranges(begin, end, window, max_gap_bytes)
-        scale_bytes = np.bincount(at, weights=last - first).astype(np.int64) * encoding.scale_bytes
-        code_bytes = np.bincount(window, weights=end - begin).astype(np.int64) // per_byte
-        read_bytes += runs.nbytes + int(scale_bytes.sum())
-        num_requests += begin.size + first.size
-        window_bytes = max(window_bytes, int((scale_bytes + code_bytes * (1 + per_byte * _DECODED_BYTES)).max()))
+        areas = list(encoding.areas(runs, 0, runs.nbytes))
+        patches = [encoding.patch(parameter, areas, max_gap_bytes) for parameter in encoding.parameters]
+        shared = {number: patch for number, patch in enumerate(patches) if patch.nbytes <= _MAX_SHARED_BYTES}
+        access = Encoded(runs, pitch, uses, encoding, shared, max_gap_bytes)
+        windowed.append(access)
+        reads = [shared]
+        if len(shared) < len(patches):
+            lows = range(0, runs.nbytes, pitch)
+            reads += [access.own(list(encoding.areas(runs, low, min(low + pitch, runs.nbytes)))) for low in lows]
+        sizes = [sum([patch.nbytes for patch in read.values()]) for read in reads]
+        read_bytes += runs.nbytes + sum(sizes)
+        num_requests += _requests(runs, pitch) + sum([len(patch.ranges) for read in reads for patch in read.values()])
+        staged = sizes[0] + max(sizes[1:], default=0) + min(pitch, runs.nbytes) * (1 + per_byte * _DECODED_BYTES)
+        window_bytes = max(window_bytes, staged)
     return Gather(
         (),
         tuple(windowed),
-        needed_bytes=sum(runs.nbytes for runs, _ in exact) + encoding.scales_needed([runs for runs, _ in exact]),
+        needed_bytes=sum(runs.nbytes for runs, _ in exact) + _parameter_bytes([runs for runs, _ in exact], encoding),
         read_bytes=read_bytes,
         num_requests=num_requests,
         window_bytes=window_bytes,
+    )
+
+
+def _parameter_bytes(codes: Sequence[Runs], encoding: Encoding) -> int:
+    """Return the bytes of the parameters for `codes`, each counted once."""
+    areas = [
+        Area(area.rows, (stretch,))  # what lies between stretches is not needed
+        for runs in codes
+        for area in encoding.areas(runs, 0, runs.nbytes)
+        for stretch in area.columns
+    ]
+    return sum(
+        _distinct_bytes([Runs(*piece, ()) for area in areas for piece in encoding.patch(parameter, [area], 0).ranges])
+        for parameter in encoding.parameters
     )
 
 

@@ -1,15 +1,18 @@
-"""`Encoding`: where the codes and the scales for any decoded elements of a quantised tensor lie.
+"""`Encoding`: where the codes of a quantised tensor lie, and what is stored beside them for any of its elements.
 
-A quantised tensor is stored as two: *codes*, a few bits for each element, and *scales*, one for each block of elements;
-an element is the value of its code times the scale of its block. To views, a quantised tensor is a row-major tensor of
-the decoded elements. This module is geometry only: it reads and decodes nothing.
+A quantised tensor is stored as *codes*, a few bits for each element, and *parameters*, which say what codes mean:
+scales, zero points, and others, each one for a block of elements. To views, a quantised tensor is a row-major tensor of
+elements in the order of the codes. This module is geometry only: it reads and decodes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from enum import Enum
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import gcd, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -17,57 +20,206 @@ import numpy as np
 from orbax_safetensors.format.dtypes import DType
 from orbax_safetensors.geometry.strided import Copy, Mode, Runs, runs_of
 
+# Elements that share a scale are decoded together, unless they are so many that most of them may not be needed.
+_LONGEST_UNIT = 256
 
-class Segments(NamedTuple):
-    """Decoded elements cut into runs that share a scale, and the scale of each by its position in the scales tensor."""
 
-    lengths: np.ndarray
-    scales: np.ndarray
+class Role(Enum):
+    """What a parameter says of the elements of a block, in the order in which it is applied; see `transfer.decode`."""
+
+    VALUES = "what each code means, in place of `Encoding.values`"
+    GROUP = "which of the other parameters' groups an element is in"
+    ZERO = "what is subtracted from a code"
+    SCALE = "what the result is multiplied by"
+    SCALE_VALUES = "what each code of a scale means"
+    FACTOR = "what the scale is multiplied by before"
+    DIVISOR = "what the scale is divided by before"
+
+
+class Order(Enum):
+    """Which field of a byte, or of a word of 32 bits, has the first of the codes in it."""
+
+    LOW_FIRST = "the lowest"
+    HIGH_FIRST = "the highest, of each byte"
+    EVEN_FIRST = "the lowest four have the codes 0, 2, 4, 6 of a word of eight, and the others 1, 3, 5, 7"
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """A stored tensor that says something of blocks of elements.
+
+    Attributes:
+      role: what it says.
+      dtype: of an entry, or of a word of several.
+      grid: rows and columns of entries for one matrix of elements.
+      block: rows and columns of elements that share an entry. 0 is for all entries of a row or a column of the grid,
+        among which a `GROUP` selects.
+      bits: of an entry that shares a word with others, 0 if none does.
+      order: of the entries in a word.
+      down: whether the entries of a word are neighbours in a column of the grid, not in a row.
+      added: to each word, modulo 2**32, before its entries are taken.
+    """
+
+    role: Role
+    dtype: DType
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    bits: int = 0
+    order: Order = Order.LOW_FIRST
+    down: bool = False
+    added: int = 0
+
+    @property
+    def word_bytes(self) -> int:
+        """Size of a word, or of an entry."""
+        return self.dtype.bits // 8
+
+    @property
+    def per_word(self) -> tuple[int, int]:
+        """Rows and columns of entries in a word."""
+        count = self.dtype.bits // self.bits if self.bits else 1
+        return (count, 1) if self.down else (1, count)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Rows and columns of words for one matrix."""
+        (rows, columns), (high, wide) = self.grid, self.per_word
+        return -(-rows // high), -(-columns // wide)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all words for one matrix."""
+        return prod(self.words) * self.word_bytes
+
+
+class Area(NamedTuple):
+    """Decoded elements that lie one after the other, row by row: some columns of some rows.
+
+    `rows` ascend, and count through all matrices; `columns` has `[begin, end)` of stretches, in order.
+    """
+
+    rows: np.ndarray
+    columns: tuple[tuple[int, int], ...]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return sum(end - begin for begin, end in self.columns)
+
+    def block_columns(self, width: int) -> tuple[np.ndarray, int]:
+        """Return the columns of blocks of `width`, and how many elements of a row each of them has: 1 if not all do."""
+        if len({(end - 1) // width for _, end in self.columns} | {begin // width for begin, _ in self.columns}) == 1:
+            return np.array([self.columns[0][0] // width]), self.width
+        if all(begin % width == end % width == 0 for begin, end in self.columns):
+            return np.concatenate([np.arange(begin // width, end // width) for begin, end in self.columns]), width
+        return np.concatenate([np.arange(begin, end) // width for begin, end in self.columns]), 1
+
+
+def _of_range(begin: int, end: int, columns: int) -> Iterator[Area]:
+    """Yield elements `[begin, end)` of rows: the last part of a row, whole rows, and the first part of a row."""
+    while begin < end:
+        row, at = divmod(begin, columns)
+        count = (end - begin) // columns if at == 0 else 0
+        until = min(end, (row + max(count, 1)) * columns)
+        yield Area(np.arange(row, row + max(count, 1)), ((at, columns if count else until - row * columns),))
+        begin = until
+
+
+class Patch(NamedTuple):
+    """Words of a parameter that are read together.
+
+    Attributes:
+      ranges: `(begin, nbytes)` in the stored tensor.
+      rows: which rows of words, counted through all matrices, in order.
+      columns: `[begin, end)` of words.
+      row_bytes: from one row to the next, in the bytes read.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    rows: np.ndarray
+    columns: tuple[int, int]
+    row_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranges."""
+        return sum([nbytes for _, nbytes in self.ranges])
+
+
+@lru_cache(maxsize=2**12)
+def fields_apart(copy: Copy, fields: int, width: int) -> Copy | None:
+    """Return a copy from elements whose words have `fields` as the same copy from rows of fields; None if it has none.
+
+    Its source is rows of `width` words, and element `word * fields + field` of a row becomes `field * width + word`.
+    """
+    row = fields * width
+    first, rest = divmod(copy.source, row)
+    word, field = divmod(rest, fields)
+    last_word, last_field, modes = word, field, []
+    for size, source, destination in copy.modes:
+        if source % row == 0:
+            modes.append((size, source, destination))
+        elif source % fields == 0:
+            last_word += (size - 1) * (source // fields)
+            modes.append((size, source // fields, destination))
+        else:
+            last_field += (size - 1) * source
+            modes.append((size, source * width, destination))
+    if last_word >= width or last_field >= fields:
+        return None
+    return Copy(first * row + field * width + word, copy.destination, tuple(modes))
+
+
+@dataclass(frozen=True)
 class Encoding:
     """How the elements of one quantised tensor are stored.
 
     Attributes:
-      shape: of the decoded tensor, rank 2 or more. The last two dimensions are rows and columns.
-      block: rows and columns that share a scale; the last block of a row or a column may be smaller. The scales are a
-        row-major grid with an entry for each block, in every matrix of the leading dimensions.
-      codes: element type of the codes, F8_E4M3 or F4. The first of two 4-bit codes is in the low half of its byte, and
-        blocks of such codes divide the columns evenly.
-      scales: element type of the scales: floats for F8_E4M3, and for F4 U8, whose values are exponents of 2 plus 127.
+      shape: of the decoded tensor in the order of the codes, rank 2 or more. The last two dimensions are rows and
+        columns; a row begins with a new word.
+      bits: of a code: 2, 4 or 8.
+      values: the name of what codes mean, a table of `transfer.decode`.
+      parameters: what is stored beside the codes.
+      order: of the codes in a byte or a word.
+      rows_in_word: rows of a logical matrix whose codes share a word, if they do: an element of column `c` is then in
+        column `c // rows_in_word` of that matrix, and its groups are counted by the rows of that matrix.
+      added: to each scale.
+      final: what a scaled element is multiplied by.
+      padding: elements at the end that are not stored.
     """
 
     shape: tuple[int, ...]
-    block: tuple[int, int]
-    codes: DType
-    scales: DType
+    bits: int
+    values: str
+    parameters: tuple[Parameter, ...]
+    order: Order = Order.LOW_FIRST
+    rows_in_word: int = 1
+    added: float = 0
+    final: float = 1
+    padding: int = 0
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Elements that are decoded together: ranges of elements begin and end at multiples of this."""
-        return 1 if self.codes.bits == 8 else self.block[1]
+        columns = self.shape[-1]
+        word = 8 if self.order is Order.EVEN_FIRST else max(self.rows_in_word, self.elements_per_byte)
+        for parameter in self.parameters:
+            height, width = parameter.block
+            if self.bits == 8 or height != 1 or not 0 < width <= _LONGEST_UNIT:
+                continue
+            if columns % width == width % word == self.padding % width == 0:
+                return width
+        return gcd(word, columns)
 
     @property
     def elements_per_byte(self) -> int:
         """Elements in one byte of codes."""
-        return 8 // self.codes.bits
+        return 8 // self.bits
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the scales of one matrix."""
-        (rows, columns), (height, width) = self.shape[-2:], self.block
-        return -(-rows // height), -(-columns // width)
-
-    @property
-    def num_scales(self) -> int:
-        """Elements of the scales tensor."""
-        return prod(self.shape[:-2]) * prod(self.grid)
-
-    @property
-    def scale_bytes(self) -> int:
-        """Size of one scale."""
-        return self.scales.bits // 8
+    def nbytes(self) -> int:
+        """Bytes of all codes."""
+        return (prod(self.shape) - self.padding) // self.elements_per_byte
 
     def units(self, copy: Copy) -> Runs:
         """Return the codes, in bytes, of the units that `copy` reads from; its source is the decoded tensor."""
@@ -90,104 +242,74 @@ class Encoding:
         assert runs is not None, copy
         return runs
 
-    def elements(
-        self, codes: Runs, pitch: int, low: int = 0, high: int | None = None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return packed bytes `[low, high)` of `codes`, by default all, as `[begin, end)` in elements for each run.
+    def areas(self, codes: Runs, low: int, high: int) -> Iterator[Area]:
+        """Yield the decoded elements of packed bytes `[low, high)` of `codes`, in order, in as few areas as it can."""
+        columns = self.shape[-1]
+        begin, end = self._elements(codes, low, high)
+        first, last = begin // columns, (end - 1) // columns
+        if len(begin) == 1:
+            yield from _of_range(int(begin[0]), int(end[0]), columns)
+            return
+        rows, counts = first, last - first + 1
+        if counts.max() > 1:  # runs that go over the ends of rows are cut there
+            begin, end, rows = (np.repeat(at, counts) for at in (begin, end, first))
+            rows = rows + np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin, end = np.maximum(begin - rows * columns, 0), np.minimum(end - rows * columns, columns)
+        heads = np.flatnonzero(np.diff(rows, prepend=-1))  # the first stretch of each row
+        stretches = np.diff(heads, append=len(rows))
+        for top, bottom in pairwise([0, *(np.flatnonzero(np.diff(stretches)) + 1).tolist(), len(heads)]):
+            count = int(stretches[top])
+            here = slice(int(heads[top]), int(heads[top]) + count * (bottom - top))
+            edges = np.stack([begin[here], end[here]], axis=-1).reshape(-1, count, 2)
+            changes = np.flatnonzero((edges[1:] != edges[:-1]).any(axis=(1, 2))) + 1
+            for start, stop in pairwise([0, *changes.tolist(), bottom - top]):
+                yield Area(rows[heads[top + start : top + stop]], tuple(map(tuple, edges[start].tolist())))
 
-        Runs are cut at the edges of windows of `pitch` bytes; the third array has the number of each run's window.
+    def entries(self, parameter: Parameter, area: Area) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return where a parameter has entries for an area: a row for each of its rows, and columns of words.
+
+        Rows are those of all matrices, each of whole words. A row of 0 in `block` returns all rows of the first matrix.
         """
-        high = codes.nbytes if high is None else high
-        windows = np.arange(low, high, pitch)
-        within = np.arange(-(-low // codes.length) * codes.length, high, codes.length)
-        cuts = np.sort(np.concatenate((windows[windows % codes.length != 0], within)), kind="stable")
-        index = cuts // codes.length  # divmod is many times slower
-        begin = codes.begin + cuts - index * codes.length
+        (height, width), (down, across) = parameter.block, parameter.per_word
+        rows, columns = parameter.words
+        matrix = area.rows // self.shape[-2]
+        if height:
+            needed = (area.rows - matrix * self.shape[-2]) // height + matrix * (rows * down)
+        else:
+            needed = np.arange(rows * down) + matrix[0] * (rows * down)
+        if not width:
+            return needed, (0, columns)
+        # The last word of a row may have more elements than the grid has.
+        first, last = (min(at // width, parameter.grid[1] - 1) for at in (area.columns[0][0], area.columns[-1][1] - 1))
+        return needed, (first // across, last // across + 1)
+
+    def patch(self, parameter: Parameter, areas: Sequence[Area], max_gap_bytes: int) -> Patch:
+        """Return what to read of a parameter for all elements of some areas.
+
+        It is read in one range for each row of words, or, if what lies between the rows is at most `max_gap_bytes`, in
+        one range.
+        """
+        rows, columns = zip(*[self.entries(parameter, area) for area in areas], strict=True)
+        low, high = min([low for low, _ in columns]), max([high for _, high in columns])
+        # Neighbours are mostly equal; what is left is short to sort.
+        at = np.concatenate([needed[np.flatnonzero(np.diff(needed, prepend=-1))] for needed in rows])
+        at = np.unique(at // parameter.per_word[0])
+        whole, row_bytes = parameter.words[1] * parameter.word_bytes, (high - low) * parameter.word_bytes
+        begin = at * whole + low * parameter.word_bytes
+        if len(at) == 1 or int(np.diff(begin).max()) - row_bytes <= max_gap_bytes:
+            at = np.arange(at[0], at[-1] + 1)
+            return Patch(((int(begin[0]), (len(at) - 1) * whole + row_bytes),), at, (low, high), whole)
+        return Patch(tuple([(offset, row_bytes) for offset in begin.tolist()]), at, (low, high), row_bytes)
+
+    def _elements(self, codes: Runs, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return packed bytes `[low, high)` of `codes` as `[begin, end)` in elements for each run, in order."""
+        cuts = np.append(np.arange(low // codes.length, -(-high // codes.length)) * codes.length, high)
+        cuts[0] = low
+        index = cuts[:-1] // codes.length  # divmod is many times slower
+        begin = codes.begin + cuts[:-1] - index * codes.length
         for size, stride in reversed(codes.modes):
             outer = index // size
             begin += (index - outer * size) * stride
             index = outer
         begin *= self.elements_per_byte
-        return begin, begin + np.diff(cuts, append=high) * self.elements_per_byte, (cuts - low) // pitch
-
-    def scale_ranges(
-        self, begin: np.ndarray, end: np.ndarray, window: np.ndarray, max_gap_bytes: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the scales to read for ranges of `elements`: `[first, last)` in scales, and their window; all ascend.
-
-        For every range of elements they reach from its first scale to its last. Ranges of scales in one window are
-        joined across gaps of `max_gap_bytes`.
-        """
-        low, high = self._spans(begin, end)
-        gap = min(max_gap_bytes // self.scale_bytes, self.num_scales)
-        apart = self.num_scales + gap + 1  # between the scales of two windows, more than any gap
-        order = np.argsort(low + window * apart, kind="stable")
-        low, high, window = low[order], high[order], window[order]
-        reach = np.maximum.accumulate(high + window * apart)
-        starts = np.flatnonzero(np.concatenate(([True], low[1:] + window[1:] * apart > reach[:-1] + gap)))
-        last = np.append(starts[1:], len(order)) - 1
-        window = window[starts]
-        return low[starts], reach[last] - window * apart, window
-
-    def scales_needed(self, codes: Sequence[Runs]) -> int:
-        """Return the bytes of the scales of `codes`, each counted once."""
-        if self.block == (1, self.unit):  # one for each unit
-            return sum(runs.nbytes for runs in codes) * self.elements_per_byte // self.unit * self.scale_bytes
-        thinned = [part for runs in codes for part in self._thinned(runs)]
-        begin, end = np.concatenate([self.elements(runs, runs.nbytes)[:2] for runs in thinned], axis=1)
-        first, last, _ = self.scale_ranges(begin, end, np.zeros_like(begin), 0)
-        return int((last - first).sum()) * self.scale_bytes
-
-    def segments(self, begin: np.ndarray, end: np.ndarray) -> Segments:
-        """Return the segments of the ranges `[begin, end)` of elements, in order; no range is empty."""
-        columns, (height, width), across = self.shape[-1], self.block, self.grid[1]
-        # Every row is cut at its blocks: segment number n is number n % across of row n // across.
-        first, last = ((at // columns * across + at % columns // width) for at in (begin, end - 1))
-        counts = last - first + 1
-        done = np.cumsum(counts)
-        segment = np.arange(done[-1]) + np.repeat(last + 1 - done, counts)
-        lengths = np.full(segment.shape, width)
-        if columns % width:
-            lengths[segment % across == across - 1] = columns % width
-        lengths[done - counts] -= begin - (first // across * columns + first % across * width)
-        lengths[done - 1] -= np.minimum(last % across * width + width, columns) + last // across * columns - end
-        if height == 1:
-            return Segments(lengths, segment)
-        row = segment // across
-        return Segments(lengths, self._grid_row(row) * across + (segment - row * across))
-
-    def _thinned(self, codes: Runs) -> Iterator[Runs]:
-        """Yield runs that need all scales of `codes`: if these are rows of a matrix, one run for each row of blocks."""
-        if len(self.shape) == 2 and len(codes.modes) == 1:
-            row_bytes = self.shape[-1] // self.elements_per_byte
-            ((size, stride),) = codes.modes
-            step = self.block[0] * row_bytes // stride  # no row of blocks lies between runs that are so far apart
-            if step > 1 and stride % row_bytes == 0 and codes.begin % row_bytes + codes.length <= row_bytes:
-                yield Runs(codes.begin, codes.length, ((-(-size // step), step * stride),))
-                yield Runs(codes.begin + (size - 1) * stride, codes.length, ())
-                return
-        yield codes
-
-    def _spans(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `[first, last)` in scales for each range `[begin, end)` of elements; no range is empty."""
-        columns, last = self.shape[-1], end - 1
-        # Of the rows that a range runs through, the first may begin, and the last may end, within the row.
-        second = (begin // columns + 1) * columns
-        before_last = last // columns * columns - 1
-        low = np.minimum(self._scale_of(begin), self._scale_of(np.where(second < end, second, begin)))
-        high = np.maximum(self._scale_of(last), self._scale_of(np.where(before_last >= begin, before_last, last)))
-        return low, high + 1
-
-    def _scale_of(self, element: np.ndarray) -> np.ndarray:
-        """Return the position in the scales tensor of each element's scale."""
-        row = element // self.shape[-1]
-        scale: np.ndarray = self._grid_row(row) * self.grid[1] + (element - row * self.shape[-1]) // self.block[1]
-        return scale
-
-    def _grid_row(self, row: np.ndarray) -> np.ndarray:
-        """Return the row of scales for each row of elements, both counted through all matrices."""
-        if len(self.shape) == 2:
-            return row // self.block[0]
-        matrix = row // self.shape[-2]
-        of_grid: np.ndarray = matrix * self.grid[0] + (row - matrix * self.shape[-2]) // self.block[0]
-        return of_grid
+        return begin, begin + np.diff(cuts) * self.elements_per_byte

@@ -15,8 +15,9 @@ from operator import add
 import numpy as np
 
 from orbax_safetensors.geometry.encoding import Encoding
+from orbax_safetensors.geometry.pieces import Piece
 from orbax_safetensors.geometry.strided import Modes, extent, merged, runs_of
-from orbax_safetensors.geometry.view import Piece, View
+from orbax_safetensors.geometry.view import View
 
 Shape = tuple[int, ...]
 
@@ -45,7 +46,7 @@ def scales_view(view: View, encoding_of: Callable[[str], tuple[str, Encoding]], 
 def _tile(dims: tuple[Modes, ...], offset: int, encoding: Encoding) -> Shape:
     """Return the largest tile of a piece of a tensor whose elements share a scale."""
     *leading, rows, columns = encoding.shape
-    height, width = encoding.block
+    height, width = encoding.parameters[0].block
     cut = [_cut(modes, (columns, rows * columns)) for modes in dims]
     # The digits of all dimensions as (stride, size, dimension, extent of the dimension's digits inside).
     digits = sorted(
@@ -90,12 +91,12 @@ def _boxes(
 ) -> tuple[tuple[Shape, int, tuple[Modes, ...]], ...]:
     """Return boxes of the scales of a piece that are affine in the stored scales, as (start, offset, dims)."""
     *_, rows, columns = encoding.shape
-    height, width = encoding.block
+    height, width = encoding.parameters[0].block
     along = [_positions(modes)[::step] for modes, step in zip(dims, tile, strict=True)]
     elements = offset + reduce(np.add.outer, along, np.zeros((), np.int64))
     matrix, inside = np.divmod(elements, rows * columns)
     row, column = np.divmod(inside, columns)
-    grid = encoding.grid
+    grid = encoding.parameters[0].grid
     return tuple(_affine(matrix * prod(grid) + row // height * grid[1] + column // width, (0,) * len(dims)))
 
 

@@ -144,6 +144,10 @@ class Copy(NamedTuple):
         """Return the same copy from a source whose elements lie `distance` elements further on."""
         return Copy(self.source + distance, self.destination, self.modes)
 
+    def onward(self, distance: int) -> Copy:
+        """Return the same copy to a destination that lies `distance` elements further on."""
+        return Copy(self.source, self.destination + distance, self.modes) if distance else self
+
     def within(self, low: int, high: int) -> Iterator[Copy]:
         """Yield the part of the copy that reads source elements `[low, high)`, at most `2 * len(modes) - 1` copies."""
         modes = sorted(self.modes, key=lambda mode: -mode[1])

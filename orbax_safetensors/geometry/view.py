@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -22,10 +22,10 @@ import numpy as np
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.elementwise import Cast, Offset, Op, Ops, Scale
+from orbax_safetensors.geometry.pieces import Cut, Piece, Places, cut
 from orbax_safetensors.geometry.strided import (
     Copy,
     Modes,
-    copy_modes,
     every,
     extent,
     merged,
@@ -40,17 +40,7 @@ _T = TypeVar("_T")
 UNKNOWN = np.dtype(np.void)
 
 
-class Piece(NamedTuple):
-    """One box of a view's domain and where it lies in a stored tensor. Offsets and strides count elements."""
-
-    tensor: str | None  # None: zeros that no tensor stores, with strides of 0
-    start: tuple[int, ...]  # where the box begins in the view's domain
-    offset: int  # of the box's first element in the tensor
-    dims: tuple[Modes, ...]
-    ops: Ops = ()
-
-
-class Taken(NamedTuple):
+class TensorCopy(NamedTuple):
     """A copy from the stored tensor `tensor` into a box of a view, and the operations on its elements."""
 
     tensor: str | None
@@ -70,6 +60,7 @@ class View:
     shape: tuple[int, ...]
     dtype: np.dtype
     pieces: tuple[Piece, ...]
+    _places: Places | None = field(default=None, init=False, repr=False, compare=False)
 
     @staticmethod
     def tensor(name: str, shape: Sequence[int], dtype: np.dtype) -> View:
@@ -266,16 +257,28 @@ class View:
     def _with_op(self, op: Op) -> View:
         return replace(self, pieces=tuple(piece._replace(ops=(*piece.ops, op)) for piece in self.pieces))
 
-    def copies(self, box: Box, shape: Sequence[int]) -> list[Taken]:
-        """Return the copies that fill the leading corner of a row-major array of `shape` with `box` of the view."""
-        if len(self.pieces) == 1 and shape == self.shape and box == Box.whole(self.shape):
-            (piece,) = self.pieces
-            return [Taken(piece.tensor, _whole_copy(piece.offset, piece.dims, self.shape), piece.ops)]
-        cut = _cut if len(self.pieces) == 1 else _cut.__wrapped__
+    def copies(self, box: Box, shape: Sequence[int]) -> list[TensorCopy]:
+        """Return the copies that fill the leading corner of a row-major array of `shape` with `box` of the view.
+
+        A plan of many boxes takes `cuts` instead, to compute only once what is alike.
+        """
+        return [TensorCopy(name, copy.onward(begin), ops) for name, copy, ops, begin in self.cuts(box, shape)]
+
+    def cuts(self, box: Box, shape: Sequence[int]) -> list[Cut]:
+        """Return the `copies` of a box apart from where they begin in its array: those of like pieces are equal."""
+        shape = tuple(shape)
+        if len(self.pieces) <= 1:  # as of most parameters of a model
+            return [
+                Cut(piece.tensor, copy, piece.ops, 0)
+                for piece in self.pieces
+                for copy in cut(piece.offset, piece.dims, piece.start, box, shape)
+            ]
+        if self._places is None:
+            self._places = Places(self.pieces)
         return [
-            Taken(piece.tensor, copy, piece.ops)
-            for piece in self.pieces
-            for copy in cut(piece.offset, piece.dims, piece.start, box, tuple(shape))
+            Cut(self.pieces[number].tensor, copy, self.pieces[number].ops, begin)
+            for number, begin, copies in self._places.cut(box, shape)
+            for copy in copies
         ]
 
     def clipped(self, box: Box) -> Box:
@@ -292,41 +295,6 @@ class View:
     def __str__(self) -> str:
         shown = ", ".join(repr(name) for name in self.tensors[:3]) + (", ..." if len(self.tensors) > 3 else "")
         return f"view {self.shape} of [{shown}]"
-
-
-# Tensors of a model's layers are cut alike. In a view of many pieces, no two of them are.
-@lru_cache(maxsize=2**16)
-def _cut(
-    offset: int, dims: tuple[Modes, ...], start: tuple[int, ...], box: Box, shape: tuple[int, ...]
-) -> tuple[Copy, ...]:
-    """Return the copies of one piece, which begins at `start` of its view, into an array of `shape`; see `copies`."""
-    cuts = []
-    for (low, high), begin, modes in zip(box, start, dims, strict=True):
-        # (position in the box, offset in the tensor, modes)
-        cut = [
-            (begin + at - low, offset, part)
-            for at, offset, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
-        ]
-        if not cut:
-            return ()
-        cuts.append(cut)
-    strides = row_major(shape)
-    return tuple(
-        [
-            Copy(
-                offset + sum(inside for _, inside, _ in parts),
-                sum(at * stride for (at, _, _), stride in zip(parts, strides, strict=True)),
-                copy_modes([modes for _, _, modes in parts], strides),
-            )
-            for parts in product(*cuts)
-        ]
-    )
-
-
-@lru_cache(maxsize=2**16)
-def _whole_copy(offset: int, dims: tuple[Modes, ...], shape: tuple[int, ...]) -> Copy:
-    """Return the copy of one piece that is a whole view of `shape`; most tensors of a model are alike."""
-    return Copy(offset, 0, copy_modes(dims, row_major(shape)))
 
 
 @lru_cache
@@ -425,3 +393,22 @@ def _boxes(first: int, last: int, shape: tuple[int, ...]) -> Iterator[tuple[tupl
     if last % inner:
         for start, box in _boxes(0, last % inner, shape[1:]):
             yield (tail, *start), (1, *box)
+
+
+def by_tensors(views: Sequence[View]) -> list[list[int]]:
+    """Return the positions of `views` in groups that share tensors, directly or through other views."""
+    names = [name for view in views for name in view.tensors]
+    if len(set(names)) == len(names):
+        return [[number] for number in range(len(views))]
+    group_of: dict[str, int] = {}
+    groups: dict[int, list[int]] = {}
+    for number, view in enumerate(views):
+        groups[number] = [number]
+        tensors = view.tensors
+        if not group_of.keys().isdisjoint(tensors):
+            for other in sorted({group_of[name] for name in tensors if name in group_of}):
+                groups[number] = groups.pop(other) + groups[number]
+                group_of |= {name: number for member in groups[number] for name in views[member].tensors}
+        for name in tensors:
+            group_of[name] = number
+    return [sorted(group) for group in groups.values()]

@@ -18,12 +18,11 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.handlers._compat import build_default_tree_metadata
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.run import restore
-from orbax_safetensors.save.destination import Existing
-from orbax_safetensors.save.index import IndexAs
-from orbax_safetensors.save.prepare import Save, prepare_save
-from orbax_safetensors.save.shards import Shards
-from orbax_safetensors.save.write import write_save
+from orbax_safetensors.save.job import SaveJob, prepare
+from orbax_safetensors.save.request import Existing, Rest, SaveRequest
+from orbax_safetensors.storage.paths import as_text
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +31,12 @@ _Args = TypeVar("_Args")
 
 class SafetensorsHandler(ocp.AsyncCheckpointHandler):
     """Restore and save sharded arrays as `.safetensors` files: each process moves the bytes of its own shards.
+
+    ```python
+    with ocp.Checkpointer(ost.SafetensorsHandler()) as checkpointer:
+        params = checkpointer.restore("/models/llama")
+        checkpointer.save("/models/copy", params)
+    ```
 
     It works wherever Orbax takes a handler: `ocp.Checkpointer`, `ocp.AsyncCheckpointer`, `ocp.CheckpointManager`,
     `ocp.CompositeCheckpointHandler`.
@@ -59,15 +64,18 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
     def restore(self, directory: epath.PathLike, args: SafetensorsRestore | None = None) -> Any:
         """Restore the item in `directory`; see `SafetensorsRestore`."""
         args = SafetensorsRestore() if args is None else checked(args, SafetensorsRestore)
-        return restore(
-            directory,
-            args.item,
-            args.restore_args,
-            partial_restore=args.partial_restore,
+        request = RestoreRequest(
+            path=as_text(directory),
+            item=args.item,
+            restore_args=args.restore_args,
+            partial=args.partial_restore,
             family=self._family if args.family is None else args.family,
             variant=self._variant if args.variant is None else args.variant,
             options=self._options,
         )
+        if args.item is not None and args.restore_args is None:
+            request = dataclasses.replace(request, item=None).for_target(args.item)
+        return restore(request)
 
     def metadata(self, directory: epath.PathLike) -> Any:
         """Return Orbax's metadata tree: an `ArrayMetadata` for every stored tensor or leaf of the family's tree.
@@ -92,8 +100,7 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         Orbax makes the directory. On an object store it can exist before, and is refused if it holds a checkpoint
         unless `existing` says otherwise.
         """
-        plan = self._prepare(directory, args, existing)
-        write_save(plan, Shards.of(plan), directory)
+        self._prepare(directory, args, existing).run()
 
     async def async_save(self, directory: epath.Path, args: SafetensorsSave) -> list[ocp.Future]:
         """Start a save, and return once the shards are in host memory; then leaves may be changed, donated or deleted.
@@ -101,31 +108,24 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
         NumPy leaves and arrays on accelerators are copied; the memory of arrays on CPU devices is kept until it is
         written. The future is done when all processes have written.
         """
-        plan = self._prepare(directory, args)
-        shards = Shards.kept(plan)
+        job = self._prepare(directory, args).kept()
 
         async def commit() -> None:
-            write_save(plan, shards, directory)
+            job.run()
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_save")]
 
-    def _prepare(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> Save:
+    def _prepare(self, directory: epath.PathLike, args: SafetensorsSave, existing: Existing = "kept") -> SaveJob:
         args = checked(args, SafetensorsSave)
-        return prepare_save(
-            args.item,
-            args.save_args,
-            directory=directory,
-            metadata=args.metadata,
-            max_file_bytes=args.max_file_bytes,
-            family=self._family if args.family is None else args.family,
-            variant=self._variant if args.variant is None else args.variant,
-            config=args.config,
-            like=args.like,
-            options=self._options,
-            existing=existing,
-            index=IndexAs(args.index),
-            active=ActiveProcesses.of(self._multiprocessing_options),
-        )
+        arguments: dict[str, Any] = {
+            field.name: getattr(args, field.name) for field in dataclasses.fields(SafetensorsSave)
+        }
+        if args.family is None:
+            arguments["family"] = self._family
+        if args.variant is None:
+            arguments["variant"] = self._variant
+        active = ActiveProcesses.of(self._multiprocessing_options)
+        return prepare(SaveRequest(directory, **arguments, options=self._options, existing=existing, active=active))
 
     def close(self) -> None:
         """Do nothing: files and threads live no longer than a restore or save."""
@@ -135,6 +135,13 @@ class SafetensorsHandler(ocp.AsyncCheckpointHandler):
 @dataclasses.dataclass
 class SafetensorsRestore(ocp.args.CheckpointArgs):
     """Say what to restore.
+
+    ```python
+    mesh = jax.sharding.Mesh(jax.devices(), ("model",))
+    norm = jax.ShapeDtypeStruct((64,), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
+    args = ost.SafetensorsRestore({"model.norm.weight": norm}, partial_restore=True)
+    params = ocp.Checkpointer(ost.SafetensorsHandler()).restore("/models/llama", args=args)
+    ```
 
     With neither `item` nor `restore_args`, a restore returns the tree that was saved: its containers and empty nodes as
     Orbax restores them, arrays with their shardings, or as NumPy arrays in one process with other devices. If that tree
@@ -147,9 +154,10 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         `jax.ShapeDtypeStruct` does, comes back as a `jax.Array` if it or `restore_args` has a sharding. If neither has,
         it comes back as a NumPy array of its dtype, 64 bits included, and is an error if there are several processes: a
         file does not say on which devices an array was. `ocp.ArrayRestoreArgs()` without a sharding makes it a
-        `jax.Array` on the default device.
+        `jax.Array` on the default device. Without `restore_args`, `item` may also be a mesh, a sharding or a function
+        that returns one, as the target of `load`.
       restore_args: a tree of `ocp.RestoreArgs` or `ocp.ArrayRestoreArgs` of the same structure, or the tree itself if
-        there is no `item`. A leaf's sharding, shape and dtype come from here first, then from `item`.
+        there is no `item`. A leaf's sharding, shape and dtype here take precedence over those of `item`.
       partial_restore: leave out tensors that the tree does not name, and ignore leaves of `restore_args` that `item`
         does not have. Files that hold none of the tensors may be missing. Without it, each of these is an error. Leaves
         that are `ocp.PLACEHOLDER`, and None or another empty node in the place of an array, count as named, are not
@@ -158,8 +166,8 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
         (`"maxtext.qwen3"`), or the part before the dot, which finds the rest by the architecture in the checkpoint's
         `config.json`. Names are then paths in the model's tree, joined by dots, and a restore without `item` and
         `restore_args` returns that tree of NumPy arrays. None finds a family that was registered for the architecture;
-        if there is none, and with `"identity"`, names are those of the stored tensors. Paths may have one leading
-        `params` more or less.
+        if there is none, and with `"identity"`, names are those of the stored tensors. A leading `params`
+        level is optional.
       variant: the family's switches, as `{"scan_layers": False}`. Others have the values that a link or a save of the
         directory has recorded, those that follow from the config, or the family's defaults. If these do not fit, they
         follow from the leaves' names and shapes if the family says how, as MaxText's do.
@@ -191,6 +199,11 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 class SafetensorsSave(ocp.args.CheckpointArgs):
     """Say what to save.
 
+    ```python
+    args = ost.SafetensorsSave({"w": jnp.ones((64, 512))}, metadata={"epoch": "3"})
+    ocp.Checkpointer(ost.SafetensorsHandler()).save("/models/new", args=args)
+    ```
+
     Attributes:
       item: a tree of `jax.Array` with any sharding, NumPy arrays and Python or NumPy scalars; every process passes the
         same. A tensor's name is its leaf's key path joined by dots. Leaves that are `ocp.PLACEHOLDER`, and None, are
@@ -207,11 +220,14 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
         and `adapter_config.json`.
       like: the path or URL of a checkpoint, a directory or one file. The save stores the same tensors, under the same
         names, in the same dtypes, order and files, and copies its config and, from a directory, its tokenizer's files
-        and their like; `config` goes before the config. Each leaf has a place there, and each tensor a leaf, except
-        those that the family does not use, which are not stored. Values of floating point are rounded to the stored
-        dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the config is then without
-        `quantization_config`. The checkpoint must not lie in the destination: with `force=True`, `ocp.Checkpointer`
-        deletes the destination before the save reads it. `SafetensorsCheckpointer` refuses this.
+        and their like; `config` takes precedence. Each leaf has a place there. Values of floating point are rounded to
+        the stored dtype. Quantised tensors that a family decodes are stored as the config's dtype, and the config is
+        then without `quantization_config`. The checkpoint must not lie in the destination: with `force=True`,
+        `ocp.Checkpointer` deletes the destination before the save reads it. `SafetensorsCheckpointer` refuses this. It
+        must stay until the save has ended.
+      rest: what happens to tensors of `like` that the family has no leaf for, such as the tower of a model that also
+        reads images. "copy" copies them, a few at a time, except those that follow from others, such as tied heads;
+        "leave" leaves them out. The log names them.
       index: whether to write an index with which Orbax restores this tree from the files by itself. None writes one if
         that is possible; with True the save fails if it is not.
     """
@@ -224,6 +240,7 @@ class SafetensorsSave(ocp.args.CheckpointArgs):
     variant: Mapping[str, Any] | None = None
     config: Any = None
     like: epath.PathLike | None = None
+    rest: Rest = "copy"
     index: bool | None = None
 
 

@@ -10,16 +10,25 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.open import open_checkpoint
-from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.run import restore
-from orbax_safetensors.save.prepare import prepare_save
-from orbax_safetensors.save.shards import Shards
-from orbax_safetensors.save.write import write_save
+from orbax_safetensors.save.job import prepare
+from orbax_safetensors.save.request import SaveRequest
+from orbax_safetensors.storage.paths import as_text
 
 
 class SafetensorsCheckpointableHandler:
     """Save and load a tree of arrays as safetensors under `orbax.checkpoint.experimental.v1`.
+
+    ```python
+    from orbax.checkpoint.experimental import v1
+
+    registry = v1.handlers.local_registry()
+    registry.add(ost.SafetensorsCheckpointableHandler, checkpointable_name="params")
+    with v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
+        v1.save_checkpointables("/models/v1", {"params": {"w": jnp.ones((64, 512))}})
+    ```
 
     Register it for the name of a checkpointable: `registry.add(SafetensorsCheckpointableHandler,
     checkpointable_name="params")`. An abstract tree passed to load is the `item` of `SafetensorsRestore`; without
@@ -32,24 +41,18 @@ class SafetensorsCheckpointableHandler:
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Start a save into a directory that is being created; return once the shards stay as they are."""
-        plan = prepare_save(
-            checkpointable,
-            directory=directory.path,
-            metadata=None,
-            max_file_bytes=MAX_FILE_BYTES,
-            options=self._options,
-        )
-        shards = Shards.kept(plan)
+        job = prepare(SaveRequest(directory.path, checkpointable, options=self._options)).kept()
 
         async def written() -> None:
-            created = await directory.await_creation()
-            await asyncio.to_thread(write_save, plan, shards, created)
+            await directory.await_creation()
+            await asyncio.to_thread(job.run)
 
         return written()
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
         """Start to load a tree."""
-        return asyncio.to_thread(restore, directory, abstract_checkpointable, options=self._options)
+        request = RestoreRequest(path=as_text(directory), item=abstract_checkpointable, options=self._options)
+        return asyncio.to_thread(restore, request)
 
     async def metadata(self, directory: Any) -> dict[str, Any]:
         """Return shape and dtype of every leaf of what `load` returns."""

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import forget, new_key, same_arguments, together
+from orbax_safetensors.devices.agreement import new_key, same_arguments, together
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.checkpoint_handler import (
@@ -29,10 +29,11 @@ from orbax_safetensors.handlers.checkpoint_handler import (
 )
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE, step_record
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
+from orbax_safetensors.orbax_store.metadata import step_record
 from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.save.new_directory import NewDirectory
-from orbax_safetensors.save.write import read_beside, write_beside
+from orbax_safetensors.save.new_files import read_beside, write_beside
 from orbax_safetensors.storage.paths import is_url, place
 from orbax_safetensors.storage.replace import recover
 
@@ -41,6 +42,10 @@ _Args = TypeVar("_Args")
 
 class SafetensorsCheckpointer(ocp.Checkpointer):
     """`ocp.Checkpointer(SafetensorsHandler())` that also takes the path of one file, and URLs.
+
+    ```python
+    params = ost.SafetensorsCheckpointer().restore("/models/mlp/model.safetensors")
+    ```
 
     On `gs://`, `s3://`, `az://` and the other stores that `open_checkpoint` takes, any directory of `.safetensors`
     files is a checkpoint, whoever has written it.
@@ -84,16 +89,14 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
           StorageError: `directory` exists, or is a URL and holds something, or cannot be written or replaced.
         """
         directory = place(directory)
+        save_args = _as_args(SafetensorsSave, args, kwargs)
         active = ActiveProcesses.of(self._processes)
         if not is_url(directory):
-            save_args = _as_args(SafetensorsSave, args, kwargs)
             self._save_to_path(directory, save_args, active, force=force, custom_metadata=custom_metadata)
             return
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
-        self._handler.save(
-            directory, _as_args(SafetensorsSave, args, kwargs), existing="replaced" if force else "refused"
-        )
+        self._handler.save(directory, save_args, existing="replaced" if force else "refused")
         finished = f"Checkpoint commit was successful to {directory}"
         files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
         write_beside(directory, files, options=self._options, active=active)
@@ -102,25 +105,22 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         self, path: str, args: Any, active: ActiveProcesses, *, force: bool, custom_metadata: dict[str, Any] | None
     ) -> None:
         """Let Orbax save, and put the checkpoint in its place; all processes do so together."""
-        new = NewDirectory(os.path.realpath(path), force=force)
+        new = NewDirectory(os.path.realpath(path), force=force, sources=(args.config, args.like))
         key = new_key("directory", path, active)
-        begin = partial(new.begin, args.config, args.like) if active.is_primary else lambda: None
-        finish = new.finish if active.is_primary else lambda: None
         try:
             together(
                 f"{key}/begun",  # before Orbax waits for the others, without a bound
-                begin,
+                active.by_primary(partial(new.begin, resume=False)),
                 f"force={force}",
                 check=same_arguments,
                 active=active,
                 timeout_secs=self._options.join_timeout_secs,
             )
             with storage_errors(f"{path}: cannot be saved", OSError):
-                super().save(epath.Path(new.unfinished), args=args, force=force, custom_metadata=custom_metadata)
-            together(f"{key}/finished", finish, active=active)
+                super().save(epath.Path(new.path), args=args, force=force, custom_metadata=custom_metadata)
+            together(f"{key}/finished", active.by_primary(new.finish), active=active)
         finally:
             new.release()
-        forget(f"{key}/begun", active)
 
     def restore(self, directory: epath.PathLike, *args: Any, **kwargs: Any) -> Any:
         """Restore a directory or one file, with the arguments of `SafetensorsRestore` or an instance of it."""

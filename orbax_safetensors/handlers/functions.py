@@ -10,8 +10,9 @@ from orbax_safetensors.handlers.checkpoint_handler import SafetensorsSave
 from orbax_safetensors.handlers.checkpointer import SafetensorsCheckpointer
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.request import of_target
+from orbax_safetensors.restore.request import Partial, RestoreRequest
 from orbax_safetensors.restore.run import restore
+from orbax_safetensors.save.request import Rest
 from orbax_safetensors.storage.paths import PathLike
 
 
@@ -21,9 +22,20 @@ def load(
     *,
     family: Family | str | None = None,
     variant: Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    partial: Partial = False,
     options: SafetensorsOptions | None = None,
 ) -> Any:
     """Restore a directory of `.safetensors` files, or one file; each process reads the bytes of its own shards.
+
+    ```python
+    mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = ost.load("/models/qwen3", mesh, family="maxtext")  # MaxText's tree, sharded over the mesh
+
+    params = ost.load("/models/llama", NamedSharding(mesh, P()))  # stored names, and the whole of each on every device
+
+    first = ost.load("/models/qwen3", mesh, dtype="float32", partial=["model.embed_tokens.*", "model.layers.0.*"])
+    ```
 
     Args:
       path: a path or URL, as for `open_checkpoint`.
@@ -31,20 +43,25 @@ def load(
         None returns what `SafetensorsRestore` does without arguments: the tree that was saved, or NumPy arrays.
         A tree of arrays, `jax.ShapeDtypeStruct`s, shardings or `ocp.RestoreArgs`, as for `SafetensorsRestore`, comes
         back with its leaves restored.
+        A `jax.sharding.Mesh` returns the same tree as None, with each array sharded over the mesh in one dimension: in
+        that of which shards read least, and if several do, in the longest. Axes of the mesh that do not divide the
+        dimension are left out, and what cannot be sharded is replicated.
         A `jax.sharding.Sharding`, or a function that returns the sharding of an array of its name and shape, returns
         the same tree as None with all arrays sharded so; the function returns None for a NumPy array. A name is a
         leaf's path in the tree, joined by dots.
       family, variant: as for `SafetensorsRestore`.
+      dtype: to cast arrays of floating point to, whatever the target describes: one for all of them, or dtypes by
+        pattern: the first pattern that matches (`re.search`) a leaf's name counts.
+      partial: which leaves to restore. With a tree, True leaves out what it does not name. With another target, names
+        of leaves, or patterns of names in which `*` stands for any characters, return the tree with these alone.
       options: how bytes are moved.
 
     Raises:
-      TensorMismatchError: the target does not fit the checkpoint.
+      TensorMismatchError: the target, `dtype` or `partial` does not fit the checkpoint.
       MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
-    options = options or SafetensorsOptions()
-    item, restore_args, sharding_of = of_target(target)
-    return restore(path, item, restore_args, sharding_of=sharding_of, family=family, variant=variant, options=options)
+    return restore(RestoreRequest.of(path, target, family, variant, options, dtype, partial))
 
 
 def save(
@@ -55,25 +72,34 @@ def save(
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     like: PathLike | None = None,
+    rest: Rest = "copy",
     metadata: Mapping[str, str] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     index: bool | None = None,
     force: bool = False,
+    overwrite: bool = False,
     options: SafetensorsOptions | None = None,
 ) -> None:
     """Save a tree as a directory of `.safetensors` files; every process calls this and writes its own shards.
 
+    ```python
+    params = {"embed": jnp.ones((64, 512), jnp.bfloat16), "norm": jnp.ones(512)}
+    ost.save("/models/new", params, metadata={"epoch": "3"})
+    ```
+
     Args:
       path: a directory that does not exist, or the URL of one on an object store.
       tree: of `jax.Array`s with any sharding, NumPy arrays and scalars, the same in every process.
-      family, variant, config, like, metadata, max_file_bytes, index: as for `SafetensorsSave`.
+      family, variant, config, like, rest, metadata, max_file_bytes, index: as for `SafetensorsSave`.
       force: put the new checkpoint in the place of all that is in `path`, once it is complete. On a file system, `path`
         is there at every moment, and a save that fails changes nothing.
+      overwrite: the same, as Orbax's v1 API calls it.
       options: how bytes are moved.
 
     Raises:
       TensorMismatchError, MappingError, HeaderError: the tree or the metadata cannot be stored.
-      StorageError: `path` exists, and `force` is not set, or it cannot be written, or `like` cannot be read.
+      StorageError: `path` exists, and neither `force` nor `overwrite` is set, or it cannot be written, or `like` cannot
+        be read.
     """
     args = SafetensorsSave(
         tree,
@@ -83,7 +109,8 @@ def save(
         variant=variant,
         config=config,
         like=like,
+        rest=rest,
         index=index,
     )
     with SafetensorsCheckpointer(options=options) as checkpointer:
-        checkpointer.save(path, args=args, force=force)
+        checkpointer.save(path, args=args, force=force or overwrite)

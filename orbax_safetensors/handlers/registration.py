@@ -33,6 +33,12 @@ _named: dict[str, ocp.type_handlers.TypeHandler] = {}
 def register(*families: Family | str, save: bool = False, variant: Mapping[str, Any] | None = None) -> None:
     """Let Orbax's handlers of trees read checkpoints whose arrays are safetensors, in the whole program.
 
+    ```python
+    ost.register()
+    params = {"w": jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)}
+    ocp.PyTreeCheckpointer().restore("/models/state", item={"params": params})
+    ```
+
     For a model package's `__init__`. From then on `ocp.PyTreeCheckpointHandler()`, `ocp.StandardCheckpointHandler()`
     and what is built on them restore what `SafetensorsTypeHandler` has saved, and directories from Hugging Face if an
     `item` describes the tree; they do everything else exactly as before. With `save`, those that are made from then on
@@ -43,7 +49,7 @@ def register(*families: Family | str, save: bool = False, variant: Mapping[str, 
       families: for checkpoints of their architectures, unless a call names another family: a `mapping.Family`, the name
         of one (`"maxtext.qwen3"`), or the part before the dot, which stands for all of these. A family replaces one of
         the same name. To Orbax's handlers, the leaves of an `item` are stored tensors, or exactly those of the family's
-        tree, with one leading `params` more or less.
+        tree. A leading `params` level is optional.
       save: whether handlers also save safetensors.
       variant: the families' switches, as `{"scan_layers": False}`. For Orbax's handlers, switches that are missing here
         follow from the leaves' names and shapes, if the family says how, as MaxText's do.
@@ -64,6 +70,11 @@ def register(*families: Family | str, save: bool = False, variant: Mapping[str, 
 
 def unregister() -> None:
     """Undo `register`: register the handlers again that it replaced.
+
+    ```python
+    ost.register("maxtext")
+    ost.unregister()
+    ```
 
     A handler that another package has registered since stays.
     """

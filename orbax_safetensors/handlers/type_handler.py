@@ -14,18 +14,26 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.format.layout import MAX_FILE_BYTES
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
-from orbax_safetensors.restore.run import restore_leaves
-from orbax_safetensors.save.index import IndexAs
-from orbax_safetensors.save.prepare import prepare_save
-from orbax_safetensors.save.shards import Shards
-from orbax_safetensors.save.write import read_beside, write_save
+from orbax_safetensors.restore.request import RestoreRequest
+from orbax_safetensors.restore.run import restore
+from orbax_safetensors.save.job import prepare
+from orbax_safetensors.save.new_files import read_beside
+from orbax_safetensors.save.request import SaveRequest
+from orbax_safetensors.storage.paths import as_text
 
 
 class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
     """Save and restore `jax.Array` leaves as safetensors files, planned over all leaves of a tree at once.
+
+    ```python
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (int, ocp.type_handlers.ScalarHandler()), (jax.Array, ost.SafetensorsTypeHandler())
+    )
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    checkpointer.save("/models/tree", {"params": {"w": jnp.ones((64, 512))}, "step": 7})
+    ```
 
     For the registry of an `ocp.PyTreeCheckpointHandler`, in the place of Orbax's handler of `jax.Array`. Leaves of
     other types are Orbax's. A handler with the same registry restores what was saved, and after `register()` any does.
@@ -82,20 +90,20 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
             twice = next(name for name in names if names.count(name) > 1)
             raise TensorMismatchError(f"two leaves of the tree have the name {twice!r}")
         save_args = dict(zip(names, args, strict=True)) if args is not None else None
-        plan = prepare_save(
+        request = SaveRequest(
+            directory,
             dict(zip(names, values, strict=True)),
             save_args,
-            directory=directory,
-            metadata=None,
-            max_file_bytes=MAX_FILE_BYTES,
-            options=self._bounded(infos),
-            index=IndexAs(None if infos[0].is_ocdbt_checkpoint else False, bool(infos[0].use_zarr3), whole_tree=False),
+            index=None if infos[0].is_ocdbt_checkpoint else False,
+            zarr3=bool(infos[0].use_zarr3),
+            whole_tree=False,
             active=ActiveProcesses.of(self._multiprocessing_options),
+            options=self._bounded(infos),
         )
-        shards = Shards.kept(plan)
+        job = prepare(request).kept()
 
         async def commit() -> None:
-            write_save(plan, shards, directory)
+            job.run()
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(commit(), name="safetensors_type_handler")]
 
@@ -114,7 +122,10 @@ class SafetensorsTypeHandler(ocp.type_handlers.TypeHandler):
                 for info, arg in zip(infos, args, strict=True)
                 if info.parent_dir == directory
             }
-            restored = restore_leaves(directory, wanted, options=self._bounded(infos))
+            request = RestoreRequest(
+                path=as_text(directory), restore_args=wanted, by_name=True, options=self._bounded(infos)
+            )
+            restored = restore(request)
             leaves |= {(directory, name): leaf for name, leaf in restored.items()}
         return [leaves[info.parent_dir, info.name] for info in infos]
 

@@ -1,8 +1,11 @@
-"""`Staging`: the directory in which a link is made until it is whole.
+"""Where a link is made until it is whole: `Staging` on a file system, `ObjectStaging` on an object store.
 
-The directory is `<destination>.link`, or `.link` in the directory of the files if the index is to lie beside them. A
-later run takes up from there the arrays that have to be made, which take long. All other files are written in a moment
-and begun anew.
+On a file system, that is `<destination>.link`, or `.link` in the directory of the files if the index is to lie beside
+them. Objects cannot be renamed: there, a link is made in its final place, and the objects that make the index a
+checkpoint of Orbax are written last, the tree and then the mark that the checkpoint is finished.
+
+In both, a record says which link was begun. A later run takes up the arrays that have to be made, which take long. All
+other files are written in a moment and begun anew.
 """
 
 from __future__ import annotations
@@ -10,34 +13,42 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.link.decide import MADE
-from orbax_safetensors.link.request import LinkRequest
-from orbax_safetensors.orbax_store.addressed_item import INDEX_NAMES, STEP_FILES
-from orbax_safetensors.orbax_store.discovery import TREE_FILE
+from etils import epath
+
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.link.link_request import LinkRequest
+from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json, remove
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
+from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
 from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore, check_makeable
-from orbax_safetensors.storage.lock import Lock
 from orbax_safetensors.storage.store import write_small
+from orbax_safetensors.storage.workspace import Workspace
 
+# A subdirectory of a link: a separate OCDBT database of the arrays that had to be made.
+MADE = "made"
 # The record of the link that was begun, until the link is whole.
-RECORD = ".link.json"
+_RECORD = ".link.json"
 # The inodes, by name, of the files that move beside the safetensors files; it is there while they move.
 _PLACED = ".placed.json"
 
+# The objects that make the index a checkpoint of Orbax, in the order in which they are written.
+_LAST = (TREE_FILE, FINISHED_FILE)
+
 # The names in a link's directory besides safetensors files, without `STEP_FILES`: a step of Orbax may have those.
-NAMES = sorted([*INDEX_NAMES, DATA_DIRECTORY, MADE])
+_NAMES = sorted([*INDEX_NAMES, DATA_DIRECTORY, MADE])
 
 
-def check_names(directory: str, inside: Collection[str]) -> None:
+def _check_names(directory: str, inside: Collection[str]) -> None:
     """Raise `StorageError` if names that a link writes are already `inside` the directory."""
-    if not (in_the_way := [name for name in NAMES if name in inside]):
+    if not (in_the_way := [name for name in _NAMES if name in inside]):
         return
     if NOTE_FILE in in_the_way:
         # No word of deleting: after a save by Orbax's handlers, leaves of Orbax's own are nowhere else.
@@ -47,74 +58,88 @@ def check_names(directory: str, inside: Collection[str]) -> None:
     raise StorageError(f"{os.path.join(directory, in_the_way[0])}: already exists, and a link writes it; move it away")
 
 
-class Staging:
-    """The unfinished link. One process calls `begin`, `write`, `link_files` and `finish`."""
+class _Staging(Workspace):
+    """What both have in common."""
 
-    def __init__(self, request: LinkRequest) -> None:
-        """Touch nothing."""
-        self.destination = request.destination
-        self._in_source = request.in_source
-        self.path = os.path.join(self.destination, ".link") if self._in_source else f"{self.destination}.link"
-        self._hard = request.hard_links
+    kind, other = "link", "other files or with other arguments"
+    # Of the new arrays: their database, and on an object store the mark that all of them are there.
+    _kept_of_made: tuple[str, ...] = (MANIFEST, DATA_DIRECTORY)
+
+    def __init__(self, path: str, request: LinkRequest, digest: str) -> None:
+        """Touch nothing. `digest` identifies the link."""
+        self.path, self.destination, self.record = path, request.destination, {"digest": digest}
+        # The arrays that have been made; on a file system, it is there once all of them are.
+        self.made = os.path.join(path, MADE)
+
+    def keep_data(self) -> None:
+        """Delete the files that make the new arrays a separate checkpoint, and keep their database."""
+        made = epath.Path(self.made)
+        with storage_errors(self.made):
+            for name in names(made):
+                if name not in self._kept_of_made and not (made / name / MANIFEST).exists():
+                    remove(made / name)
+
+
+class Staging(_Staging):
+    """An unfinished link on a file system. One process calls the methods, except `has_made`."""
+
+    def __init__(self, request: LinkRequest, digest: str = "") -> None:
+        """Touch nothing. `digest` identifies the link."""
+        self._in_source, self._hard = request.in_source, request.hard_links
+        path = os.path.join(request.destination, ".link") if self._in_source else f"{request.destination}.link"
+        super().__init__(path, request, digest)
+        self.locked = f"{self.path}.lock"
         self._store = LocalStore()
-        self._lock: Lock | None = None
-
-    @property
-    def made(self) -> str:
-        """The directory of the arrays that have been made; it is there once all of them are."""
-        return os.path.join(self.path, MADE)
 
     def has_made(self) -> bool:
         """Return whether all arrays that have to be made are there."""
         return os.path.isdir(self.made)
 
     def check_free(self) -> None:
-        """Raise `StorageError` if something is in the way of the link."""
-        check_makeable(self.path)
-        if not self._in_source and os.path.lexists(self.destination):
-            raise StorageError(f"{self.destination}: already exists; choose another destination")
+        """See `Workspace`. Beside the files, only the names that a link writes have to be free."""
         if self._in_source:
-            check_names(self.destination, {*os.listdir(self.destination)} - {*self._placed()})
+            _check_names(self.destination, {*os.listdir(self.destination)} - {*self._placed()})
+        else:
+            super().check_free()
 
-    def begin(self, record: dict[str, Any], *, resume: bool) -> None:
-        """Make the directory anew, unless `resume` finds one that was begun with the same `record`.
-
-        Raises `StorageError` if another process is at work or something else is in the place, and
-        `TensorMismatchError` if another link was begun.
-        """
+    def check_place(self) -> None:
+        """See `Workspace`."""
+        check_makeable(self.path)
         self.check_free()
-        with storage_errors(f"{self.path}: cannot be made", OSError):
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            self._lock = Lock(f"{self.path}.lock", self.destination)
-            self.check_free()  # the run that had the lock may have finished
-            begun = self._begun()
-            self._take_back()
-            if begun is not None and resume:
-                if begun != record:
-                    raise TensorMismatchError(
-                        f"{self.path}: was begun from other files or with other arguments; begin anew without resume"
-                    )
-            else:
-                if os.path.lexists(self.path):
-                    shutil.rmtree(self.path)
-                os.mkdir(self.path)
-                self.write(RECORD, json.dumps(record).encode())
-            for entry in list(os.scandir(self.path)):
-                if entry.name != RECORD and MADE not in entry.name:
-                    shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+        if os.path.lexists(self.path) and self._read() is None and self._names() - {_RECORD}:
+            raise StorageError(f"{self.path}: is not an unfinished link; move it away")
 
-    def _begun(self) -> dict[str, Any] | None:
-        """Return the record of a link that was begun; None if there is no link, or an empty one."""
-        if not os.path.lexists(self.path):
-            return None
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, RECORD), "rb") as file:
+    def _names(self) -> set[str]:
+        """Return the names in the directory; its own if it is a file."""
+        try:
+            return set(os.listdir(self.path))
+        except NotADirectoryError:
+            return {self.path}
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the record of a link that was begun; None if there is none."""
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, _RECORD), "rb") as file:
             record = json.load(file)
             if isinstance(record, dict):
                 return record
-        with contextlib.suppress(NotADirectoryError):
-            if set(os.listdir(self.path)) <= {RECORD}:
-                return None
-        raise StorageError(f"{self.path}: is not an unfinished link; move it away")
+        return None
+
+    def _begun(self) -> dict[str, Any] | None:
+        self._take_back()
+        return self._read()
+
+    def _take_up(self) -> None:
+        """Keep the arrays that have been made."""
+        for entry in list(os.scandir(self.path)):
+            if entry.name != _RECORD and MADE not in entry.name:
+                shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+
+    def _make(self) -> None:
+        self._take_back()
+        if os.path.lexists(self.path):
+            shutil.rmtree(self.path)
+        os.mkdir(self.path)
+        self.write(_RECORD, json.dumps(self.record).encode())
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file, which is on the disk when this returns."""
@@ -141,18 +166,8 @@ class Staging:
             except OSError as error:
                 raise StorageError(f"{link}: cannot be made a link to {file}: {error.strerror}") from error
 
-    def keep_data(self) -> None:
-        """Delete the files that make the new arrays a separate checkpoint, and keep their database."""
-        for name in os.listdir(self.made):
-            path = os.path.join(self.made, name)
-            if not os.path.isdir(path):
-                if name != MANIFEST:
-                    os.unlink(path)
-            elif name != DATA_DIRECTORY and MANIFEST not in os.listdir(path):
-                shutil.rmtree(path)
-
     def finish(self) -> None:
-        """Give the link its place."""
+        """See `Workspace`."""
         with storage_errors(f"{self.destination}: cannot be finished", OSError):
             if self._in_source:
                 self._place()
@@ -160,7 +175,7 @@ class Staging:
             else:
                 self._store.sync(self.path)
                 os.rename(self.path, self.destination)
-                os.unlink(os.path.join(self.destination, RECORD))
+                os.unlink(os.path.join(self.destination, _RECORD))
             self._store.sync(os.path.dirname(self.destination))
 
     def _place(self) -> None:
@@ -168,7 +183,7 @@ class Staging:
         there = set(os.listdir(self.destination))
         # A step that Orbax has finished keeps its files that say so.
         names = [
-            name for name in os.listdir(self.path) if name != RECORD and not (name in STEP_FILES and name in there)
+            name for name in os.listdir(self.path) if name != _RECORD and not (name in STEP_FILES and name in there)
         ]
         names.sort(key=lambda name: (name == TREE_FILE, name))
         inodes = {name: os.lstat(os.path.join(self.path, name)).st_ino for name in names}
@@ -198,7 +213,97 @@ class Staging:
         for name in self._placed():
             os.rename(os.path.join(self.destination, name), os.path.join(self.path, name))
 
-    def release(self) -> None:
-        """Let other runs begin."""
-        if self._lock is not None:
-            self._lock.release()
+
+class ObjectStaging(_Staging):
+    """An unfinished link on an object store."""
+
+    _kept_of_made = (MANIFEST, DATA_DIRECTORY, FINISHED_FILE)
+
+    def __init__(self, request: LinkRequest, digest: str = "") -> None:
+        """Touch nothing. `digest` identifies the link."""
+        super().__init__(request.destination, request, digest)
+        self._directory = epath.Path(self.path)
+        self._record_path = self._directory / _RECORD
+        self._run = secrets.token_hex(8)
+        # Files of a step that Orbax has finished: they stay.
+        self._kept: list[str] = []
+        self._last: dict[str, bytes] = {}
+
+    def has_made(self) -> bool:
+        """Return whether all arrays that have to be made are there."""
+        with storage_errors(self.made):
+            return FINISHED_FILE in names(epath.Path(self.made))
+
+    def check_place(self) -> None:
+        """See `Workspace`."""
+        with storage_errors(self.path):
+            inside = names(self._directory)
+        if _RECORD not in inside:
+            _check_names(self.path, inside)
+        self._read()
+
+    def check(self) -> None:
+        """See `Workspace`."""
+        if (self._read() or {}).get("run") != self._run:
+            raise StorageError(f"{self.path}: another process is writing a link here")
+
+    def _begun(self) -> dict[str, Any] | None:
+        return (self._read() or {}).get("begun")
+
+    def _take_up(self) -> None:
+        """Keep the arrays that have been made."""
+        self._clear({MADE})
+
+    def _make(self) -> None:
+        if (begun := self._read()) is not None:
+            self._kept = begun["kept"]
+            self._note(None)  # a link that is deleted in part must not be resumed
+        self._clear(set())
+
+    def _clear(self, kept: set[str]) -> None:
+        """Delete the files of an unfinished link except those that are kept, and begin this one."""
+        with storage_errors(self.path):
+            inside = names(self._directory)
+            if (begun := self._read()) is None:
+                self._kept = [name for name in STEP_FILES if name in inside]
+            else:
+                self._kept = begun["kept"]
+                left = ({*_NAMES, *STEP_FILES} - {*self._kept} - kept) & {*inside}
+                for name in sorted(left, key=lambda name: name != TREE_FILE):
+                    remove(self._directory / name)
+            self._note(self.record)
+
+    def _note(self, begun: Mapping[str, Any] | None) -> None:
+        with storage_errors(str(self._record_path)):
+            self._record_path.write_text(json.dumps({"begun": begun, "kept": self._kept, "run": self._run}))
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the record of the place; None if there is none."""
+        fresh(self.path)
+        record = read_json(self._record_path)
+        if record is None or (isinstance(record, dict) and record.keys() == {"begun", "kept", "run"}):
+            return record
+        raise StorageError(f"{self._record_path}: is not of an unfinished link; move it away")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object; those that make the link a checkpoint of Orbax wait until `finish`."""
+        if name in _LAST:
+            self._last[name] = content
+        elif name not in self._kept:
+            with storage_errors(str(self._directory / name)):
+                (self._directory / name).write_bytes(content)
+
+    def finish(self) -> None:
+        """See `Workspace`."""
+        self.check()
+        with storage_errors(self.path):
+            for name in _LAST:
+                if name not in self._kept:
+                    (self._directory / name).write_bytes(self._last[name])
+            self._record_path.unlink()
+            fresh(self.path)
+
+
+def staging_of(request: LinkRequest, digest: str = "") -> Staging | ObjectStaging:
+    """Return the staging in which a link is made."""
+    return (ObjectStaging if is_on_gcs(request.destination) else Staging)(request, digest)

@@ -12,8 +12,9 @@ from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.header import shown
 from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.coalesce import disjoint
+from orbax_safetensors.geometry.pieces import Piece
 from orbax_safetensors.geometry.strided import extent, runs_of
-from orbax_safetensors.geometry.view import Piece, View
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.family import LeafShapes, Shapes, Tree
 
 # The most elements of a tensor that are counted one by one if arithmetic cannot tell whether an element is used twice.
@@ -106,11 +107,11 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
     unused, wrong = [], []
     for name, shape in shapes.items():
         parts = pieces.get(name, {}).values()
-        used = sum(prod(map(extent, piece.dims)) for of_part in parts for piece in of_part)
-        twice = any(len(of_part) > 1 and not _are_disjoint(of_part, prod(shape)) for of_part in parts)
+        used = sum(prod(map(extent, piece.dims)) for part in parts for piece in part)
+        twice = any(len(part) > 1 and not _are_disjoint(part, prod(shape)) for part in parts)
         if used == prod(shape) and parts and not twice:
             continue
-        if used < prod(shape) and not twice and any(pattern.fullmatch(name) for pattern in patterns):
+        if used <= prod(shape) and not twice and any(pattern.fullmatch(name) for pattern in patterns):
             continue
         if not parts:
             unused.append(name)
@@ -127,15 +128,15 @@ def check_use(where: str, tree: Tree, shapes: Shapes, whole: Callable[[str], str
 def _are_disjoint(pieces: list[Piece], size: int) -> bool:
     """Return whether no element of a tensor of `size` elements is in two of its pieces."""
     modes = [[mode for dim in piece.dims for mode in dim] for piece in pieces]
-    sets = [runs_of(piece.offset, 1, of_piece) for piece, of_piece in zip(pieces, modes, strict=True)]
+    sets = [runs_of(piece.offset, 1, piece_modes) for piece, piece_modes in zip(pieces, modes, strict=True)]
     if disjoint([runs for runs in sets if runs is not None]):
         return True
     if size > _COUNTED:
         return False
     seen = np.zeros(size, bool)
-    for piece, of_piece in zip(pieces, modes, strict=True):
+    for piece, piece_modes in zip(pieces, modes, strict=True):
         elements = np.array(piece.offset)
-        for length, stride in of_piece:
+        for length, stride in piece_modes:
             elements = np.add.outer(elements, np.arange(length) * stride)
         if seen[elements].any():
             return False

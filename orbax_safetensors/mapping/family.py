@@ -91,7 +91,7 @@ def _patterns(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _follow_from_nothing(_: Mapping[str, Any]) -> Variant:
+def _no_switches(_: Mapping[str, Any]) -> Variant:
     return {}
 
 
@@ -130,7 +130,7 @@ class Family:
       renames: pairs `(regular expression, replacement)`, as for `re.sub`, that change other spellings of stored names
         to the names that `tree` uses and saves write.
       variants: `variants(leaves)` yields the possible variants of a tree with leaves of these names and shapes, the
-        likeliest first. Names may have a leading `params` more or less than in `tree`.
+        likeliest first. A leading `params` level of the names is optional.
       variant: default values of switches.
       envelope: the tree around the family's tree in a checkpoint of Orbax.
       applies_to: `applies_to(config)` returns whether the family is for a model of its architectures with this config;
@@ -149,8 +149,8 @@ class Family:
     variant: Variant = field(default_factory=dict, hash=False)
     envelope: Envelope = field(default=Envelope(), hash=False)
     applies_to: Callable[[Mapping[str, Any]], bool] = _to_all
-    stored_as: Callable[[Shapes], Variant] = _follow_from_nothing
-    configured_as: Callable[[Mapping[str, Any]], Variant] = _follow_from_nothing
+    stored_as: Callable[[Shapes], Variant] = _no_switches
+    configured_as: Callable[[Mapping[str, Any]], Variant] = _no_switches
 
     def __post_init__(self) -> None:
         if isinstance(self.architectures, str) or not all(isinstance(name, str) for name in self.architectures):
@@ -230,9 +230,9 @@ class Family:
         named, _ = self._switches()
         defaults = {name: value for name, value in named.items() if value is not inspect.Parameter.empty}
         switches = {**defaults, **self._configured(config), **self.variant, **variant}
-        of_files = () if stored is None else self._stored(stored)
+        file_switches = () if stored is None else self._stored(stored)
         return FamilyUse(
-            self.name, {name: at for name, at in switches.items() if at is not None and name not in of_files}
+            self.name, {name: at for name, at in switches.items() if at is not None and name not in file_switches}
         )
 
     @property
@@ -271,6 +271,13 @@ class Family:
         keywords = list(inspect.signature(self.tree).parameters.values())[1:]
         named = {keyword.name: keyword.default for keyword in keywords if keyword.kind is not keyword.VAR_KEYWORD}
         return named, len(named) < len(keywords)
+
+    @property
+    def switches(self) -> Variant:
+        """Return the family's switches with their defaults; None leaves the choice to the checkpoint."""
+        named, _ = self._switches()
+        defaults = {name: None if value is inspect.Parameter.empty else value for name, value in named.items()}
+        return {**defaults, **self.variant}
 
     def check_variant(self, variant: Variant) -> None:
         """Raise `MappingError` for switches that the family does not have, or for values of another type."""

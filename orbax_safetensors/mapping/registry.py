@@ -100,6 +100,18 @@ def find(family: Family | str | None, config: Mapping[str, Any]) -> Family | Non
     return single
 
 
+def known_for(config: Mapping[str, Any]) -> list[Family]:
+    """Return all families that are for a config's architecture; `MappingError` if there are none."""
+    if not (families := _for(config, known())):
+        raise MappingError(f"no family is for {_described(config)}")
+    return families
+
+
+def known() -> list[Family]:
+    """Return all families."""
+    return list(_known().values())
+
+
 def _chosen() -> list[Family]:
     """Return the registered families with their registered switches."""
     return [registered.chosen for registered in _registered.values()]

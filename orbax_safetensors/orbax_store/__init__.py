@@ -4,20 +4,20 @@ Nothing else in the package imports TensorStore. This room moves boxes of arrays
 of the caller; other rooms decide which boxes.
 """
 
-from orbax_safetensors.orbax_store.item_layout import OrbaxLayout
 from orbax_safetensors.orbax_store.item_writer import OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.reader import OrbaxCheckpoint, OrbaxStep, open_orbax, open_step
 from orbax_safetensors.orbax_store.shardings import named_sharding
 from orbax_safetensors.orbax_store.sink import OrbaxSink
+from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
 
 __all__ = [
     "OrbaxCheckpoint",
     "OrbaxItem",
-    "OrbaxLayout",
     "OrbaxLeaf",
     "OrbaxSink",
     "OrbaxStep",
+    "UnfinishedCheckpoint",
     "array_name",
     "named_sharding",
     "open_orbax",

@@ -3,21 +3,15 @@
 Nothing else in this room imports a private module of Orbax: what a new version of Orbax may break stands here.
 """
 
-# `Checkpointer.save` creates directories, saves and finishes in one call, and would leave the other processes waiting
-# if one of these steps fails in one of them. So a sink runs the steps of `ocp.path.atomicity_types.TemporaryPath`,
-# which are coroutines, one by one.
-# Waits for: a public `run_sync`, or methods of `TemporaryPath` that are not coroutines.
+# The reader of `array_metadatas` is a coroutine.
+# Waits for: a public `run_sync`.
 from orbax.checkpoint._src.asyncio_utils import run_sync
 
-# Orbax tells its operations apart by a number that `Checkpointer` advances, and a sink saves without one.
-# Waits for: a `PyTreeCheckpointHandler.save` that numbers its own operations.
-from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
-
-# `ocp.type_handlers.ArrayHandler` takes one of these to record how arrays are stored, and has none by default.
-# Waits for: `ocp.type_handlers.ArrayHandler()` with the store that Orbax registers it with.
+# The reader of `array_metadatas`: what it cannot read, Orbax does not restore.
+# Waits for: a public reader of how arrays are stored.
 from orbax.checkpoint._src.metadata.array_metadata_store import Store as ArrayMetadataStore
 
-# The content of `_CHECKPOINT_METADATA`. `ocp.metadata.metadata_store` writes dicts, which this makes of a record.
+# The content of `_CHECKPOINT_METADATA`, as a dict.
 # Waits for: `ocp.metadata.StepMetadata.serialize`.
 from orbax.checkpoint._src.metadata.step_metadata_serialization import serialize as serialize_step_metadata
 
@@ -45,7 +39,6 @@ __all__ = [
     "PROCESS_SUBDIR_PREFIX",
     "ArrayMetadataStore",
     "InternalTreeMetadata",
-    "OperationIdGenerator",
     "build_array_write_spec",
     "build_kvstore_tspec",
     "get_sharding_tensorstore_spec",

@@ -16,9 +16,9 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 from etils.epath import backend
-from etils.epath.gpath import PosixGPath
 
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.strict_json import check_density
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore
@@ -29,9 +29,6 @@ _REMOTE = "gs://"
 _CLIENTS = ("gcsfs", "tensorflow")
 # Bytes of a copied file that are in memory at once; gcsfs reads and writes as many anyway.
 _COPY_BYTES = 4 << 20
-# Files of metadata that are longer hold at most one object or list in as many bytes as this, on average.
-_SMALL_BYTES = 64 << 10
-_DENSE = 6
 
 
 def is_on_gcs(path: PathLike) -> bool:
@@ -70,14 +67,6 @@ def check_literal(path: str) -> None:
         meaning = "a pattern"
     if meaning:
         raise StorageError(f"{path}: cannot hold a checkpoint of Orbax, whose libraries take this path for {meaning}")
-
-
-class LiteralPath(PosixGPath):
-    """A path that is not part of the pattern by which Orbax looks for files below it when it merges them."""
-
-    def glob(self, pattern: str) -> Iterator[Any]:
-        """Yield the paths below this one that match `pattern`."""
-        yield from epath.Path(glob.escape(os.fspath(self))).glob(pattern)
 
 
 def fresh(path: PathLike) -> epath.Path:
@@ -132,28 +121,9 @@ def read_json(path: epath.Path) -> Any:
 
 def parse_json(text: bytes, where: str) -> Any:
     """Return what a JSON file of Orbax says, given its content; errors begin with `where`, its path."""
-    # Built, an empty list takes thirty times the memory of its text. What Orbax writes is names and numbers.
-    nested = text.count(b"[") + text.count(b"{")
-    if len(text) > _SMALL_BYTES and nested * _DENSE > len(text):
-        raise StorageError(
-            f"{where}: is not what Orbax writes: expected at most {len(text) // _DENSE} objects and lists in "
-            f"{len(text)} bytes, found {nested}"
-        )
     with storage_errors(f"{where}: is not what Orbax writes"):
+        check_density(text)
         return json.loads(text)
-
-
-def make(directory: str) -> None:
-    """Make a directory of a file system and its parents; their names are on the disk when this returns."""
-    if not os.path.isdir(directory):
-        make(os.path.dirname(directory))
-        os.makedirs(directory, exist_ok=True)
-        flush_names(os.path.dirname(directory))
-
-
-def flush_names(directory: PathLike) -> None:
-    """Return when the names in a directory of a file system are on the disk."""
-    LocalStore().sync(os.fspath(directory))
 
 
 def flush(directory: PathLike) -> None:
@@ -165,7 +135,7 @@ def flush(directory: PathLike) -> None:
             else:
                 with open(entry.path, "rb") as file:
                     os.fsync(file.fileno())
-    flush_names(directory)
+    LocalStore().sync(os.fspath(directory))
 
 
 def remove(path: epath.Path) -> None:
@@ -193,9 +163,9 @@ def copy(source: epath.Path, destination: epath.Path) -> None:
             os.fsync(writing.fileno())
 
 
-def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False) -> ts.KvStore:
-    """Open what is below a directory as a store of keys: Orbax's database of chunks, or the files."""
-    spec = build_kvstore_tspec(directory, use_ocdbt=ocdbt)
+def kvstore(directory: str, context: ts.Context, *, ocdbt: bool = False, **options: Any) -> ts.KvStore:
+    """Open what is below a directory as a store of keys: Orbax's database of chunks, with `options`, or the files."""
+    spec = {**build_kvstore_tspec(directory, use_ocdbt=ocdbt), **options}
     if not ocdbt:
         spec["path"] += "/"
     return ts.KvStore.open(ts.KvStore.Spec(spec), context=context).result()

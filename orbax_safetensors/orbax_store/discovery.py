@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +10,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.orbax_store._compat import serialize_step_metadata
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json
 
 TREE_FILE = "_METADATA"
+STRINGS_FILE = "_strings.json"
+# Has a file of each process, with its record of the arrays.
+ARRAYS_DIRECTORY = "array_metadatas"
 STEP_FILE = "_CHECKPOINT_METADATA"
 # In an unfinished checkpoint of this package: what it is to be. It exists from the beginning to the end of the work.
 RECORD_FILE = "_in_progress.json"
@@ -47,6 +46,11 @@ class FinishedCheckpoint:
     def item(self, name: str) -> epath.Path:
         """Return the directory of an item."""
         return self.directory / name if name else self.directory
+
+
+def unfinished_path(path: epath.Path) -> epath.Path:
+    """Return where Orbax has a directory until it is finished: beside its place, or in it on an object store."""
+    return path if is_on_gcs(path) else path.with_name(f"{path.name}{UNFINISHED}")
 
 
 def find_finished(path: epath.Path) -> FinishedCheckpoint:
@@ -116,36 +120,22 @@ def step_metadata(directory: epath.Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if not key.endswith("_timestamp_nsecs")}
 
 
-def step_record(handlers: str | Mapping[str, str], custom_metadata: Mapping[str, Any] | None, began: int) -> str:
-    """Return the content of `STEP_FILE` for a checkpoint that is finished now.
-
-    `handlers` has the `typestr` of the handler of each item by name, or that of an item alone; `began` is a time in
-    nanoseconds. Raises `TypeError` or
-    `ValueError` if Orbax cannot record `custom_metadata`.
-    """
-    metadata = ocp.metadata.StepMetadata(
-        item_handlers=handlers if isinstance(handlers, str) else dict(handlers),
-        init_timestamp_nsecs=began,
-        commit_timestamp_nsecs=time.time_ns(),
-        custom_metadata=dict(custom_metadata or {}),
-    )
-    return json.dumps(serialize_step_metadata(metadata))
-
-
 def recorded_metadata(checkpoint: FinishedCheckpoint) -> dict[str, Any]:
     """Return the record of a checkpoint, with the handlers of the items in it.
 
     Items that were saved alone, into a directory without a record, each have a record.
     """
-    of_each = {name: step_metadata(checkpoint.item(name)) for name in checkpoint.items}
+    item_records = {name: step_metadata(checkpoint.item(name)) for name in checkpoint.items}
     whole = step_metadata(checkpoint.whole)
-    handlers = {name: metadata.get("item_handlers") for name, metadata in of_each.items()}
-    of_items = whole.get("item_handlers")
-    if isinstance(of_items, dict):
-        handlers |= {name: of_items[name] for name in (*checkpoint.items, *checkpoint.others) if name in of_items}
+    handlers = {name: metadata.get("item_handlers") for name, metadata in item_records.items()}
+    step_handlers = whole.get("item_handlers")
+    if isinstance(step_handlers, dict):
+        handlers |= {
+            name: step_handlers[name] for name in (*checkpoint.items, *checkpoint.others) if name in step_handlers
+        }
         if checkpoint.whole != checkpoint.directory:
-            handlers = {"": of_items.get(checkpoint.directory.name)}
-    kept = {key: value for metadata in (*of_each.values(), whole) for key, value in metadata.items()}
+            handlers = {"": step_handlers.get(checkpoint.directory.name)}
+    kept = {key: value for metadata in (*item_records.values(), whole) for key, value in metadata.items()}
     named = {name: handler for name, handler in handlers.items() if handler is not None}
     kept["item_handlers"] = handlers[""] if checkpoint.items == ("",) else named
     return kept

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.format.header import PREFIX_BYTES
+from orbax_safetensors.format.header import PREFIX_BYTES, fingerprint
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.storage.store import Store, find_small
 
@@ -40,11 +40,6 @@ def note_content(
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     made_by = {name: record for name, record in (("saved", saved), ("linked", linked)) if record is not None}
     return json.dumps({"files": files, "names_tensors": names_tensors, "index": digests} | made_by, indent=1).encode()
-
-
-def fingerprint(nbytes: int, header: bytes | bytearray) -> dict[str, Any]:
-    """Return what tells a file apart: its size, and a digest of its header without the eight bytes before it."""
-    return {"nbytes": nbytes, "header_sha256": hashlib.sha256(header).hexdigest()}
 
 
 def fingerprints(layout: Layout) -> dict[str, Mapping[str, Any]]:

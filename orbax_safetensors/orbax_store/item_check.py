@@ -11,11 +11,11 @@ from etils import epath
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.orbax_store._compat import ArrayMetadataStore, run_sync
 from orbax_safetensors.orbax_store.directories import names, read_json
-from orbax_safetensors.orbax_store.discovery import TREE_FILE
+from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
 from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.orbax_store.operations import Budget, storage_errors
-from orbax_safetensors.orbax_store.reader import ARRAY_METADATAS, PROCESS, find, open_item
+from orbax_safetensors.orbax_store.reader import PROCESS, find, open_item
 from orbax_safetensors.storage.paths import PathLike
 
 
@@ -68,7 +68,7 @@ def _array_faults(
 
 def _metadata_faults(item: epath.Path) -> Iterator[SafetensorsError]:
     """Yield the files with the metadata of arrays that Orbax, which reads those of all processes, cannot read."""
-    directory = item / ARRAY_METADATAS
+    directory = item / ARRAYS_DIRECTORY
     for name in names(directory) if directory.is_dir() else ():
         if match := PROCESS.fullmatch(name):
             path = directory / name

@@ -17,11 +17,18 @@ from etils import epath
 from orbax_safetensors.devices import trees
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX, OperationIdGenerator, run_sync
-from orbax_safetensors.orbax_store.directories import LiteralPath, check_literal, is_on_gcs, kvstore, names, remove
-from orbax_safetensors.orbax_store.discovery import RECORD_FILE, STEP_FILE, TREE_FILE
-from orbax_safetensors.orbax_store.leaf import ARRAYS, OrbaxLeaf, box_of
-from orbax_safetensors.orbax_store.leaf_handlers import registry, streamed, write_spec
+from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX, build_array_write_spec
+from orbax_safetensors.orbax_store.directories import check_literal, is_on_gcs, kvstore, names, remove
+from orbax_safetensors.orbax_store.discovery import (
+    FINISHED_FILE,
+    RECORD_FILE,
+    STEP_FILE,
+    TREE_FILE,
+    unfinished_path,
+)
+from orbax_safetensors.orbax_store.leaf import ARRAYS, SCALAR, OrbaxLeaf, box_of
+from orbax_safetensors.orbax_store.metadata import item_files
+from orbax_safetensors.orbax_store.ocdbt import merge
 from orbax_safetensors.orbax_store.operations import storage_errors
 
 # A chunk's key, after the name of its array if that is not empty: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
@@ -70,35 +77,28 @@ class ItemWriter:
         Raises `TensorMismatchError`, which begins with `where`, if a leaf cannot be stored.
         """
         self._item, self._compression, self._where = item, compression, where
-        self._final, self._path = checkpoint, None
-        if name:
-            temporary_path = ocp.path.atomicity_defaults.get_default_temporary_path_class(checkpoint)
-            self._final = checkpoint / name
-            self._path = temporary_path.from_final(self._final)
-        self._handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=item.ocdbt,
-            use_zarr3=item.zarr3,
-            use_compression=compression,
-            type_handler_registry=registry(),
-        )
+        self._final = checkpoint / name if name else None
+        self.directory = unfinished_path(self._final) if self._final else checkpoint
         structure, named = trees.flatten(item.tree)
         leaves, self._values = _parted(named, where)
         if not item.ocdbt:  # names of arrays are those of directories
             for leaf in filter(None, named):
                 check_literal(os.path.join(self.directory, leaf))
-        # Orbax may store an array in smaller chunks than a leaf asks for.
-        self._context = _context(item.ocdbt, fsync)
-        specs = {name: write_spec(self._info(name), leaf, jax.process_index()) for name, leaf in leaves.items()}
+        # Orbax's context caches nothing that was written.
+        context = ocp.type_handlers.get_ts_context(use_ocdbt=item.ocdbt).spec.to_json()
+        self._context = ts.Context(context if fsync else {**context, "file_io_sync": False})
+        specs = {name: self._write_spec(name, leaf) for name, leaf in leaves.items()}
         self._specs = {name: spec.json for name, spec in specs.items()}
+        # Orbax may store an array in smaller chunks than a leaf asks for.
         self.leaves: Mapping[str, OrbaxLeaf] = {
-            name: replace(leaf, chunk_shape=tuple(specs[name].metadata.chunk_shape)) for name, leaf in leaves.items()
+            name: replace(leaf, write_shape=leaf.chunk_shape, chunk_shape=tuple(specs[name].metadata.chunk_shape))
+            for name, leaf in leaves.items()
         }
-        self._tree = jax.tree.unflatten(
-            structure, [streamed(leaves[name]) if name in leaves else self._values[name] for name in named]
-        )
+        self._tree = jax.tree.unflatten(structure, [self.leaves.get(name, leaf) for name, leaf in named.items()])
 
-    def _info(self, name: str) -> ocp.type_handlers.ParamInfo:
-        return ocp.type_handlers.ParamInfo(
+    def _write_spec(self, name: str, leaf: OrbaxLeaf) -> Any:
+        """Return Orbax's choice of how an array is stored, by this process."""
+        info = ocp.type_handlers.ParamInfo(
             name=name,
             parent_dir=self.directory,
             is_ocdbt_checkpoint=self._item.ocdbt,
@@ -107,21 +107,19 @@ class ItemWriter:
             ts_context=self._context,
             ocdbt_target_data_file_size=None if is_on_gcs(self.directory) else _DATA_FILE_BYTES,
         )
-
-    @property
-    def directory(self) -> epath.Path:
-        """Return where Orbax puts the item's files until it is finished."""
-        return self._final if self._path is None else self._path.get()
+        return build_array_write_spec(
+            info,
+            global_shape=leaf.shape,
+            local_shape=leaf.chunk_shape,
+            dtype=leaf.dtype,
+            use_ocdbt=self._item.ocdbt,
+            process_index=jax.process_index() if self._item.ocdbt else None,
+        )
 
     @property
     def places(self) -> tuple[epath.Path, ...]:
         """Return where the item is while the checkpoint is unfinished: before and after the item is finished."""
-        return () if self._path is None else (self._final, self.directory)
-
-    @property
-    def typestr(self) -> str:
-        """Return Orbax's name of the handler that writes it."""
-        return str(self._handler.typestr())
+        return () if self._final is None else (self._final, self.directory)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -139,13 +137,13 @@ class ItemWriter:
 
     def create(self) -> None:
         """Make the directory, in that of the checkpoint. One process calls this, `reopen` and `finish`."""
-        if self._path is not None:
-            run_sync(self._path.create())
+        if self._final is not None and not is_on_gcs(self.directory):
+            self.directory.mkdir()
 
     def reopen(self) -> None:
         """Remove all but the chunks, however far `finish` has come."""
         with storage_errors(f"{self.directory}: cannot be resumed"):
-            if self._path is not None and self._final.exists() and not self.directory.exists():
+            if self._final is not None and self._final.exists() and not self.directory.exists():
                 self._final.rename(self.directory)
             leaves = {*self.leaves, *self._values}
             tops = {name.split("/")[0] for name in leaves}
@@ -154,7 +152,7 @@ class ItemWriter:
                     kept = name.startswith(PROCESS_SUBDIR_PREFIX)
                 else:  # an array without a name has its chunks beside the others' directories
                     kept = name in tops or ("" in leaves and bool(_CHUNK_KEYS[self._item.zarr3].fullmatch(name)))
-                if not kept and (self._path is not None or name not in (RECORD_FILE, STEP_FILE)):
+                if not kept and (self._final is not None or name not in (RECORD_FILE, STEP_FILE)):
                     remove(self.directory / name)
 
     def open(self, primary: bool) -> dict[str, ts.TensorStore]:
@@ -183,11 +181,8 @@ class ItemWriter:
 
         Raises `TensorMismatchError` if there is a chunk that belongs to no array.
         """
-        roots = [self.directory]
-        if self._item.ocdbt:
-            with storage_errors(os.fspath(self.directory)):
-                inside = names(self.directory)
-            roots = [self.directory / name for name in inside if name.startswith(PROCESS_SUBDIR_PREFIX)]
+        with storage_errors(os.fspath(self.directory)):
+            roots = self._databases() if self._item.ocdbt else [os.fspath(self.directory)]
         return self._present(self._keys(roots))
 
     def _present(self, keys: Iterable[str]) -> dict[str, np.ndarray]:
@@ -206,43 +201,64 @@ class ItemWriter:
             grid[index] = True
         return present
 
-    def _keys(self, roots: Iterable[epath.Path]) -> Iterator[str]:
+    def _keys(self, roots: Iterable[str]) -> Iterator[str]:
         # A new context, so that the list is not one that was cached before.
         context = ocp.type_handlers.get_ts_context(use_ocdbt=self._item.ocdbt)
         with storage_errors(os.fspath(self.directory)):
             for root in roots:
-                for key in kvstore(os.fspath(root), context, ocdbt=self._item.ocdbt).list().result():
+                for key in kvstore(root, context, ocdbt=self._item.ocdbt).list().result():
                     yield os.fsdecode(key)
 
-    def save(self) -> None:
-        """Let Orbax write all that belongs to the arrays. Every process calls this."""
-        # As `Checkpointer.save` does, so that Orbax takes no signal of an earlier save for one of this.
-        OperationIdGenerator.next_operation_id()
-        self._handler.save(
-            self.directory, args=ocp.args.PyTreeSave(self._tree, custom_metadata=self._item.custom_metadata)
-        )
-
     def finish(self) -> None:
-        """Merge what the processes have written, and give the directory its name if nothing is missing.
+        """Add what belongs to the arrays, merge what the processes have written, and give the directory its name.
 
-        Raises `TensorMismatchError` if chunks are missing, and `StorageError` if Orbax has not written the tree or the
-        description of an array.
+        Raises `TensorMismatchError` if chunks are missing, and `StorageError` if something else is.
         """
-        self._handler.finalize(LiteralPath(self.directory))
+        self._write_scalars()
+        files = item_files(
+            self._tree,
+            custom_metadata=self._item.custom_metadata,
+            ocdbt=self._item.ocdbt,
+            zarr3=self._item.zarr3,
+            process_count=jax.process_count(),
+        )
+        for name, content in files.items():
+            path = self.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content.decode())
+        if self._item.ocdbt:
+            merge(self._databases(), os.fspath(self.directory))
         self._check_whole()
-        if self._path is not None:
-            run_sync(self._path.finalize())
+        if self._final is not None:
+            (self.directory / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self._final}")
+            if self.directory != self._final:
+                self.directory.rename(self._final)
+
+    def _write_scalars(self) -> None:
+        arrays = {name: np.asarray(value) for name, value in self._values.items() if not isinstance(value, str)}
+        opening = {}
+        for name, array in arrays.items():
+            spec = self._write_spec(name, OrbaxLeaf((), array.dtype, (), SCALAR)).json
+            opening[name] = ts.open(ts.Spec(spec), create=True, open=True, context=self._context)
+        writing = [opening[name].result().write(array) for name, array in arrays.items()]
+        for future in writing:
+            future.result()
+
+    def _databases(self) -> list[str]:
+        """Return the directories of the databases of all processes."""
+        inside = names(self.directory)
+        return [os.path.join(self.directory, name) for name in inside if name.startswith(PROCESS_SUBDIR_PREFIX)]
 
     def _check_whole(self) -> None:
         """Raise the errors of `finish`. The store that a reader opens is listed once, and no array is opened."""
-        keys = set(self._keys([self.directory]))
+        keys = set(self._keys([os.fspath(self.directory)]))
         scalars = [name for name, value in self._values.items() if not isinstance(value, str)]
         for name in (*self.leaves, *scalars):
             key = f"{name}/{_ARRAY_KEYS[self._item.zarr3]}".removeprefix("" if name else "/")
             if key not in keys:
                 raise StorageError(f"{self._where}: {name!r}: was not stored: {key!r} is missing")
         if TREE_FILE not in names(self.directory):
-            raise StorageError(f"{self._where}: Orbax has not written {TREE_FILE}")
+            raise StorageError(f"{self._where}: {TREE_FILE} was not stored")
         lacking = {name: present for name, present in self._present(keys).items() if not present.all()}
         if lacking:
             name, present = next(iter(lacking.items()))
@@ -286,11 +302,3 @@ def _checked(leaf: OrbaxLeaf, where: str) -> OrbaxLeaf:
     except ValueError as error:
         raise TensorMismatchError(f"{where}: arrays of {leaf.dtype} cannot be stored") from error
     return replace(leaf, shape=tuple(map(int, leaf.shape)), chunk_shape=tuple(map(int, leaf.chunk_shape)))
-
-
-def _context(ocdbt: bool, fsync: bool) -> ts.Context:
-    """Return Orbax's context, which caches nothing that was written."""
-    spec = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt).spec.to_json()
-    if not fsync:
-        spec["file_io_sync"] = False
-    return ts.Context(spec)

@@ -34,7 +34,7 @@ class OrbaxLeaf:
       chunk_shape: the shape that is stored and encoded at once; smaller at the end of a dimension that it does not
         divide.
       kind: `jax.Array`, `np.ndarray`, `scalar` or `string`: what Orbax restores by default.
-      write_shape: the shape of the shards that were written, if it is recorded. A sink writes `chunk_shape`.
+      write_shape: the shape of the shards that are written, if it is not that of the chunks.
       sharding: the recorded sharding of a `jax.Array`; it needs no devices.
       random_key: the implementation of the random keys whose data this is, for which Orbax returns keys.
     """

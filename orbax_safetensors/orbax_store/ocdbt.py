@@ -118,12 +118,24 @@ def write_references(entries: Iterable[Entry], write: Callable[[str, bytes], Non
     return len(content) + len(manifest)
 
 
-def merge(directory: str, root: str) -> None:
-    """Add the entries of the database in a directory below `root` to the database in `root`; no value is moved."""
+def merge(databases: Sequence[str], root: str) -> None:
+    """Add the entries of databases in directories below `root` to the database in `root`, at once; no value is moved.
+
+    Without one there, begin a database with the configuration that Orbax gives it.
+    """
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
+    config = {
+        "max_inline_value_bytes": _MAX_INLINE_BYTES,
+        "max_decoded_node_bytes": _MAX_NODE_BYTES,
+        "manifest_kind": "single",
+    }
     with storage_errors(root):
-        databases = [kvstore(path, context, ocdbt=True) for path in (directory, root)]
-        databases[0].experimental_copy_range_to(databases[1]).result()
+        transaction = ts.Transaction(atomic=True)
+        whole = kvstore(root, context, ocdbt=True, config=config, assume_config=True).with_transaction(transaction)
+        copying = [kvstore(database, context, ocdbt=True).experimental_copy_range_to(whole) for database in databases]
+        for future in copying:
+            future.result()
+        transaction.commit_sync()
 
 
 def _inline_bytes(value: bytes | Range) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +24,19 @@ def storage_errors(where: str, kind: type[Exception] = Exception) -> Iterator[No
         raise
     except kind as error:
         raise StorageError(f"{where}: {error or type(error).__name__}") from error
+
+
+def finish_all(begun: Iterable[Future[Any]]) -> None:
+    """Begin operations and wait for all that have begun, also if one cannot begin; raise the first error."""
+    futures = []
+    try:
+        for future in begun:
+            futures.append(future)
+    finally:
+        failures = [future.exception() for future in futures]
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 class Budget:

@@ -20,6 +20,8 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
 from orbax_safetensors.orbax_store.directories import absolute, file_bytes, names, read_bytes, read_json, state
 from orbax_safetensors.orbax_store.discovery import (
+    ARRAYS_DIRECTORY,
+    STRINGS_FILE,
     TREE_FILE,
     FinishedCheckpoint,
     find_finished,
@@ -40,14 +42,12 @@ from orbax_safetensors.orbax_store.leaf import (
     cut,
     touched_nbytes,
 )
+from orbax_safetensors.orbax_store.metadata import RecordedTree
 from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
-from orbax_safetensors.orbax_store.recorded_tree import RecordedLeaf, RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings, warn
 from orbax_safetensors.storage.paths import PathLike
 
-_STRINGS_FILE = "_strings.json"
-# Where each process has recorded the metadata of its arrays, in a file of this name.
-ARRAY_METADATAS = "array_metadatas"
+# The file of a process in `ARRAYS_DIRECTORY`.
 PROCESS = re.compile(r"process_(\d+)")
 
 # The most decoded bytes of one TensorStore read: enough to keep the decoders of several cores busy.
@@ -143,7 +143,7 @@ class OrbaxCheckpoint:
             with storage_errors(f"{self.path}: {name!r}"):
                 spec = {
                     "driver": "json",
-                    "kvstore": build_kvstore_tspec(self.path, _STRINGS_FILE, use_ocdbt=False),
+                    "kvstore": build_kvstore_tspec(self.path, STRINGS_FILE, use_ocdbt=False),
                     "json_pointer": f"/{name}",  # unescaped, as Orbax writes it
                 }
                 return str(ts.open(spec, read=True, open=True).result().read().result().item())
@@ -295,8 +295,8 @@ def open_item(
             ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(directory)
     context = ocp.type_handlers.get_ts_context(use_ocdbt=ocdbt)
     opening = {}
-    for name, leaf in tree.leaves.items():
-        if leaf.kind == STRING:
+    for name, kind in tree.leaves.items():
+        if kind == STRING:
             continue
         info = ocp.type_handlers.ParamInfo(
             name=name,
@@ -323,9 +323,9 @@ def open_item(
         shardings = parse_shardings(read_bytes(directory / SHARDING_FILE), item, unknown)
         random_keys = _random_keys(directory)
     leaves = {
-        name: _leaf(leaf, stores.get(name), shardings.get(name), random_keys.get(name))
-        for name, leaf in tree.leaves.items()
-        if name in stores or leaf.kind == STRING
+        name: _leaf(kind, stores.get(name), shardings.get(name), random_keys.get(name))
+        for name, kind in tree.leaves.items()
+        if name in stores or kind == STRING
     }
     recorded_with = step_metadata(directory) or step_metadata(finished.whole)
     return OrbaxCheckpoint(
@@ -342,7 +342,7 @@ def open_item(
     )
 
 
-def _leaf(leaf: RecordedLeaf, store: ts.TensorStore | None, sharding: Any, random_key: str | None) -> OrbaxLeaf:
+def _leaf(kind: str, store: ts.TensorStore | None, sharding: Any, random_key: str | None) -> OrbaxLeaf:
     if store is None:
         return OrbaxLeaf((), np.dtype(np.str_), (), STRING)
     return OrbaxLeaf(
@@ -350,16 +350,15 @@ def _leaf(leaf: RecordedLeaf, store: ts.TensorStore | None, sharding: Any, rando
         dtype=np.dtype(store.dtype.numpy_dtype),
         # What is decoded as one; Zarr 3 may keep several in what it writes as one.
         chunk_shape=tuple(int(size or 0) for size in store.chunk_layout.read_chunk.shape or ()),
-        kind=leaf.kind,
-        write_shape=leaf.write_shape,
-        sharding=sharding if leaf.kind == JAX_ARRAY else None,
+        kind=kind,
+        sharding=sharding if kind == JAX_ARRAY else None,
         random_key=random_key,
     )
 
 
 def _random_keys(item: epath.Path) -> dict[str, str]:
     """Return the implementations of random keys whose data leaves are, by name. The file of each process has all."""
-    directory = item / ARRAY_METADATAS
+    directory = item / ARRAYS_DIRECTORY
     files = [name for name in names(directory) if PROCESS.fullmatch(name)] if directory.exists() else []
     if not files:
         return {}

@@ -17,233 +17,265 @@ import json
 import logging
 import os
 import secrets
-import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store._compat import run_sync
-from orbax_safetensors.orbax_store.directories import copy, flush, flush_names, fresh, is_on_gcs, make, names, remove
-from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE
-from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem
+from orbax_safetensors.orbax_store.directories import (
+    absolute,
+    copy,
+    flush,
+    fresh,
+    is_on_gcs,
+    names,
+    read_bytes,
+    remove,
+)
+from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE, UNFINISHED, unfinished_path
+from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
+from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
+from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record
 from orbax_safetensors.orbax_store.operations import storage_errors
-from orbax_safetensors.storage.local import check_makeable
-from orbax_safetensors.storage.lock import Lock
+from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.storage.workspace import Workspace, taken
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 
-class UnfinishedCheckpoint:
-    """An unfinished checkpoint of one or more items. One process only calls `begin`, `check` and `finish`."""
+
+class UnfinishedCheckpoint(Workspace):
+    """An unfinished checkpoint of one or more items.
+
+    Attributes:
+      destination: the directory of the finished checkpoint.
+      items: what writes each item, by name.
+      leaves: the arrays of all items with the chunks that are written, see `named`.
+      compression: whether chunks are compressed.
+    """
+
+    kind = "checkpoint"
 
     def __init__(
         self,
-        path: str,
+        path: PathLike,
         items: Mapping[str, OrbaxItem],
-        others: Mapping[str, str],
         *,
-        compression: bool,
-        fsync: bool,
+        metadata: Mapping[str, Any] | None = None,
+        others: Mapping[str, str] | None = None,
+        compression: bool = True,
+        fsync: bool = True,
+        source: str = "",
     ) -> None:
-        """Write nothing. `others` are the paths of files and directories to copy, by their new names."""
-        self.path, self._others = path, others
-        final = epath.Path(path)
-        self._metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
-        temporary_path = ocp.path.atomicity_defaults.get_default_temporary_path_class(final)
-        self._step_path = temporary_path.from_final(final, checkpoint_metadata_store=self._metadata)
+        """Decide how arrays are stored, and write nothing.
+
+        Args:
+          path: the directory of the checkpoint, which must not exist, or its `gs://` URL.
+          items: by name; a single item without a name is stored in the directory itself.
+          metadata: JSON that Orbax records of the checkpoint: `custom_metadata`, as MaxText's `{"scan_layers": True}`,
+            and other keys that it knows. `item_handlers` are by default those of trees.
+          others: paths of files and directories to copy beside the items, by their new names.
+          compression: compress chunks as Orbax does.
+          fsync: a tile is done once it is on the disk, as in Orbax. Without it, a tile is done once the operating
+            system has it: a loss of power can undo it, a kill of the process cannot.
+          source: tells sources of equal shapes apart; compared when a run resumes.
+
+        Raises `StorageError` for a path that cannot hold a checkpoint, and `TensorMismatchError` if a leaf cannot be
+        stored.
+        """
+        self.destination = absolute(path)
+        if UNFINISHED in self.destination:
+            raise StorageError(
+                f"{self.destination}: choose a path without {UNFINISHED}, by which Orbax knows unfinished checkpoints"
+            )
+        self._others, self.compression, self._fsync = others or {}, compression, fsync
+        self._check_options(items, metadata or {})
+        handlers = dict.fromkeys(items, HANDLER)
+        self._metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
+        self.directory = unfinished_path(epath.Path(self.destination))
+        self.path = os.fspath(self.directory)
+        # Whether the finished checkpoint has the same path, so that only a file in it tells it from an unfinished one.
+        self._in_place = is_on_gcs(self.destination)
+        if not self._in_place:
+            parent, name = os.path.split(self.destination)
+            self.locked = os.path.join(parent, f".{name}.lock")
         self.items = {
             name: ItemWriter(
                 item,
-                self._step_path.get(),
+                self.directory,
                 name,
-                path if len(items) == 1 else os.path.join(path, name),
+                self.destination if len(items) == 1 else os.path.join(self.destination, name),
                 compression=compression,
                 fsync=fsync,
             )
             for name, item in items.items()
         }
-        self._record = self._step_path.get() / RECORD_FILE
-        # Whether the finished checkpoint has the same path, so that only a file in it tells it from an unfinished one.
-        self._in_place = is_on_gcs(self.path)
-        self._fsync = fsync
+        self.leaves: Mapping[str, OrbaxLeaf] = self.named(lambda item: item.leaves)
+        self.record = {
+            "compression": compression,
+            "source": source,
+            "items": list(items),
+            "others": list(self._others),
+            **self.named(lambda item: item.record),
+        }
+        self._record_path = self.directory / RECORD_FILE
         self._run = secrets.token_hex(8)
-        self._lock: Lock | None = None
 
-    def begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
-        """Make the directories, anew unless `resume` finds some that were begun with the same `record`.
+    def _check_options(self, items: Mapping[str, OrbaxItem], metadata: Mapping[str, Any]) -> None:
+        others = self._others
+        for name in (*items, *others):
+            if not isinstance(name, str) or name in (".", "..", STEP_FILE) or "/" in name or UNFINISHED in name:
+                raise TensorMismatchError(f"{self.destination}: expected the name of an item, found {name!r}")
+        if not items or ("" in (*items, *others) and (len(items) > 1 or others)) or items.keys() & others.keys():
+            raise TensorMismatchError(
+                f"{self.destination}: expected items of different names, or one without, found {[*items, *others]}"
+            )
+        custom_metadata = metadata.get("custom_metadata")
+        if custom_metadata is not None and not isinstance(custom_metadata, dict):
+            raise TensorMismatchError(
+                f"{self.destination}: expected a dict of custom metadata, found {custom_metadata!r}"
+            )
+        for document in (metadata, *(item.custom_metadata for item in items.values())):
+            try:
+                json.dumps(document)
+            except (TypeError, ValueError) as error:
+                raise TensorMismatchError(f"{self.destination}: custom metadata must be JSON: {error}") from error
 
-        No other sink can begin until `release`. Raises `StorageError` if another sink is at work, if the checkpoint
-        exists, or if something else is in its place, and `TensorMismatchError` if the records differ.
-        """
-        if not self._in_place:
-            destination, name = os.path.split(self.path)
-            check_makeable(os.fspath(self._step_path.get()))
-            with storage_errors(f"{self._step_path.get()}: cannot be made"):
-                make(destination)
-                self._lock = Lock(os.path.join(destination, f".{name}.lock"), self.path)
-        try:
-            self._begin(record, resume=resume)
-        except BaseException:
-            self.release()
-            raise
+    def named(self, facts: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
+        """Return what `facts` says of the arrays of all items, by names that are unique in the checkpoint."""
+        return {
+            array_name(self.items, item, name): value
+            for item, writer in self.items.items()
+            for name, value in facts(writer).items()
+        }
 
     def check_place(self) -> None:
-        """Raise the `StorageError` of `begin` if something is in the way; write nothing."""
-        with storage_errors(self.path):
+        """See `Workspace`. A symbolic link is not followed."""
+        with storage_errors(self.destination):
             if not self._in_place:
-                check_makeable(os.fspath(self._step_path.get()))
-            self._check_free()
-            self._check_place()
-            if self._step_path.get().exists():
+                check_makeable(self.path)
+            self.check_free()
+            for path in (self.path, *(os.fspath(place) for item in self.items.values() for place in item.places)):
+                self._check_directory(path)
+            if self.directory.exists():
                 self._check_unfinished()
-
-    def release(self) -> None:
-        """Let other sinks begin."""
-        if self._lock is not None:
-            self._lock.release()
 
     def check(self) -> None:
-        """Raise `StorageError` if another sink has begun since."""
+        """See `Workspace`."""
         if (self._begun() or {}).get("run") != self._run:
-            raise StorageError(f"{self.path}: another save or conversion is writing here")
+            raise taken(self.destination)
 
-    def _begin(self, record: Mapping[str, Any], *, resume: bool) -> None:
-        with storage_errors(self.path):
-            self._check_free()
-            self._check_place()
-        if resume and (begun := self._begun()) is not None:
-            # Compared as JSON has it: without tuples, and with the keys in any order.
-            for key, value in json.loads(json.dumps(record)).items():
-                if begun.get(key) != value:
-                    why = f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now"
-                    if key == "source":  # a digest, which says nothing to a reader
-                        why = "it was begun from another source, or with other arguments"
-                    raise TensorMismatchError(
-                        f"{self._step_path.get()}: cannot be resumed: {why}; begin anew without resume"
-                    )
-            with storage_errors(f"{self._step_path.get()}: cannot be resumed"):
-                self._write_record({"run": self._run, **record})
+    def _check_same(self, begun: Mapping[str, Any]) -> None:
+        # Compared as JSON has it: without tuples, and with the keys in any order.
+        for key, value in json.loads(json.dumps(self.record)).items():
+            if begun.get(key) != value:
+                if key == "source":  # a digest, which says nothing to a reader
+                    super()._check_same(begun)
+                raise self._mismatch(f"{key} was {begun.get(key)!r:.300} when it was begun and is {value!r:.300} now")
+
+    def _take_up(self) -> None:
+        with storage_errors(f"{self.path}: cannot be resumed"):
+            self._write_record({"run": self._run, **self.record})
             for item in self.items.values():
                 item.reopen()
-            with storage_errors(f"{self._step_path.get()}: cannot be resumed"):
-                self._copy_others()
-            return
-        with storage_errors(f"{self._step_path.get()}: cannot be made"):
-            if self._step_path.get().exists():
-                self._check_unfinished()
-                if resume:
-                    logger.warning("%s has no record of what it was begun for and is deleted", self._step_path.get())
+            self._copy_others()
+
+    def _make(self) -> None:
+        with storage_errors(f"{self.path}: cannot be made"):
+            if self.directory.exists():
                 self._empty()
-            run_sync(self._step_path.create())
+            if not self._in_place:
+                self.directory.mkdir()
+            (self.directory / STEP_FILE).write_text(begun_record())
             for item in self.items.values():
                 item.create()
-            self._write_record({"run": self._run, **record})
+            self._write_record({"run": self._run, **self.record})
             if not self._in_place:
-                flush_names(os.path.dirname(self.path))
+                LocalStore().sync(os.path.dirname(self.path))
             self._copy_others()
 
     def _copy_others(self) -> None:
         """Copy all of them, even if some have been copied before: a copy may have been cut short."""
-        inside = names(self._step_path.get())
+        inside = names(self.directory)
         for name, path in self._others.items():
             if name in inside:
-                remove(self._step_path.get() / name)
-            copy(epath.Path(path), self._step_path.get() / name)
+                remove(self.directory / name)
+            copy(epath.Path(path), self.directory / name)
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         if self._in_place:
-            self._record.write_text(json.dumps(record))
-            return
-        new = self._record.with_name(f"{RECORD_FILE}.new")
-        with new.open("w") as file:
-            file.write(json.dumps(record))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._record)
-        flush_names(self._step_path.get())
+            self._record_path.write_text(json.dumps(record))
+        else:
+            write_whole(os.fspath(self._record_path), json.dumps(record))
 
-    def _check_free(self) -> None:
-        if (fresh(self.path) / FINISHED_FILE).exists() if self._in_place else os.path.lexists(self.path):
+    def check_free(self) -> None:
+        """See `Workspace`."""
+        if not self._in_place:
+            super().check_free()
+        elif (fresh(self.path) / FINISHED_FILE).exists():
             raise StorageError(f"{self.path}: already exists; choose another destination")
-
-    def _check_place(self) -> None:
-        """Raise `StorageError` if something other than a directory is in the place; a symbolic link is not followed."""
-        for path in (self._step_path.get(), *(place for item in self.items.values() for place in item.places)):
-            if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
-                kind = "link" if os.path.islink(path) else "file"
-                raise StorageError(f"{path}: is a {kind} and not an unfinished checkpoint; move it away")
 
     def _check_unfinished(self) -> None:
         """Raise `StorageError` if neither this class nor Orbax has left the directory unfinished.
 
         Both begin with Orbax's metadata of the step, which has the time of its commit once the step is complete.
         """
-        path = self._step_path.get()
-        inside = names(path)
+        inside = names(self.directory)
         if not inside or RECORD_FILE in inside:
             return
         if STEP_FILE not in inside:
-            raise StorageError(f"{path}: is not an unfinished checkpoint, it holds {inside[0]!r}; move it away")
-        metadata = self._metadata.read(path / STEP_FILE)
-        if isinstance(metadata, dict) and metadata.get("commit_timestamp_nsecs") is not None:
-            raise StorageError(f"{path}: is a checkpoint that was finished, as its {STEP_FILE} says; move it away")
+            raise self._not_ours(self.path, inside[0])
+        if self._step_record().get("commit_timestamp_nsecs") is not None:
+            raise StorageError(f"{self.path}: is a checkpoint that was finished, as its {STEP_FILE} says; move it away")
 
     def _empty(self) -> None:
         """Delete the directory; until the end, an empty record says that there is nothing to resume."""
         self._write_record({})
-        for name in names(self._step_path.get()):
+        for name in names(self.directory):
             if name != RECORD_FILE:
-                remove(self._step_path.get() / name)
-        self._step_path.get().rmtree()
+                remove(self.directory / name)
+        self.directory.rmtree()
 
     def _begun(self) -> Any:
         """Return the record of the unfinished checkpoint; None if there is nothing to resume."""
         try:
-            begun = json.loads(self._record.read_bytes())
+            begun = json.loads(self._record_path.read_bytes())
             if not isinstance(begun, dict):
                 raise ValueError(f"expected a dict, found {begun!r:.80}")
             return begun or None
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise StorageError(f"{self._record}: cannot be read: {error}; begin anew without resume") from error
+            raise StorageError(f"{self._record_path}: cannot be read: {error}; begin anew without resume") from error
 
-    def save(self) -> None:
-        """Let Orbax write all that belongs to the arrays. Every process calls this."""
-        with storage_errors(self.path):
-            for item in self.items.values():
-                item.save()
-
-    def finish(self, metadata: Mapping[str, Any]) -> None:
-        """Make it a checkpoint, as `Checkpointer.save` does: its metadata, then the items, then the whole.
+    def finish(self) -> None:
+        """See `Workspace`. Finishes the items, then Orbax's record of the step, then the whole.
 
         On a file system, with `fsync`, all is on the disk before it has its name, and the name when this returns.
         """
         self.check()
-        unfinished = self._step_path.get()
-        with storage_errors(self.path):
-            self._metadata.update(file_path=unfinished / STEP_FILE, **metadata)
+        with storage_errors(self.destination):
             for item in self.items.values():
                 item.finish()
-            if self._in_place:
-                run_sync(self._step_path.finalize())
-            else:
-                self._rename(unfinished)
+            record = finished_record(self._step_record(), self._metadata)
+            (self.directory / STEP_FILE).write_text(record)
+            (self.directory / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.destination}")
+            if not self._in_place:
+                if self._fsync:
+                    flush(self.directory)
+                os.rename(self.path, self.destination)
             # Last: a record does no harm in a finished checkpoint, and an unfinished one cannot be resumed without it.
-            (epath.Path(self.path) / RECORD_FILE).unlink()
+            (epath.Path(self.destination) / RECORD_FILE).unlink()
         if not self._in_place:
-            try:
-                flush_names(os.path.dirname(self.path))
-            except StorageError as error:
-                raise StorageError(f"{self.path}: is complete, but may not outlive a crash: {error}") from error
+            self._sync_name()
 
-    def _rename(self, unfinished: epath.Path) -> None:
-        """Do what Orbax's `finalize` does, but with all files on the disk before the rename."""
-        self._metadata.update(file_path=unfinished / STEP_FILE, commit_timestamp_nsecs=time.time_ns())
-        (unfinished / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.path}")
-        if self._fsync:
-            flush(unfinished)
-        os.rename(unfinished, self.path)
+    def _step_record(self) -> dict[str, Any]:
+        """Return Orbax's record of the step; {} if there is none, or one that was cut short."""
+        try:
+            record = json.loads(read_bytes(self.directory / STEP_FILE) or b"")
+        except ValueError:
+            return {}
+        return record if isinstance(record, dict) else {}

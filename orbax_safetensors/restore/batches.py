@@ -13,8 +13,8 @@ from orbax_safetensors.devices.arrays import on_host
 from orbax_safetensors.devices.growing import can_grow
 from orbax_safetensors.devices.sharding import plain
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.geometry.groups import by_tensors
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
+from orbax_safetensors.geometry.view import by_tensors
 from orbax_safetensors.restore.in_flight import Slot
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
@@ -65,7 +65,10 @@ def batches_of(
     Everything that stays in host memory is one batch. The others have `batch_bytes`, or one group of leaves that are
     made of the same tensors, which has at most `most` bytes. A leaf with more is in parts if it can be.
     """
-    whole = [Fill(number, None, blocks(target)) for number, target in enumerate(targets)]
+    whole = [
+        Fill(number, None, tuple([target.block(box) for box in target.local_boxes()]))
+        for number, target in enumerate(targets)
+    ]
     sizes = [fill.nbytes for fill in whole]
     stays = [target.sharding is None or on_host(plain(target.sharding)) for target in targets]
     groups = in_file_order(checkpoint, targets)
@@ -92,17 +95,6 @@ def batches_of(
     ]
 
 
-def blocks(target: Target) -> tuple[Block, ...]:
-    """Return the blocks that this process fills for a target, one for each distinct box."""
-    return tuple([_block(target, box) for box in target.local_boxes()])
-
-
-def _block(target: Target, box: Box) -> Block:
-    view = target.view
-    clipped = box if target.shape == view.shape else view.clipped(box)
-    return Block(view, clipped, box.shape, target.dtype, target.lossless)
-
-
 def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:
     """Yield the same part of every shard of a target, of at most `most` bytes altogether, in the order of storage."""
     most = max(most, _LEAST_CUT_BYTES)
@@ -113,7 +105,7 @@ def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:
     shape, order = boxes[0].shape, storage_order(target.view)
     limit = most // (len(boxes) * target.dtype.itemsize)
     for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
-        yield Fill(fill.number, part.start, tuple([_block(target, _within(box, part)) for box in boxes]))
+        yield Fill(fill.number, part.start, tuple([target.block(_within(box, part)) for box in boxes]))
 
 
 def _within(box: Box, part: Box) -> Box:

@@ -19,7 +19,7 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.devices.arrays import assemble, wait
 from orbax_safetensors.devices.growing import Growing
-from orbax_safetensors.devices.sharding import plain
+from orbax_safetensors.devices.sharding import no_mesh, plain
 from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, batches_of
@@ -64,17 +64,17 @@ class Filling:
     ) -> None:
         self.checkpoint = checkpoint
         self.num_arrays = 0
-        self._reader = reader
+        self.reader = reader
         self._meter = meter
         self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
         self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
-        self._in_flight = InFlight(
+        self.in_flight = InFlight(
             min(options.in_flight_bytes, _BATCHES * self._batch_bytes),
             # Enough to read while others are on their way. The less it is, the sooner it is used again.
             _BATCHES // 2 * self._batch_bytes,
             2 * self._most,
         )
-        self.sources = Sources(checkpoint, options, pace, reader, self._in_flight)
+        self.sources = Sources(checkpoint, options, pace, reader, self.in_flight)
 
     def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
         """Return the values of `targets`, with the shards of this process. Devices have them on return.
@@ -93,19 +93,19 @@ class Filling:
             batched = batches_of(self.checkpoint, targets, counted, self._most, self._batch_bytes)
         values: list[Any] = [None] * len(targets)
         growing: dict[int, Growing] = {}
-        arrived = self._in_flight.arrived
+        arrived = self.in_flight.arrived
         staying = 0  # counted bytes of batches that stay in host memory and are filled
 
         def report(more: float = 0) -> None:
             if self._meter is not None:
-                self._meter.moved((staying + more + self._in_flight.arrived - arrived) / total)
+                self._meter.moved((staying + more + self.in_flight.arrived - arrived) / total)
 
         failed = threading.Event()
 
         def cancel() -> None:
             failed.set()
-            self._reader.cancel()
-            self._in_flight.end()
+            self.reader.cancel()
+            self.in_flight.end()
             for batch in batched:
                 batch.filled.ended.set()
 
@@ -113,7 +113,7 @@ class Filling:
         if self._meter is not None:
             self._meter.begin(total)
         with working(
-            self.sources.tasks(batched, targets), self._reader.useful_threads(len(self.checkpoint.files)), cancel
+            self.sources.tasks(batched, targets), self.reader.useful_threads(len(self.checkpoint.files)), cancel
         ):
             for batch in batched:
                 while not batch.filled.ended.wait(SECONDS):
@@ -124,30 +124,22 @@ class Filling:
                     with no_collection():
                         _make_arrays(batch, targets, values, growing)
                 except BaseException:
-                    self._reader.leases.abandon()
+                    self.reader.leases.abandon()
                     raise
                 if batch.slot is None:
                     staying += batch.counted
                 else:
-                    self._in_flight.send(batch.slot)
+                    self.in_flight.send(batch.slot)
                     batch.slot = None  # which may hold memory that no other batch uses
                 batch.arrays.clear()
                 report()
-        while self._in_flight.wait_for_one():
+        while self.in_flight.wait_for_one():
             report()
         for number, array in growing.items():
             values[number] = array.array()
             wait([values[number]])
         self.num_arrays += len(targets)
         return values
-
-    def settle(self) -> None:
-        """Wait until no device reads host memory any more, whether the restore went well or not."""
-        self._in_flight.settle()
-
-    def check(self) -> None:
-        """Raise `StorageError` if a file changed after its header was read."""
-        self._reader.check({number: file.stamp for number, file in enumerate(self.checkpoint.files)})
 
 
 def _make_arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> None:
@@ -160,18 +152,20 @@ def _make_arrays(batch: Batch, targets: Sequence[Target], values: list[Any], gro
         if target.sharding is None:
             values[fill.number] = _value(target, *shards)
             continue
-        of_boxes = dict(zip(target.local_boxes(), shards, strict=True))
+        held = dict(zip(target.local_boxes(), shards, strict=True))
         if fill.start is None:
-            values[fill.number] = assemble(target.sharding, target.shape, target.dtype, of_boxes)
+            values[fill.number] = assemble(target.sharding, target.shape, target.dtype, held)
             sent.append(values[fill.number])
         else:
             if fill.number not in growing:
                 growing[fill.number] = Growing(plain(target.sharding), target.shape, target.dtype)
-            sent.append(growing[fill.number].put(fill.start, of_boxes))
+            sent.append(growing[fill.number].put(fill.start, held))
 
 
 @contextlib.contextmanager
-def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: SafetensorsOptions) -> Iterator[Filling]:
+def filling(
+    checkpoint: Checkpoint, targets: Sequence[Target], comparison: Comparison | None, options: SafetensorsOptions
+) -> Iterator[Filling]:
     """Yield a restore of `targets` from `checkpoint`, which opens files when it needs them, and checks them in the end.
 
     Raises `StorageError` if a file changed meanwhile. No file stays open, and no thread runs on.
@@ -185,16 +179,16 @@ def filling(checkpoint: Checkpoint, targets: Sequence[Target], options: Safetens
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
     pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
-    comparison = Comparison(checkpoint) if options.checksums else None
     sums = None if comparison is None else comparison.sums
-    with passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests, sums) as reader:
+    with no_mesh(), passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests, sums) as reader:
         meter = None if progress is None else Meter(progress, nbytes)
         under_way = Filling(checkpoint, options, pace, reader, meter)
         try:
             yield under_way
         finally:
-            under_way.settle()
-        under_way.check()
+            # No device reads host memory any more, whether the restore went well or not.
+            under_way.in_flight.settle()
+        reader.check()
         if comparison is not None:
             comparison.check()
         if meter is not None:

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from orbax_safetensors.devices import arrays
-from orbax_safetensors.storage.memory import PAGE_BYTES
-from orbax_safetensors.storage.pool import Pool, Taken
+from orbax_safetensors.storage.memory import PAGE_BYTES, Pool, Taken
 
 # Of the pool, for batches that begin in their pages as the bytes do in files.
 _PAGES = 16
@@ -84,10 +83,10 @@ class InFlight:
                         return slot
                 self._wait()
 
-    def _has_room(self, nbytes: int, of_memory: int) -> bool:
+    def _has_room(self, nbytes: int, memory_bytes: int) -> bool:
         held = sum(slot.nbytes for slot in self._slots)
         memory = sum(buffer.nbytes for slot in self._slots for buffer in slot.memory)
-        return (not held or held + nbytes <= self._limit) and (not memory or memory + of_memory <= self._most_memory)
+        return (not held or held + nbytes <= self._limit) and (not memory or memory + memory_bytes <= self._most_memory)
 
     def send(self, slot: Slot) -> None:
         """Free `slot` when the devices have its arrays, which are all."""

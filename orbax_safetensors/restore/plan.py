@@ -1,31 +1,43 @@
-"""`plan_restore`: what a restore costs every process, direct and cooperative, counted before any byte moves."""
+"""`plan_restore`: what a restore costs processes, from the `TransferPlan`s that they would execute."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.described import read_for_plan
-from orbax_safetensors.checkpoint.family import FamilyLike, mapped
-from orbax_safetensors.cost.advice import Advisor, Instead
-from orbax_safetensors.cost.counter import ShardedLeaf
-from orbax_safetensors.cost.restore import Cooperation, ProcessReads, RestorePlan, restore_plan
+from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.sharding import by_process, device_boxes, device_owners, num_processes, plain
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore import replicas, request, variants
-from orbax_safetensors.restore.exchanges import Chooser, Swap, exchangeable
+from orbax_safetensors.restore import advice, replicas
+from orbax_safetensors.restore.cost import (
+    MANY_REQUESTS,
+    REPORTED_REQUESTS,
+    SHORT_REQUEST_BYTES,
+    LeafReads,
+    ProcessCost,
+    RestorePlan,
+    ShardSize,
+)
+from orbax_safetensors.restore.parts import exchanges, parts_of
+from orbax_safetensors.restore.request import Partial, RestoreRequest
+from orbax_safetensors.restore.run import seen
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.store import Pace
+from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, FileReads, Reads, looked_at
+from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 
 
 @no_collection()
@@ -35,10 +47,19 @@ def plan_restore(
     *,
     family: FamilyLike = None,
     variant: Mapping[str, Any] | None = None,
+    dtype: Any = None,
+    partial: Partial = False,
     process_count: int | None = None,
+    all_processes: bool = False,
     options: SafetensorsOptions | None = None,
 ) -> RestorePlan:
-    """Return what restoring `target` will cost each process; reads headers only.
+    """Return what restoring `target` will cost processes; reads headers only.
+
+    ```python
+    mesh = jax.sharding.AbstractMesh((64, 8), ("fsdp", "tensor"))  # 512 devices that need not exist
+    plan = ost.plan_restore("/models/llama", NamedSharding(mesh, P()), process_count=64)
+    print(plan.processes[0].read_bytes, plan.processes[0].num_requests)
+    ```
 
     The figures are exactly those of the restore, with these exceptions:
 
@@ -56,11 +77,14 @@ def plan_restore(
       path: a checkpoint, as for `open_checkpoint`. With a family, also a `config.json`, or a directory with one and no
         files yet: the plan is then that of the files that a save of the model would write, in the config's dtype.
       target: a tree of `jax.ShapeDtypeStruct` with shardings, or of `ocp.ArrayRestoreArgs`. Their mesh may be
-        abstract. The plan leaves out every tensor that the tree does not name. Or a sharding, or a function to
-        shardings, as for `load`.
+        abstract. The plan leaves out every tensor that the tree does not name. Or a mesh, a sharding, or a
+        function to shardings, as for `load`.
       family, variant: as for `SafetensorsRestore`.
+      dtype, partial: as for `load`.
       process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
         belongs to its actual process, and all devices of an abstract mesh belong to one.
+      all_processes: look at all processes. By default, of more than four the plan looks at four, the first and the
+        last among them: each takes seconds for a model of 45,000 tensors.
       options: the options of the restore.
 
     Raises:
@@ -68,47 +92,46 @@ def plan_restore(
       MappingError: there is no such family, or it does not fit the checkpoint.
       StorageError, HeaderError, IndexFileError: as for `open_checkpoint`.
     """
-    options = options or SafetensorsOptions()
-    stored = read_for_plan(path, family, variant, options.storage_options)
-    item, restore_args, sharding_of = request.of_target(target)
-    if sharding_of is None:
-        checkpoint, resolved = variants.resolved(
-            stored,
-            item,
-            restore_args,
-            partial=True,
-            family=family,
-            variant=variant,
-            dequantize=options.dequantize,
-        )
-    else:
-        checkpoint = mapped(stored, family, variant, complete=True, dequantize=options.dequantize)
-        resolved = request.everything(checkpoint, sharding_of)
-    return distribution_of(checkpoint, resolved.targets, process_count, options).plan()
+    request = RestoreRequest.of(path, target, family, variant, options, dtype, partial)
+    request = replace(request, partial=request.has_tree)
+    stored = read_for_plan(request.path, family, variant, request.options.storage_options)
+    checkpoint, matched = seen(request, stored)
+    targets = matched.targets
+    return PlannedRestore.of(checkpoint, targets, process_count, request.options, all_processes=all_processes).plan()
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """A tree of targets, and what each of `process_count` processes holds of it.
+class PlannedRestore:
+    """A restore by processes that need not exist.
 
     Attributes:
-      shardings: of the leaves, None if a leaf has none.
-      owners: the processes of each leaf's devices, None if these cannot exchange parts of the leaf.
-      dealt_evenly: devices belong to processes evenly and in order, instead of each to its actual process.
+      process_count: how many they are.
+      dealt: `process_count` if the devices are dealt to them, None if each device belongs to its actual process.
+      looked_at: the processes whose reads are planned.
     """
 
     checkpoint: Checkpoint
-    leaves: tuple[ShardedLeaf, ...]
-    shardings: tuple[jax.sharding.Sharding | None, ...]
-    owners: tuple[tuple[int, ...] | None, ...]
+    targets: Sequence[Target]
     process_count: int
-    dealt_evenly: bool
+    dealt: int | None
+    looked_at: Sequence[int]
     options: SafetensorsOptions
 
-    @property
-    def files(self) -> list[str]:
-        """Return the paths of the checkpoint's files."""
-        return [file.path for file in self.checkpoint.files]
+    @staticmethod
+    def of(
+        checkpoint: Checkpoint,
+        targets: Sequence[Target],
+        process_count: int | None,
+        options: SafetensorsOptions,
+        *,
+        all_processes: bool,
+    ) -> PlannedRestore:
+        """See `plan_restore` for the arguments and the errors."""
+        shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
+        count = num_processes(shardings, process_count)
+        return PlannedRestore(
+            checkpoint, targets, count, process_count, looked_at(count, everyone=all_processes), options
+        )
 
     @property
     def pace(self) -> Pace:
@@ -116,161 +139,167 @@ class Distribution:
         options = self.options
         return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
 
-    @cached_property
-    def possible(self) -> list[Swap | None]:
-        """Return the exchange of each leaf, None if an exchange saves no bytes."""
-        if self.process_count == 1:
-            return [None] * len(self.leaves)
-        chooser = Chooser(self.checkpoint.location, len(self.files), process_count=self.process_count, pace=self.pace)
-        return chooser.choose(self.leaves, self.shardings, self.owners)
+    def transfer(self, process: int) -> TransferPlan:
+        """Return what a process moves."""
+        return self._transfer(
+            [
+                target.block(box)
+                for target, held in zip(self._read_targets, self._read_boxes, strict=True)
+                for box in held.read(process)
+            ]
+        )
 
-    @property
-    def chosen(self) -> list[Swap | None]:
-        """Return the exchanges that the restore makes: all that are possible, or none."""
-        return self.possible if cooperates(self.options) else [None] * len(self.leaves)
-
-    def plan(self, *, compared: bool = False) -> RestorePlan:
-        """Return what the restore costs every process.
-
-        With `compared`, the plan has what cooperation would save even if the options rule it out.
-        """
+    def plan(self) -> RestorePlan:
+        """Return what the restore costs."""
+        largest, smallest = self._shard_sizes()
+        costs = []
+        traffic = np.zeros((len(self.targets), 3), np.int64)
+        for process in self.looked_at:  # one after the other: a plan of 45,000 tensors takes 100 MB
+            transfer = self.transfer(process)
+            costs.append(self._cost(process, transfer))
+            self._add_traffic(process, transfer, traffic)
+        leaves = [
+            LeafReads(target.name, *figures) for target, figures in zip(self.targets, traffic.tolist(), strict=True)
+        ]
+        over_reads = [leaf for leaf in leaves if leaf.over_read > REPORTED_OVER_READ]
+        _, read, requests = traffic.sum(axis=0).tolist()
+        slow = requests > MANY_REQUESTS * len(costs) and read < SHORT_REQUEST_BYTES * requests
+        least = REPORTED_REQUESTS * requests if slow else np.inf
         opening = self.checkpoint.opening
-        direct = replace(
-            self._plan([None] * len(self.leaves)),
+        return RestorePlan(
+            total_params=sum(prod(target.shape) for target in self.targets),
+            total_bytes=sum(prod(target.shape) * target.dtype.itemsize for target in self.targets),
+            num_arrays=len(self.targets),
+            largest_shard=largest,
+            smallest_shard=smallest,
+            process_count=self.process_count,
+            processes=tuple(costs),
+            over_reads=tuple(sorted(over_reads, key=lambda leaf: leaf.needed_bytes - leaf.read_bytes)),
+            most_requests=tuple(
+                sorted((leaf for leaf in leaves if leaf.num_requests >= least), key=lambda leaf: -leaf.num_requests)
+            ),
             open_requests=opening.requests,
             open_requests_without_record=opening.requests_without_record,
         )
-        if self.process_count == 1 or not (compared or cooperates(self.options)):
-            return direct
-        count = sum(swap is not None for swap in self.possible)
-        cooperative = self._plan(self.possible) if count else direct
-        return replace(
-            cooperative if cooperates(self.options) else direct,
-            cooperation=Cooperation(
-                num_arrays=count,
-                direct=_process_reads(direct, [0] * self.process_count),
-                cooperative=_process_reads(cooperative, self._received_bytes()),
-            ),
-        )
 
-    def _received_bytes(self) -> list[int]:
-        """Return the bytes that the devices of every process receive from others with all possible exchanges."""
-        by_swap: dict[Swap, int] = {}  # bytes of one device
-        for leaf, swap in zip(self.leaves, self.possible, strict=True):
-            if swap is not None:
-                by_swap[swap] = by_swap.get(swap, 0) + swap.received * leaf.dtype.itemsize
-        out = np.zeros(self.process_count, np.int64)
-        for swap, nbytes in by_swap.items():
-            out += nbytes * np.bincount(swap.owners, minlength=self.process_count)
-        received: list[int] = out.tolist()
-        return received
-
-    def _plan(self, swaps: Sequence[Swap | None]) -> RestorePlan:
-        """Return the plan of a restore with these exchanges."""
-        return restore_plan(
-            [
-                leaf if swap is None else leaf._replace(parts=swap.boxes)
-                for swap, leaf in zip(swaps, self.leaves, strict=True)
-            ],
-            self.checkpoint.location,
-            self.files,
-            process_count=self.process_count,
-            max_gap_bytes=self.pace.max_gap_bytes,
-            threads=self.pace.requests,
-            max_request_bytes=self.pace.max_request_bytes,
-        )
-
-    def instead(self, plan: RestorePlan) -> dict[str, tuple[Instead, ...]]:
-        """Return for each of the `over_reads` of `plan` what other shardings would read; see `Advisor.instead`."""
-        advisor = Advisor(
-            self.checkpoint.location,
-            len(self.files),
-            process_count=self.process_count,
-            max_gap_bytes=self.pace.max_gap_bytes,
-        )
-        sharded = {leaf.name: (leaf, sharding) for leaf, sharding in zip(self.leaves, self.shardings, strict=True)}
-        count = self.process_count if self.dealt_evenly else None
+    def instead(self, plan: RestorePlan) -> dict[str, tuple[advice.Instead, ...]]:
+        """Return for each of the `over_reads` of `plan` what other shardings would read; see `advice.instead`."""
+        targets = {target.name: target for target in self.targets}
+        known: dict[object, tuple[advice.Instead, ...]] = {}
         out = {}
-        for worst in plan.over_reads:
-            leaf, sharding = sharded[worst.name]
-            if sharding is not None:
-                out[worst.name] = advisor.instead(leaf, sharding, device_owners(sharding, leaf.shape, count))
+        for leaf in plan.over_reads:
+            target = targets[leaf.name]
+            form = advice.form(target, self.checkpoint.location)
+            if form not in known:
+                known[form] = advice.instead(target, self._reads)
+            out[leaf.name] = known[form]
         return out
 
+    @cached_property
+    def _held_boxes(self) -> list[_Boxes]:
+        """What processes hold of each target."""
+        return self._boxes_of_all(self.targets)
 
-def cooperates(options: SafetensorsOptions) -> bool:
-    """Return whether devices exchange what processes read; with `alias`, processes map instead of read."""
-    return options.cooperative and not options.alias
+    @cached_property
+    def _read_targets(self) -> list[Target]:
+        """The targets as they are read: in parts, if devices exchange these."""
+        return [self._as_read(target) for target in self.targets]
+
+    @cached_property
+    def _read_boxes(self) -> list[_Boxes]:
+        """What processes read of each target."""
+        return self._boxes_of_all(self._read_targets)
+
+    def _as_read(self, target: Target) -> Target:
+        parts = parts_of(target, self.dealt) if exchanges(self.options) else None
+        return target if parts is None else parts.target(target)
+
+    def _boxes_of_all(self, targets: Sequence[Target]) -> list[_Boxes]:
+        """Return what processes hold of each target; targets that are sharded alike share it."""
+        known: dict[Hashable, _Boxes] = {}
+        out = []
+        for target in targets:
+            key = (target.kind, target.sharding, target.shape, target.broadcast)
+            if key not in known:
+                known[key] = self._boxes_of(target)
+            out.append(known[key])
+        return out
+
+    def _boxes_of(self, target: Target) -> _Boxes:
+        readers = replicas.readers(target, self.dealt)
+        if target.sharding is None:  # every process has a NumPy array, the first the default device
+            count = self.process_count if target.kind is not jax.Array else 1
+            return _Boxes([(Box.whole(target.shape),)] * count + [()] * (self.process_count - count), readers)
+        try:
+            sharding = plain(target.sharding)
+            boxes = device_boxes(sharding, target.shape)
+            owners = device_owners(sharding, target.shape, self.dealt)
+        except TensorMismatchError as error:
+            raise TensorMismatchError(f"{target.name!r}: {error}") from error
+        return _Boxes(by_process(boxes, owners, self.process_count), readers)
+
+    def _reads(self, target: Target) -> Reads:
+        """Return what the processes that are looked at read of one leaf."""
+        part = self._as_read(target)
+        held = self._boxes_of(part)
+        transfers = [self._transfer([part.block(box) for box in held.read(process)]) for process in self.looked_at]
+        return Reads(
+            sum(transfer.needed_bytes for transfer in transfers), sum(transfer.moved_bytes for transfer in transfers)
+        )
+
+    def _transfer(self, blocks: Sequence[Block]) -> TransferPlan:
+        pace = self.pace
+        return transfer_plan(blocks, self.checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
+
+    def _cost(self, process: int, transfer: TransferPlan) -> ProcessCost:
+        files = self.checkpoint.files
+        volumes = {id(held): sum(box.volume for box in held.distinct[process]) for held in self._held_boxes}
+        return ProcessCost(
+            process,
+            needed_bytes=transfer.needed_bytes,
+            read_bytes=transfer.moved_bytes,
+            num_requests=transfer.num_requests,
+            staging_bytes=self.pace.requests * transfer.window_bytes,
+            destination_bytes=sum(
+                target.dtype.itemsize * volumes[id(held)]
+                for target, held in zip(self.targets, self._held_boxes, strict=True)
+            ),
+            files=tuple([FileReads(files[number].path, *figures) for number, *figures in transfer.files]),
+        )
+
+    def _add_traffic(self, process: int, transfer: TransferPlan, traffic: np.ndarray) -> None:
+        """Add the figures of `LeafReads` that a process has of each leaf."""
+        leaf_of = np.repeat(np.arange(len(self.targets)), [len(held.read(process)) for held in self._read_boxes])
+        blocks = np.array(transfer.blocks(), np.int64).reshape(-1, 4)
+        np.add.at(traffic, leaf_of[blocks[:, 0]], blocks[:, 1:])
+
+    def _shard_sizes(self) -> tuple[ShardSize, ShardSize]:
+        """Return what the device with the most bytes and the one with the fewest hold of all leaves together."""
+        held_of = {id(held): held for held in self._held_boxes}
+        alike = Counter((id(held), target.dtype) for target, held in zip(self.targets, self._held_boxes, strict=True))
+        devices = max((sum(map(len, held.boxes)) for held in held_of.values()), default=0)
+        params, nbytes = np.zeros((2, max(devices, 1)), np.int64)
+        for (number, dtype), count in alike.items():
+            volumes = [box.volume for boxes in held_of[number].boxes for box in boxes]
+            elements = np.array(volumes, np.int64) * count
+            params[: len(elements)] += elements
+            nbytes[: len(elements)] += elements * dtype.itemsize
+        most, least = int(np.argmax(nbytes)), int(np.argmin(nbytes))
+        return ShardSize(int(params[most]), int(nbytes[most])), ShardSize(int(params[least]), int(nbytes[least]))
 
 
-def _process_reads(plan: RestorePlan, received: Sequence[int]) -> tuple[ProcessReads, ...]:
-    return tuple(
-        ProcessReads(cost.read_bytes, cost.num_requests, nbytes)
-        for cost, nbytes in zip(plan.processes, received, strict=True)
-    )
+@dataclass(frozen=True, eq=False)
+class _Boxes:
+    """The boxes of the devices of each process in leaves that are sharded alike; `readers` read theirs, or all do."""
 
-
-def distribution(
-    checkpoint: Checkpoint, target: Any, process_count: int | None, options: SafetensorsOptions
-) -> Distribution:
-    """Check a target and assign its shards to processes; see `plan_restore` for the arguments and errors."""
-    item, restore_args, _ = request.of_target(target)
-    resolved = request.resolve(checkpoint, item, restore_args, partial=True)
-    return distribution_of(checkpoint, resolved.targets, process_count, options)
-
-
-def distribution_of(
-    checkpoint: Checkpoint, targets: Sequence[Target], process_count: int | None, options: SafetensorsOptions
-) -> Distribution:
-    """Assign the shards of targets to processes; `process_count` is as in `plan_restore`."""
-    shardings = [None if target.sharding is None else plain(target.sharding) for target in targets]
-    count = num_processes(shardings, process_count)
-    known: dict[Hashable, _Dealt] = {}
-    leaves, owners = [], []
-    for target, sharding in zip(targets, shardings, strict=True):
-        key = (target.kind, target.sharding, target.shape, target.broadcast)
-        dealt = known.get(key)
-        if dealt is None:
-            dealt = known[key] = _dealt(target, sharding, process_count, count)
-        leaves.append(ShardedLeaf(target.name, target.view, target.shape, target.dtype, dealt.boxes, dealt.readers))
-        owners.append(dealt.owners)
-    return Distribution(
-        checkpoint,
-        tuple(leaves),
-        tuple(shardings),
-        tuple(owners),
-        count,
-        process_count is not None,
-        options,
-    )
-
-
-class _Dealt(NamedTuple):
-    """What leaves that are sharded alike have in common; `boxes` and `readers` are those of `ShardedLeaf`."""
-
-    boxes: list[tuple[Box, ...]]
+    boxes: Sequence[tuple[Box, ...]]
     readers: frozenset[int] | None
-    owners: tuple[int, ...] | None
 
+    @cached_property
+    def distinct(self) -> list[tuple[Box, ...]]:
+        """The distinct boxes that each process holds."""
+        return [tuple(dict.fromkeys(boxes)) for boxes in self.boxes]
 
-def _dealt(target: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int) -> _Dealt:
-    boxes = _boxes(target, sharding, process_count, count)
-    owners = None
-    if sharding is not None and exchangeable(target):
-        owners = tuple(device_owners(sharding, target.shape, process_count))
-    return _Dealt(boxes, replicas.readers(target, process_count), owners)
-
-
-def _boxes(
-    target: Target, sharding: jax.sharding.Sharding | None, process_count: int | None, count: int
-) -> list[tuple[Box, ...]]:
-    """Return for each of `count` processes the boxes of its devices."""
-    whole = Box.whole(target.shape)
-    if sharding is None:  # every process has a NumPy array, the first the default device
-        return [(whole,) if target.kind is not jax.Array or process == 0 else () for process in range(count)]
-    try:
-        boxes = device_boxes(sharding, target.shape)
-        owners = device_owners(sharding, target.shape, process_count)
-    except TensorMismatchError as error:
-        raise TensorMismatchError(f"{target.name!r}: {error}") from error
-    return by_process(boxes, owners, count)
+    def read(self, process: int) -> tuple[Box, ...]:
+        """Return the distinct boxes that a process reads."""
+        return self.distinct[process] if self.readers is None or process in self.readers else ()

@@ -1,8 +1,8 @@
 """Single-replica restores: one replica of the mesh reads, the others receive over the network between devices.
 
 Only leaves with `ocp.type_handlers.SingleReplicaArrayRestoreArgs` are restored so, which pays if storage is slower than
-the network and there are many replicas. In `cooperative`, every process reads a part, and all processes agree before
-devices send anything; here the readers are fixed, and processes agree on nothing.
+the network and there are many replicas. In `cooperative`, every process reads a part; here the readers are fixed. In
+both, all processes agree that none has failed before devices send anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_safetensors.devices import collectives
+from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.devices.bits import from_bits, to_bits
 from orbax_safetensors.devices.sharding import device_owners
 from orbax_safetensors.errors import TensorMismatchError
@@ -32,21 +34,32 @@ _SOURCE = 0
 def fill(filling: Filling, targets: Sequence[Target]) -> list[Any]:
     """Fill targets as `Filling.fill` does, except that one replica reads and broadcasts those with `broadcast`.
 
-    Every process passes the same targets. Raises `TensorMismatchError` if such a target is not sharded over a mesh.
+    Every process passes the same targets. Raises `TensorMismatchError` if such a target is not sharded over a mesh, and
+    `StorageError` if another process fails.
     """
     process = jax.process_index()
     reading = [readers(target, None) for target in targets]
-    read_here = [
-        (target if among is None else replace(target, sharding=_on_this_replica(target)))
-        for target, among in zip(targets, reading, strict=True)
-        if among is None or process in among
-    ]
-    filled = iter(filling.fill(read_here))
-    values = [next(filled) if among is None or process in among else None for among in reading]
     spread = [at for at, among in enumerate(reading) if among is not None]
     if not spread:
-        return values
+        return filling.fill(targets)
+
+    def read() -> list[Any]:
+        here = [at for at, among in enumerate(reading) if among is None or process in among]
+        read_here = [
+            targets[at] if reading[at] is None else replace(targets[at], sharding=_on_this_replica(targets[at]))
+            for at in here
+        ]
+        filled = dict(zip(here, filling.fill(read_here), strict=True))
+        # Other processes are about to receive them.
+        filling.reader.check()
+        return [filled.get(at) for at in range(len(targets))]
+
+    meshes = [cast(NamedSharding, targets[at].sharding).mesh for at in spread]
+    processes = sorted({device.process_index for mesh in meshes for device in mesh.devices.flat})
+    active = ActiveProcesses(tuple(processes), processes[0])
+    key = new_key("broadcast", active=active)
     with collectives.ended_by_sigterm():
+        values = together(key, read, active=active)
         sent = collectives.start(partial(_broadcast, targets[at], values[at]) for at in spread)
         jax.block_until_ready(sent)
     for at, value in zip(spread, sent, strict=True):
@@ -76,10 +89,10 @@ def _axis(mesh: Mesh | AbstractMesh) -> Any:
     return mesh.axis_names[_REPLICA_AXIS]
 
 
-def _by_replica(mesh: Mesh | AbstractMesh, of_devices: np.ndarray) -> np.ndarray:
-    """Return `of_devices`, which is in the order of the mesh, with one row for each replica."""
+def _by_replica(mesh: Mesh | AbstractMesh, owners: np.ndarray) -> np.ndarray:
+    """Return `owners`, which is in the order of the mesh, with one row for each replica."""
     shape = tuple(mesh.shape.values())
-    return np.moveaxis(of_devices.reshape(shape), _REPLICA_AXIS, 0).reshape(shape[_REPLICA_AXIS], -1)
+    return np.moveaxis(owners.reshape(shape), _REPLICA_AXIS, 0).reshape(shape[_REPLICA_AXIS], -1)
 
 
 def _on_this_replica(target: Target) -> NamedSharding:

@@ -1,188 +1,123 @@
-"""`restore`: resolve a caller's request against the checkpoint at a path, and fill it."""
+"""`restore`: open a checkpoint, see it through its family, match leaves with it, plan requests, fill leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.family import FamilyLike, fitted, mapped
+from orbax_safetensors.checkpoint.checksums import Comparison
+from orbax_safetensors.checkpoint.family import fitted, mapped, nearest_variant, with_variant
+from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.checkpoint.shared_headers import MIN_PROCESSES
-from orbax_safetensors.devices.agreement import first, new_key
+from orbax_safetensors.devices.agreement import same
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore import cooperative
-from orbax_safetensors.restore import request as requests
-from orbax_safetensors.restore.exchanges import exchangeable
-from orbax_safetensors.restore.plan import cooperates
-from orbax_safetensors.restore.request import ShardingOf
+from orbax_safetensors.restore import cooperative, replicas
+from orbax_safetensors.restore.cheapest import cheapest
+from orbax_safetensors.restore.cooperative import Prepared
+from orbax_safetensors.restore.fill import filling
+from orbax_safetensors.restore.match import Matched, match, match_all, placed
+from orbax_safetensors.restore.parts import exchanges
+from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.saved_tree import saved_tree
-from orbax_safetensors.restore.variants import resolved
+from orbax_safetensors.restore.together import ALONE, Keys, all_or_none, at_one_commit, keys_of
 from orbax_safetensors.storage.memory import no_collection
-from orbax_safetensors.storage.paths import PathLike, as_text, is_url
-from orbax_safetensors.storage.schemes import is_unpinned
 
 
-def restore(
-    path: PathLike,
-    item: Any = None,
-    restore_args: Any = None,
-    *,
-    sharding_of: ShardingOf | None = None,
-    partial_restore: bool = False,
-    family: FamilyLike = None,
-    variant: Mapping[str, Any] | None = None,
-    options: SafetensorsOptions,
-) -> Any:
-    """Restore a checkpoint; see `SafetensorsRestore` for the arguments.
-
-    Without `item` and `restore_args`, `sharding_of` returns the shardings of all arrays.
+def restore(request: RestoreRequest) -> Any:
+    """Return the tree of a request with this process's shards. No file stays open and no thread runs on.
 
     Raises:
-      TensorMismatchError: the request does not fit the checkpoint.
+      TensorMismatchError: the request does not fit the checkpoint, or a cast that it does not ask for would change
+        values. With `cooperative`, also if the processes do not restore the same.
       MappingError: there is no such family, or it does not fit the checkpoint.
-      StorageError, HeaderError, IndexFileError: the checkpoint cannot be read or is not valid.
+      StorageError, HeaderError, IndexFileError: the checkpoint cannot be read, is not valid, or changed. If processes
+        exchange what they read, also if another one fails.
     """
-    path = as_text(path)
-
-    def resolve(stored: Checkpoint) -> tuple[Checkpoint, requests.Request]:
-        everything = item is None and restore_args is None
-        if not everything:
-            return resolved(
-                stored,
-                item,
-                restore_args,
-                partial=partial_restore,
-                family=family,
-                variant=variant,
-                dequantize=options.dequantize,
-            )
-        saved = saved_tree(path, stored, family, variant)
-        checkpoint = mapped(
-            stored,
-            family if saved is None else saved.family,
-            variant if saved is None else saved.variant,
-            complete=not partial_restore,
-            dequantize=options.dequantize,
+    options = request.options
+    keys = keys_of(request) if jax.process_count() > 1 else ALONE
+    if keys.restore is None:
+        checkpoint, matched, comparison, batches = _prepared(request, keys)
+    else:
+        facts, check = (cooperative.facts, cooperative.check) if exchanges(options) else ("", same)
+        checkpoint, matched, comparison, batches = all_or_none(
+            keys.restore, partial(_prepared, request, keys), facts, check=check, timeout_secs=options.join_timeout_secs
         )
-        if saved is not None:
-            request = requests.resolve(checkpoint, None, saved.restore_args(checkpoint, sharding_of), partial=False)
-        elif jax.process_count() > 1 and sharding_of is None:
-            raise TensorMismatchError(
-                f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each "
-                "array a sharding with item or restore_args"
-            )
-        else:
-            request = requests.everything(checkpoint, sharding_of)
-        return checkpoint, request
+    targets = matched.targets
+    values: dict[int, Any] = {}
+    with filling(checkpoint, targets, comparison, options) as under_way:
+        # Exchanges come first: a process that fails in its direct reads then leaves no other process waiting.
+        if keys.restore is not None and batches:
+            values |= cooperative.exchanged(under_way, batches, keys.restore)
+        numbers = [number for number in range(len(targets)) if number not in values]
+        direct = [targets[number] for number in numbers]
+        broadcast = any(target.broadcast for target in direct)
+        filled = replicas.fill(under_way, direct) if broadcast else under_way.fill(direct)
+        values |= zip(numbers, filled, strict=True)
+    return matched.tree(values[number] for number in range(len(targets)))
 
-    company = _company(path, item, restore_args, sharding_of, options)
-    return _restored(path, company, options, resolve, partial=partial_restore)
+
+def _prepared(request: RestoreRequest, keys: Keys) -> Prepared:
+    """Open the checkpoint, see it through its family, match the leaves, and say where arrays go."""
+    options = request.options
+    stored = read_checkpoint(request.path, options.storage_options, partial=request.partial, shared_by=keys.headers)
+    if keys.restore is not None:
+        stored = at_one_commit(stored, request, keys.restore)
+    with no_collection():
+        checkpoint, matched = seen(request, stored)
+        matched = placed(matched, checkpoint.path)
+        shared = keys.restore is not None and exchanges(options)
+        batches = cooperative.batches_of(checkpoint, matched.targets, options.in_flight_bytes // 2) if shared else []
+        comparison = Comparison(checkpoint) if options.checksums else None
+        return Prepared(checkpoint, matched, comparison, batches)
 
 
-def restore_leaves(
-    path: PathLike, leaves: Mapping[str, ocp.RestoreArgs], *, options: SafetensorsOptions
-) -> dict[str, Any]:
-    """Restore leaves by name: stored tensors, or the whole tree of a family that is registered for the architecture.
+def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
+    """Return the checkpoint as its family sees it, if it has one, and the leaves of the request, matched with it.
 
-    The variant is the one whose tree has these leaves. Raises what `restore` raises, and `MappingError` if no
-    registered family has such a tree or several have.
+    Switches that the request does not have follow from names and shapes of its leaves if the family's defaults do not
+    fit. A request without a tree is for the one that was saved, or if none is recorded, for everything.
     """
-    path = as_text(path)
-    paths: dict[str, str] = {}
-
-    def resolve(stored: Checkpoint) -> tuple[Checkpoint, requests.Request]:
-        shapes = {name: requests.exact_shape(args) for name, args in leaves.items()}
-        checkpoint, paths_in_tree = fitted(stored, shapes, dequantize=options.dequantize)
-        paths.update(paths_in_tree)
-        restore_args = {paths[name]: args for name, args in leaves.items()}
-        return checkpoint, requests.resolve(checkpoint, None, restore_args, partial=checkpoint.mapped is None)
-
-    restored = _restored(path, _company(path, None, dict(leaves), None, options), options, resolve)
-    return {name: restored[paths[name]] for name in leaves}
+    checkpoint, matched = _seen(request, stored)
+    check_casts(checkpoint, request.casts, request.options.dequantize)
+    if request.only:
+        matched = matched.only(request.only)
+    return checkpoint, matched.cast(request.casts)
 
 
-class _Company(NamedTuple):
-    """What this process does with all others in a restore.
+def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
+    """See `seen`: with all leaves of the request, and the dtypes that they are described with."""
+    dequantize = request.options.dequantize
+    if request.by_name:
+        checkpoint, paths = fitted(stored, request.leaf_shapes(), dequantize=dequantize)
+        partial_ = checkpoint.mapped is None
+        return checkpoint, match(checkpoint, None, request.restore_args, partial=partial_, paths=paths)
+    if request.has_tree:
 
-    Attributes:
-      together: they agree on the request, as `cooperative.decide` says.
-      share: they read headers for each other.
-    """
+        def attempt(switches: Mapping[str, Any]) -> tuple[Checkpoint, Matched]:
+            complete = not request.partial
+            checkpoint = mapped(stored, request.family, switches, complete=complete, dequantize=dequantize)
+            return checkpoint, match(checkpoint, request.item, request.restore_args, partial=request.partial)
 
-    together: bool
-    share: bool
+        def nearest(passed: Mapping[str, Any]) -> Mapping[str, Any] | None:
+            return nearest_variant(stored, request.family, request.leaf_shapes(), passed)
 
-
-def _restored(
-    path: str,
-    company: _Company,
-    options: SafetensorsOptions,
-    resolve: Callable[[Checkpoint], tuple[Checkpoint, requests.Request]],
-    *,
-    partial: bool = False,
-) -> Any:
-    """Restore the request that `resolve` returns for the checkpoint at `path`; if `partial`, files may be missing."""
-    # Made before anything can fail, and only for what all processes do, so that they count keys alike.
-    # A process may have a copy of the checkpoint at another path; devices exchange leaves in one order anyway.
-    key = new_key("restore", "" if cooperates(options) else path) if company.together else None
-    shared_by = new_key("headers", path) if company.share else None
-
-    def placed() -> tuple[Checkpoint, requests.Request]:
-        stored = _read_for(path, options.storage_options, key, shared_by, partial)
-        with no_collection():
-            checkpoint, request = resolve(stored)
-            return checkpoint, requests.placed(request, checkpoint)
-
-    decided = cooperative.decide(placed, options, key)
-    return decided.request.tree(cooperative.restore(decided, options))
-
-
-def _company(
-    path: str, item: Any, restore_args: Any, sharding_of: ShardingOf | None, options: SafetensorsOptions
-) -> _Company:
-    """Return what this process does with all others.
-
-    A restore together has arrays over devices of all processes, and these exchange parts or must read one commit.
-    Headers are shared in any restore of such arrays from a server if there are many processes. Raises
-    `TensorMismatchError` if arrays over devices of only some processes would have to be of one commit.
-    """
-    count = jax.process_count()
-    if count == 1:
-        return _Company(together=False, share=False)
-    many = count >= MIN_PROCESSES and is_url(path)
-    if sharding_of is not None:  # its arrays are not known before the checkpoint is open
-        together = is_unpinned(path) or cooperates(options)
-        return _Company(together, many and together)
-    spread = [leaf for leaf in requests.leaf_requests(item, restore_args) if len(leaf.processes) > 1]
-    everywhere = [leaf for leaf in spread if len(leaf.processes) == count]
-    if spread and is_unpinned(path):
-        if not everywhere:
-            raise TensorMismatchError(
-                f"{path}: arrays over devices of some of {count} processes could come from different commits; name its "
-                "commit, which is in the path of open_checkpoint"
-            )
-        return _Company(together=True, share=many)
-    together = cooperates(options) and any(map(exchangeable, everywhere))
-    return _Company(together, many and bool(everywhere))
-
-
-def _read_for(
-    path: str, storage_options: Mapping[str, Any] | None, key: str | None, shared_by: str | None, partial: bool
-) -> Checkpoint:
-    """Read the checkpoint at `path`; processes may share headers, see `read_checkpoint` for `shared_by`.
-
-    With the `key` of a restore together, all processes read one commit of a repository. The first process to come here
-    decides on the commit; no process waits for another.
-    """
-    checkpoint = read_checkpoint(path, storage_options, partial=partial, shared_by=shared_by)
-    if key is None or not is_unpinned(path):
-        return checkpoint
-    repository, _, pinned = first(f"{key}/commit", f"{path}\n{checkpoint.path}").partition("\n")
-    if repository != path:
-        raise TensorMismatchError(f"{path}: another process restores {repository} together with this one")
-    return checkpoint if pinned == checkpoint.path else read_checkpoint(pinned, storage_options, partial=partial)
+        return with_variant(attempt, request.variant, nearest)
+    saved = saved_tree(stored, request.family, request.variant)
+    family, variant = (request.family, request.variant) if saved is None else (saved.family, saved.variant)
+    checkpoint = mapped(stored, family, variant, complete=not request.partial, dequantize=dequantize)
+    sharding_of = request.sharding_of
+    if request.mesh is not None:
+        sharding_of = cheapest(checkpoint, request.mesh, request.options)
+    if saved is not None:
+        saved_args = saved.restore_args(checkpoint, sharding_of)
+        return checkpoint, match(checkpoint, None, saved_args, partial=False)
+    if sharding_of is None and jax.process_count() > 1:
+        raise TensorMismatchError(
+            f"{checkpoint.path}: has no saved tree, and there are {jax.process_count()} processes; give each array a "
+            "sharding with item or restore_args"
+        )
+    return checkpoint, match_all(checkpoint, sharding_of)

@@ -21,9 +21,10 @@ from orbax_safetensors.mapping.family import switches_of
 from orbax_safetensors.orbax_store.discovery import TREE_FILE
 from orbax_safetensors.orbax_store.index_note import read_note
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, SCALAR
-from orbax_safetensors.orbax_store.recorded_tree import RecordedTree
+from orbax_safetensors.orbax_store.metadata import RecordedTree
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
-from orbax_safetensors.restore.request import ShardingOf, args_of
+from orbax_safetensors.restore.match import args_of
+from orbax_safetensors.restore.request import ShardingOf
 from orbax_safetensors.storage.store import find_small
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class SavedTree:
         return self._recorded.map(lambda name: self._of_leaf(checkpoint, name, sharding_of))
 
     def _of_leaf(self, checkpoint: Checkpoint, name: str, sharding_of: ShardingOf | None) -> ocp.RestoreArgs:
-        kind = self._recorded.leaves[name].kind
+        kind = self._recorded.leaves[name]
         view = checkpoint.leaves.get(name)
         if sharding_of is not None and kind != SCALAR and view is not None:
             return args_of(sharding_of, name, view.shape)
@@ -66,10 +67,8 @@ class SavedTree:
         return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-def saved_tree(
-    path: str, checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None
-) -> SavedTree | None:
-    """Return the tree that the checkpoint at `path` was saved as.
+def saved_tree(checkpoint: Checkpoint, family: FamilyLike, variant: Mapping[str, Any] | None) -> SavedTree | None:
+    """Return the tree that a checkpoint was saved as.
 
     Return None if no tree is recorded, or if another family or variant is requested. Raises `StorageError`
     if the files are no longer those that were saved.
@@ -87,7 +86,7 @@ def saved_tree(
     except MappingError as error:
         logger.warning(
             "%s: was saved with the family %r, which is not known here; pass family= to get its tree: %.200s",
-            path,
+            checkpoint.path,
             saved_family,
             error,
         )

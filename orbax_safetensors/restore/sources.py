@@ -7,22 +7,25 @@ once the device has it, or into memory that arrays on CPU devices keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from math import prod
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.geometry.strided import Copy, split
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, Fill, has_gaps
 from orbax_safetensors.restore.in_flight import InFlight
 from orbax_safetensors.restore.target import Target
-from orbax_safetensors.storage.mapping import LeasedMapping
-from orbax_safetensors.storage.memory import ALIGNMENT, no_collection
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
+from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.leases import Range
-from orbax_safetensors.transfer.plan import Block, Rows, TransferPlan, rows_of, transfer_plan
-from orbax_safetensors.transfer.reader import Reader, direct_offsets, memory_for
+from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits, transfer_plan
+from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
 # What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
 _MAPPED_BYTES = 16 * 2**20
@@ -30,6 +33,15 @@ _MAPPED_BYTES = 16 * 2**20
 _ROW_BYTES = 64
 # Of the bytes that would be brought in. If fewer are, those that are needed are read, each run of them by itself.
 _LEAST_NEEDED = 0.9
+
+
+class Rows(NamedTuple):
+    """Where a file has all elements of a block, in their order: in `[begin, end)`, with `strides` in bytes."""
+
+    file: int
+    begin: int
+    end: int
+    strides: tuple[int, ...]
 
 
 class Sources:
@@ -60,9 +72,8 @@ class Sources:
         with no_collection():
             if self._options.alias:
                 self._alias(batch, targets)
-            left, blocks = self._left(batch)
-            plan = self._planned(blocks)
-            memory = memory_for(plan, blocks, self._checkpoint.store)
+            left, blocks, plan = self._planned(batch)
+            memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
             self._place(batch, left, memory)
         self._staying_bytes = self._reader.counters.nbytes, plan.moved_bytes
         yield from self._reader.tasks(plan, blocks, memory)
@@ -76,8 +87,7 @@ class Sources:
             ranges = self._map(batch, leases)
             answers = self._answered(batch)
             answered = {number for number, _ in answers}
-            left, blocks = self._left(batch, answered)
-            plan = self._planned(blocks)
+            left, blocks, plan = self._planned(batch, answered)
             offsets = direct_offsets(plan, self._checkpoint.store)
         batch.slot = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
         if leases:
@@ -95,16 +105,14 @@ class Sources:
             yield partial(self._answer, batch, number, rows)
         yield from self._reader.tasks(plan, blocks, memory)
 
-    def _left(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block]]:
-        """Return the blocks that have no bytes from elsewhere, with their numbers."""
+    def _planned(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block], TransferPlan]:
+        """Return the blocks that have no bytes from elsewhere, their numbers first, and the plan of their requests."""
         left = [at for at in range(len(batch.blocks)) if at not in batch.arrays and at not in without]
-        return left, [batch.blocks[at] for at in left]
-
-    def _planned(self, blocks: Sequence[Block]) -> TransferPlan:
-        plan = transfer_plan(blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes)
+        blocks, pace = [batch.blocks[at] for at in left], self._pace
+        plan = transfer_plan(blocks, self._checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
         self.num_reads += plan.num_requests
         self.needed_bytes += plan.needed_bytes
-        return plan
+        return left, blocks, plan
 
     @staticmethod
     def _place(batch: Batch, numbers: Sequence[int], memory: Sequence[np.ndarray]) -> None:
@@ -118,7 +126,7 @@ class Sources:
         for fill in batch.fills:
             can_share = targets[fill.number].kind is jax.Array
             for block in fill.blocks:
-                rows = rows_of(block, self._checkpoint.location) if can_share else None
+                rows = _rows_of(block, self._checkpoint.location) if can_share else None
                 if rows is not None and rows.end - rows.begin == block.nbytes and rows.begin % ALIGNMENT == 0:
                     batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._reader.map(rows.file), rows.begin)
                 at += 1
@@ -153,7 +161,7 @@ class Sources:
         """Return where blocks lie in files that can be mapped, by their number in the fill. Add to `leases`."""
         found = {}
         for number, block in enumerate(fill.blocks):
-            rows = rows_of(block, self._checkpoint.location)
+            rows = _rows_of(block, self._checkpoint.location)
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
                 continue
             if rows.file not in leases:
@@ -172,7 +180,7 @@ class Sources:
         out = []
         for number, block in enumerate(batch.blocks):
             if most // 2 <= block.nbytes <= most:
-                rows = rows_of(block, self._checkpoint.location)
+                rows = _rows_of(block, self._checkpoint.location)
                 if rows is not None and rows.end - rows.begin == block.nbytes:
                     out.append((number, rows))
                     self.needed_bytes += block.nbytes
@@ -180,11 +188,52 @@ class Sources:
 
     def _answer(self, batch: Batch, number: int, rows: Rows) -> None:
         block = batch.blocks[number]
-        answer = self._reader.answer(rows.file, rows.begin, block.nbytes)
+        answer = self._reader.fetch(rows.file, rows.begin, block.nbytes)
         assert answer is not None, "a store that is not local answers"
         if answer.ctypes.data % block.dtype.alignment:
             answer = answer.copy()
         batch.arrays[number] = np.ndarray(block.shape, block.dtype, answer)
+
+
+def _rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
+    """Return where a block lies in a file, None if it does not, and would have to be put together, reordered or cast.
+
+    Its innermost elements lie side by side, as in a row of a matrix.
+    """
+    copies = block.view.copies(block.box, block.shape)
+    if len(copies) != 1:
+        return None
+    ((name, copy, ops),) = copies
+    if name is None:
+        return None
+    location = locate(name)
+    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
+        return None
+    itemsize = block.dtype.itemsize
+    rows = _strides(copy, block.shape)
+    begin = location.begin + copy.source * itemsize
+    if rows is None or begin % block.dtype.alignment:
+        return None
+    elements, strides = rows
+    return Rows(location.file, begin, begin + elements * itemsize, tuple([stride * itemsize for stride in strides]))
+
+
+@lru_cache(maxsize=2**12)  # layers of a model have the same
+def _strides(copy: Copy, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
+    """Return from the first to behind the last source element how far it is, and the stride of each dimension.
+
+    None if the copy does not fill an array of `shape` in the order of its source, with the innermost stride 1.
+    """
+    if copy.elements != prod(shape):  # the rest is padding
+        return None
+    steps = [stride for _, stride, _ in copy.modes]
+    dims = split(tuple([(size, stride) for size, stride, _ in copy.modes]), shape)
+    if dims is None or any(len(modes) > 1 for modes in dims) or steps != sorted(steps, reverse=True):
+        return None
+    if steps and steps[-1] != 1:
+        return None
+    last = sum((size - 1) * stride for size, stride, _ in copy.modes)
+    return last + 1, tuple([modes[0][1] if modes else 1 for modes in dims])
 
 
 def _row_bytes(block: Block, rows: Rows) -> int:

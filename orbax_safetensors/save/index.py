@@ -6,9 +6,11 @@ Stock Orbax then restores the saved tree, with its structure and its shardings, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,41 +18,29 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.trees import flatten
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
-from orbax_safetensors.mapping.family import FamilyUse
-from orbax_safetensors.orbax_store.addressed_item import (
+from orbax_safetensors.orbax_store.addressed_array import (
     AddressedArray,
     addressed_array,
     array_entries,
-    item_files,
     misread,
 )
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE, fingerprints, note_content
 from orbax_safetensors.orbax_store.leaf import JAX_ARRAY, NUMPY_ARRAY, SCALAR, OrbaxLeaf
-from orbax_safetensors.orbax_store.ocdbt import Entry, write_references
+from orbax_safetensors.orbax_store.metadata import item_files
+from orbax_safetensors.orbax_store.ocdbt import write_references
 from orbax_safetensors.orbax_store.shardings import add_shardings
+from orbax_safetensors.save.contents import Contents
+from orbax_safetensors.save.request import SaveRequest
+from orbax_safetensors.storage.paths import as_text
 from orbax_safetensors.transfer.plan import Location
+
+logger = logging.getLogger(__name__)
 
 # Bytes that Orbax restores at once even if it needs only a part of them.
 _CHUNK_BYTES = 16 * 2**20
-
-
-class IndexAs(NamedTuple):
-    """Which index a save writes.
-
-    Attributes:
-      wanted: True for an index or an error, None for an index if one is possible, False for none.
-      zarr3: whether the index describes arrays in version 3 of Zarr.
-      whole_tree: whether the index holds the tree; otherwise Orbax itself writes the tree.
-    """
-
-    wanted: bool | None = None
-    zarr3: bool = True
-    whole_tree: bool = True
-
-
-NO_INDEX = IndexAs(False)
 
 
 @dataclass(frozen=True)
@@ -59,6 +49,7 @@ class SavedIndex:
 
     Attributes:
       arrays: of the tree, by name.
+      places: the file and the offset in it of each stored tensor.
       tree: with an `OrbaxLeaf` for each leaf; None if Orbax itself records the tree.
       zarr3: whether the index describes arrays in version 3 of Zarr.
       names_tensors: whether arrays have the names of the stored tensors.
@@ -68,7 +59,7 @@ class SavedIndex:
     arrays: Mapping[str, AddressedArray]
     tree: Any
     layout: Layout
-    places: Mapping[str, Location]
+    places: Mapping[str, tuple[str, int]]
     zarr3: bool
     names_tensors: bool
     saved: Mapping[str, Any] | None
@@ -81,44 +72,37 @@ class SavedIndex:
         whole = all(array.is_whole for array in self.arrays.values())
         small = {} if self.tree is None else item_files(self.tree, whole=whole)
         write(NOTE_FILE, note_content(fingerprints(self.layout), self.names_tensors, small, saved=self.saved))
-        write_references(self._entries(), write)
+        entries = (array_entries(*named, self.places.__getitem__, zarr3=self.zarr3) for named in self.arrays.items())
+        write_references(chain.from_iterable(entries), write)
         if self.tree is None:
             add_shardings(directory, {name: array.leaf for name, array in self.arrays.items()})
         for name, content in small.items():
             write(name, content)
 
-    def _entries(self) -> Iterator[Entry]:
-        for name, array in self.arrays.items():
-            yield from array_entries(name, array, self._locate, zarr3=self.zarr3)
-
-    def _locate(self, tensor: str) -> tuple[str, int]:
-        location = self.places[tensor]
-        return self.layout.files[location.file][0], location.begin
-
 
 def saved_index(
-    item: Any,
-    leaves: Sequence[Leaf],
-    layout: Layout,
-    places: Mapping[str, Location],
-    *,
-    use: FamilyUse,
-    zarr3: bool = True,
-    whole_tree: bool = True,
-) -> SavedIndex | str:
-    """Return the index of the tree `item`, which has these `leaves`, or the reason why it cannot have one."""
+    request: SaveRequest, contents: Contents, layout: Layout, places: Mapping[str, Location]
+) -> SavedIndex | None:
+    """Return the index of the files of `layout`.
+
+    Without a possible index, return None, or raise `TensorMismatchError` if the caller requires one.
+    """
+    if request.index is False:
+        return None
+    use = contents.model_files.use
     saved = use._asdict()
     try:
         json.dumps(saved)
     except (TypeError, ValueError, RecursionError) as error:
-        return f"its variant {use.variant!r:.200} cannot be recorded: {error}"
-    structure, values = flatten(item)
+        _leave_out(request, f"its variant {use.variant!r:.200} cannot be recorded: {error}")
+        return None
+    structure, values = flatten(contents.item)
     arrays: dict[str, AddressedArray] = {}
     reasons = {}
-    for leaf in leaves:
+    for leaf in contents.leaves:
         view = leaf.view if leaf.view.dtype == leaf.dtype else replace(leaf.view, dtype=leaf.dtype)
         array = misread(leaf.name, leaf.shape) or addressed_array(
-            view, _leaf(leaf, _kind(values[leaf.name])), _CHUNK_BYTES, zarr3=zarr3
+            view, _orbax_leaf(leaf, values[leaf.name]), _CHUNK_BYTES, zarr3=request.zarr3
         )
         if isinstance(array, str):
             reasons[leaf.name] = array
@@ -126,31 +110,35 @@ def saved_index(
             arrays[leaf.name] = array
     if reasons:
         name, reason = next(iter(reasons.items()))
-        return f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}"
-    names_tensors = use.family is None and arrays.keys() <= places.keys()
-    tree = jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if whole_tree else None
-    return SavedIndex(arrays, tree, layout, places, zarr3, names_tensors, saved if whole_tree else None)
+        _leave_out(request, f"{some(list(reasons))} cannot be found in the files as they are: {name!r}: {reason}")
+        return None
+    return SavedIndex(
+        arrays,
+        jax.tree.unflatten(structure, [arrays[name].leaf for name in values]) if request.whole_tree else None,
+        layout,
+        {tensor: (layout.files[location.file][0], location.begin) for tensor, location in places.items()},
+        request.zarr3,
+        names_tensors=use.family is None and arrays.keys() <= places.keys(),
+        saved=saved if request.whole_tree else None,
+    )
 
 
-def _kind(leaf: Any) -> str:
-    """Return the kind of leaf that Orbax restores."""
-    if isinstance(leaf, jax.Array):
-        return JAX_ARRAY
-    return NUMPY_ARRAY if isinstance(leaf, np.ndarray) else SCALAR
+def _leave_out(request: SaveRequest, reason: str) -> None:
+    path = as_text(request.path)
+    if request.index:
+        raise TensorMismatchError(f"{path}: Orbax cannot read this save, as index=True requires: {reason}")
+    logger.info("%s: is saved without an index for Orbax: %s", path, reason)
 
 
-def _leaf(leaf: Leaf, kind: str) -> OrbaxLeaf:
-    """Return a leaf with its shards as chunks."""
+def _orbax_leaf(leaf: Leaf, value: Any) -> OrbaxLeaf:
+    """Return the leaf that Orbax restores, with shards as chunks; `value` is the leaf of the caller's tree."""
     if not isinstance(leaf.value, jax.Array):
+        kind = NUMPY_ARRAY if isinstance(value, np.ndarray) else SCALAR
         return OrbaxLeaf(leaf.shape, leaf.dtype, leaf.shape, kind)
     sharding = leaf.value.sharding
-    return OrbaxLeaf(leaf.shape, leaf.dtype, sharding.shard_shape(leaf.shape), kind, sharding=_recorded(sharding))
-
-
-def _recorded(sharding: jax.sharding.Sharding) -> ocp.metadata.ShardingMetadata | None:
-    """Return a sharding as Orbax records it; None for a kind of sharding that Orbax does not know."""
+    recorded: ocp.metadata.ShardingMetadata | None = None  # as for kinds of shardings that Orbax does not know
     if isinstance(sharding, jax.sharding.NamedSharding):
-        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
-    return None
+        recorded = ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        recorded = ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return OrbaxLeaf(leaf.shape, leaf.dtype, sharding.shard_shape(leaf.shape), JAX_ARRAY, sharding=recorded)

@@ -1,42 +1,95 @@
-"""The files of a save in their directory while they are being made. If the save fails, they go."""
+"""The directory that a save goes to: which files may already be there, and what happens to them.
+
+On a file system, a checkpointer gives a save a temporary directory, and renames it when the save is complete. Objects
+have their final names when they appear, and so do the files of a handler without a checkpointer. There, files of an
+earlier save could mix with those of this one into a checkpoint that nobody saved.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Self
 
+import orbax.checkpoint as ocp
+
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.errors import MissingError, SafetensorsError
+from orbax_safetensors.devices.active import ActiveProcesses
+from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
 from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.format.names import some
+from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
-from orbax_safetensors.save.prepare import Save
+from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
+from orbax_safetensors.save.request import Existing
+from orbax_safetensors.storage.paths import PathLike, as_text
+from orbax_safetensors.storage.remote import READ_ONLY
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import Stamp, find_small, write_small
+from orbax_safetensors.storage.store import Stamp, Store, find_small, write_small
 
 # What says which files of a directory are the checkpoint, to our reader and to Orbax.
 _MARKS = (INDEX_NAME, FINISHED_FILE)
+# The most bytes to read of a small file beside a checkpoint.
+_MAX_BESIDE_BYTES = 64 * 2**20
+
+
+def make_room(store: Store, directory: str, existing: Existing) -> None:
+    """Make sure that a save to `directory` meets no file of another save; one process calls it before any write.
+
+    Raises `StorageError` if there is such a file and `existing` is not "replaced", or if nothing can be written there.
+    """
+    if store.is_local:  # a file system
+        try:
+            directory.encode()
+        except UnicodeEncodeError as error:  # Orbax writes the path into a file at the end, and would fail
+            raise StorageError(f"{directory}: nothing can be saved at a path that is not UTF-8") from error
+        if existing == "replaced":
+            raise StorageError(f"{directory}: is replaced as a whole, by SafetensorsCheckpointer or save")
+        # Orbax deletes what a killed save has left in a temporary directory, perhaps in the background.
+        if not os.path.isdir(directory) or ocp.path.atomicity.TMP_DIR_SUFFIX in directory:
+            return
+    if not store.writes:
+        raise StorageError(f"{directory}: {READ_ONLY}")
+    if existing == "replaced":
+        store.delete(directory, ())  # raises if all of a bucket is to be replaced
+        return
+    names = list(store.list(directory) or ())
+    in_the_way = names if existing == "refused" else _of_checkpoints(names)
+    if in_the_way:
+        instead = "delete these files, or save elsewhere"
+        if existing == "refused":
+            instead = "save elsewhere, or with force=True, which replaces all that is there"
+        raise StorageError(f"{directory}: already exists, and holds {some(in_the_way)}; {instead}")
+
+
+def _of_checkpoints(names: Sequence[str]) -> list[str]:
+    """Return the names that a reader would take for files of a checkpoint."""
+    files = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX)) and not name.startswith(".")]
+    return files + [name for name in names if name.startswith(INDEX_NAMES) and name not in files]
 
 
 class NewFiles:
     """A context in which files are made. If it ends with an error, those that were not there before are deleted.
 
-    Objects of another checkpoint are replaced in four steps: `begin_to_replace`, then new objects appear, most of them
-    under names that no old one has, then `replace_index`, which is the moment of the change, and `delete_others`. If
-    the save fails before that moment, the directory is as it was, unless a single file has been replaced.
+    Objects of another checkpoint are replaced in five steps: `keep_old`, then new objects appear under names that no
+    old one has, then `unmark`, then `replace_index`, which is the moment of the change, and `delete_others`. If the
+    save fails before that moment, the directory is as it was. If the checkpoint is a single file and gets a new single
+    file in its place, that is the change.
     """
 
-    def __init__(self, save: Save, directory: str) -> None:
-        """Touch nothing. The files of `save.layout` are made elsewhere, by several processes."""
-        self._storage_options = save.options.storage_options
+    def __init__(self, directory: PathLike, names: Iterable[str], options: SafetensorsOptions) -> None:
+        """Touch nothing. The files of `names` are made elsewhere."""
+        self._storage_options = options.storage_options
         self.store, self.path = store_of(directory, self._storage_options)
-        self.names = {name for name, _ in save.layout.files}
-        self._sync = save.options.fsync
+        self.names = set(names)
+        self._sync = options.fsync
         self._before: Mapping[str, Stamp] = {}
         self._marks: dict[str, bytes] | None = None
         self._is_replaced = False
@@ -60,7 +113,7 @@ class NewFiles:
             for name, content in marks.items():
                 self._write(name, content)
 
-    def place(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """Return the path of the file `name`."""
         return posixpath.join(self.path, name)
 
@@ -70,13 +123,13 @@ class NewFiles:
         self._write(name, content, nbytes)
 
     def _write(self, name: str, content: bytes, nbytes: int | None = None) -> None:
-        write_small(self.store, self.place(name), content, sync=self._sync, nbytes=nbytes)
+        write_small(self.store, self.path_of(name), content, sync=self._sync, nbytes=nbytes)
 
     def _read(self, name: str) -> bytes | None:
-        return find_small(self.store, self.place(name), MAX_HEADER_BYTES)
+        return find_small(self.store, self.path_of(name), MAX_HEADER_BYTES)
 
-    def begin_to_replace(self) -> None:
-        """Make the objects in the directory no checkpoint of Orbax, and have an index say which files were the old one.
+    def keep_old(self, new: Set[str]) -> None:
+        """Have an index say which files are the old checkpoint; it stays whole beside files of the names `new`.
 
         Old files with pieces of tensors cannot have an index: a reader then finds too many pieces, which is an error.
         """
@@ -84,9 +137,8 @@ class NewFiles:
         for name in _MARKS:
             if (content := self._read(name)) is not None:
                 self._marks[name] = content
-        self.store.delete(self.path, [FINISHED_FILE])
         old = {name for name in self._before if name.endswith(SUFFIX) and "/" not in name}
-        if INDEX_NAME in self._marks or not old or old == {name for name in self.names if name.endswith(SUFFIX)}:
+        if INDEX_NAME in self._marks or not old or old == new:
             return
         with contextlib.suppress(SafetensorsError):  # what cannot be read need not be kept readable
             checkpoint = read_checkpoint(self.path, self._storage_options)
@@ -94,6 +146,10 @@ class NewFiles:
             if all(len(tensor.pieces) == 1 for _, tensor in tensors):
                 files = [posixpath.basename(file.path) for file in checkpoint.files]
                 self._write(INDEX_NAME, Index({name: files[one.pieces[0].file] for name, one in tensors}, {}).encode())
+
+    def unmark(self) -> None:
+        """Make the objects in the directory no checkpoint of Orbax, for which it then waits."""
+        self.store.delete(self.path, [FINISHED_FILE])
 
     def replace_index(self, index: Index) -> None:
         """Make the new files the checkpoint, in the place of the files that an index names so far, if there is one."""
@@ -112,3 +168,34 @@ class NewFiles:
         others = [name for name in self.store.below(self.path) if name not in self.names]
         self.store.delete(self.path, [name for name in others if not name.endswith(INDEX_SUFFIX)])
         self.store.delete(self.path, others)
+
+
+def write_beside(
+    directory: PathLike,
+    files: Mapping[str, str],
+    *,
+    options: SafetensorsOptions,
+    active: ActiveProcesses | None = None,
+) -> None:
+    """Write small files, in order, beside the save in `directory`; `active`, or all processes, call this together.
+
+    One process writes. Raises `StorageError` in every process if that one fails.
+    """
+    directory = as_text(directory)
+    active = active or ActiveProcesses.all()
+
+    def write() -> None:
+        store, path = store_of(directory, options.storage_options)
+        for name, text in files.items():
+            write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
+
+    together(f"{new_key('beside', directory, active)}/written", active.by_primary(write), active=active)
+
+
+def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
+    """Return the content of a small file in `directory`; None if it does not exist, or if `directory` is a file.
+
+    Raises `StorageError` if the file cannot be read.
+    """
+    store, path = store_of(directory, options.storage_options)
+    return None if path.endswith(SUFFIX) else find_small(store, posixpath.join(path, name), _MAX_BESIDE_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,28 +11,27 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.cost.counter import Count, Counter, ShardedLeaf
-from orbax_safetensors.cost.figures import FileWrites, PlannedFile
-from orbax_safetensors.devices.sharding import by_process, holders, num_processes
-from orbax_safetensors.format.header import Header
-from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout, file_names
+from orbax_safetensors.devices.sharding import device_owners, holders, num_processes
+from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.contents import contents_of
-from orbax_safetensors.save.pieces import files_of_process
-from orbax_safetensors.save.whole import assign_files
-from orbax_safetensors.save.writers import assign_writers, grouped
+from orbax_safetensors.save.copied import StoredArray
+from orbax_safetensors.save.request import Rest, SaveRequest
+from orbax_safetensors.save.writers import files_by_writer, grouped, written_by
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.upload import num_parts
-from orbax_safetensors.transfer.plan import locations
+from orbax_safetensors.transfer.figures import FileWrites, PlannedFile, looked_at
+from orbax_safetensors.transfer.plan import Block, locations, transfer_plan
 
 
 @dataclass(frozen=True)
 class ProcessWrites:
-    """What a save costs one process, in total and for each file that it writes into."""
+    """What a save costs one process, by its number, in total and for each file that it writes into."""
 
+    process: int
     written_bytes: int
     num_requests: int
     files: tuple[FileWrites, ...]
@@ -42,10 +41,17 @@ class ProcessWrites:
 class SavePlan:
     """What a save will cost, without headers, config and index, which the first process adds at the end.
 
-    On an object store, the header is in the first of the parts of each file.
+    ```python
+    plan = ost.plan_save("/models/new", ost.load("/models/llama"), max_file_bytes=50_000)
+    print([(file.file, file.nbytes) for file in plan.files])
+    ```
+
+    On an object store, the header is in the first of the parts of each file. Of `process_count` processes, `processes`
+    has those that the plan looks at.
     """
 
     files: tuple[PlannedFile, ...]
+    process_count: int
     processes: tuple[ProcessWrites, ...]
 
     def to_json(self) -> str:
@@ -64,10 +70,19 @@ def plan_save(
     variant: Mapping[str, Any] | None = None,
     config: Any = None,
     like: PathLike | None = None,
+    rest: Rest = "copy",
     process_count: int | None = None,
+    all_processes: bool = False,
     options: SafetensorsOptions | None = None,
 ) -> SavePlan:
-    """Return what saving `item` to `path` will cost each process; writes nothing and needs no devices.
+    """Return what saving `item` to `path` will cost processes; writes nothing and needs no devices.
+
+    ```python
+    mesh = jax.sharding.AbstractMesh((8,), ("model",))
+    embedding = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("model")))
+    plan = ost.plan_save("/models/new", {"embed": embedding}, process_count=2)
+    print([cost.written_bytes for cost in plan.processes])
+    ```
 
     If `path` is on an object store, each file has one writer, which uploads it in parts, one for each request;
     otherwise processes write into shared files. The figures are those of arrays on CPU devices. A save from
@@ -77,9 +92,10 @@ def plan_save(
       path: the destination of the save, which need not exist; the plan does not look at what is there.
       item: a tree of `jax.ShapeDtypeStruct` with shardings, whose meshes may be abstract, or of what
         `SafetensorsSave` takes.
-      save_args, metadata, max_file_bytes, family, variant, config, like: as for `SafetensorsSave`.
+      save_args, metadata, max_file_bytes, family, variant, config, like, rest: as for `SafetensorsSave`.
       process_count: how many processes share the devices of each mesh, evenly and in order. By default each device
         belongs to its actual process, and all devices of an abstract mesh belong to one.
+      all_processes: look at all processes; see `plan_restore`.
       options: the options of the save.
 
     Raises:
@@ -88,90 +104,86 @@ def plan_save(
       StorageError: there is no store for `path`, or `like` cannot be opened.
     """
     options = options or SafetensorsOptions()
+    request = SaveRequest(
+        path,
+        item,
+        save_args=save_args,
+        metadata=metadata,
+        max_file_bytes=max_file_bytes,
+        family=family,
+        variant=variant,
+        config=config,
+        like=like,
+        rest=rest,
+        options=options,
+    )
     with no_collection():
-        contents = contents_of(
-            path,
-            item,
-            save_args,
-            metadata=metadata,
-            max_file_bytes=max_file_bytes,
-            family=family,
-            variant=variant,
-            config=config,
-            like=like,
-            options=options,
-            abstract=True,
-        )
-        leaves = contents.leaves
-        shardings = [getattr(leaf.value, "sharding", None) for leaf in leaves]
-        count = num_processes(shardings, process_count)
-        layout = contents.layout(max_file_bytes, options.alignment)
-
-        def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
-            if isinstance(leaf.value, np.ndarray):
-                return {Box.whole(leaf.shape): tuple(range(count))}
-            if leaf.value.sharding is None:  # JAX's default device
-                return {Box.whole(leaf.shape): (0,)}
-            return holders(leaf.value.sharding, leaf.shape, process_count)
-
-        written = [
-            (leaf, by_process(list(writers), list(writers.values()), count))
-            for group in assign_writers(grouped(leaves), held)
-            for leaf, writers in group
-        ]
+        contents = contents_of(request, abstract=True)
+        leaves = contents.written
+        count = num_processes([getattr(leaf.value, "sharding", None) for leaf in leaves], process_count)
+        planned = looked_at(count, everyone=all_processes)
         store, _ = store_of(path, options.storage_options)
-        if store.is_local or not store.writes:
-            return _to_shared_files(written, layout, count)
-        if count == 1 or contents.is_adapter or options.whole_tensors:
-            layout = contents.layout(max_file_bytes, options.alignment, writers=count)
-            files: list[list[tuple[str, Header]]] = [[] for _ in range(count)]
-            for file, owner in zip(layout.files, assign_files(layout, count), strict=True):
-                files[owner].append(file)
-            return _to_objects(files)
-        headers = [
-            files_of_process(
-                [(leaf, boxes[process]) for leaf, boxes in written if boxes[process]],
-                contents.tensors,
-                contents.metadata,
-                max_file_bytes=max_file_bytes,
-                alignment=options.alignment,
-                process=process,
-            )[0]
-            for process in range(count)
-        ]
-        names = iter(file_names(sum(map(len, headers))))
-        return _to_objects([[(next(names), header) for header in of_process] for of_process in headers])
+        if store.writes and not store.is_local:
+            layout, writers = files_by_writer(
+                contents, request, count, lambda leaf: _processes(leaf, count, process_count)
+            )
+            processes = _to_objects(layout, writers, planned)
+        else:
+            layout = contents.layout(request.max_file_bytes, options.alignment)
+            processes = _to_shared_files(leaves, layout, count, process_count, planned)
+        files = tuple(PlannedFile(name, header.file_bytes, header.data_bytes) for name, header in layout.files)
+        return SavePlan(files, count, processes)
+
+
+def _processes(leaf: Leaf, process_count: int, dealt: int | None) -> Iterable[int]:
+    """Return the processes that hold some of a leaf."""
+    if isinstance(leaf.value, np.ndarray | StoredArray):
+        return range(process_count)
+    if leaf.value.sharding is None:
+        return (0,)
+    return device_owners(leaf.value.sharding, leaf.shape, dealt)
 
 
 def _to_shared_files(
-    written: Sequence[tuple[Leaf, list[tuple[Box, ...]]]], layout: Layout, process_count: int
-) -> SavePlan:
-    """Return the cost of writing boxes of leaves, given for every process, into the files of `layout`."""
-    shared: dict[tuple[tuple[Box, ...], ...], list[tuple[Box, ...]]] = {}  # leaves that are cut alike share a list
-    sharded = [
-        ShardedLeaf(leaf.name, leaf.view, leaf.shape, leaf.value.dtype, shared.setdefault(tuple(boxes), boxes))
-        for leaf, boxes in written
-    ]
-    # Gaps are never written: their bytes belong to other processes.
-    counter = Counter(sharded, locations(layout).__getitem__, len(layout.files), max_gap_bytes=0)
-    files = [PlannedFile(name, header.file_bytes) for name, header in layout.files]
-    return SavePlan(tuple(files), tuple(_process_writes(count, files) for count in counter.counts(process_count)))
+    leaves: Sequence[Leaf], layout: Layout, process_count: int, dealt: int | None, planned: Sequence[int]
+) -> tuple[ProcessWrites, ...]:
+    """Return the cost of writing the boxes of `planned` processes into the files of `layout`."""
+    groups = grouped(leaves)
+    places = locations(layout)
+
+    def writes(process: int) -> ProcessWrites:
+        def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+            if isinstance(leaf.value, StoredArray):
+                return dict.fromkeys(leaf.value.boxes(), tuple(range(process_count)))
+            if isinstance(leaf.value, np.ndarray):
+                return {Box.whole(leaf.shape): tuple(range(process_count))}
+            if leaf.value.sharding is None:  # JAX's default device
+                return {Box.whole(leaf.shape): (0,)} if process == 0 else {}
+            return holders(leaf.value.sharding, leaf.shape, process, dealt)
+
+        blocks = [
+            Block(leaf.view, box, box.shape, np.dtype(leaf.value.dtype))
+            for group in written_by(process, groups, held)
+            for leaf, boxes in group
+            for box in boxes
+        ]
+        # Gaps are never written: their bytes belong to other processes.
+        plan = transfer_plan(blocks, places.__getitem__, max_gap_bytes=0)
+        files = [FileWrites(layout.files[file.number][0], file.moved_bytes, file.num_requests) for file in plan.files]
+        return ProcessWrites(process, plan.moved_bytes, plan.num_requests, tuple(files))
+
+    return tuple(map(writes, planned))
 
 
-def _process_writes(count: Count, files: Sequence[PlannedFile]) -> ProcessWrites:
-    return ProcessWrites(
-        int(count.moved_bytes.sum()),
-        int(count.num_requests.sum()),
-        tuple(FileWrites(files[number].file, moved, requests) for number, _, moved, requests in count.files()),
-    )
-
-
-def _to_objects(files: Sequence[Sequence[tuple[str, Header]]]) -> SavePlan:
-    """Return the cost of writing whole files, given for every process, in parts."""
-    planned = tuple(PlannedFile(name, header.file_bytes) for of_process in files for name, header in of_process)
-    processes = []
-    for of_process in files:
-        writes = [FileWrites(name, header.data_bytes, num_parts(header.file_bytes)) for name, header in of_process]
-        nbytes, requests = sum(file.written_bytes for file in writes), sum(file.num_requests for file in writes)
-        processes.append(ProcessWrites(nbytes, requests, tuple(writes)))
-    return SavePlan(planned, tuple(processes))
+def _to_objects(layout: Layout, writers: Sequence[int], planned: Sequence[int]) -> tuple[ProcessWrites, ...]:
+    """Return the cost of writing whole files, each by its writer, in parts."""
+    out = []
+    for process in planned:
+        files = [
+            FileWrites(name, header.data_bytes, num_parts(header.file_bytes))
+            for (name, header), writer in zip(layout.files, writers, strict=True)
+            if writer == process
+        ]
+        nbytes, requests = sum(file.written_bytes for file in files), sum(file.num_requests for file in files)
+        out.append(ProcessWrites(process, nbytes, requests, tuple(files)))
+    return tuple(out)

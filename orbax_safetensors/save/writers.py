@@ -1,4 +1,4 @@
-"""Assign the boxes of a tree's leaves to the processes that write them, and order them."""
+"""Assign what a save writes to processes: the boxes of leaves if processes share files, otherwise whole files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import jax
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.sharding import holders, local_holders
+from orbax_safetensors.devices.sharding import all_holders, holders
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.names import some
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.geometry.groups import by_tensors
-from orbax_safetensors.save.pieces import Views
+from orbax_safetensors.geometry.view import by_tensors
+from orbax_safetensors.save.contents import Contents
+from orbax_safetensors.save.copied import StoredArray
+from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.transfer.plan import Location
 
 Owned = tuple[Leaf, tuple[Box, ...]]  # a leaf, and its boxes that this process writes
+Holders = Callable[[Leaf], Mapping[Box, tuple[int, ...]]]  # the processes that hold each box of a leaf
 
 
 def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
@@ -25,21 +29,23 @@ def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
 
 
 def written_here(groups: Iterable[Sequence[Leaf]], active: ActiveProcesses) -> Iterator[tuple[Owned, ...]]:
-    """Yield each group of leaves with the boxes that this process writes.
+    """Return each group of leaves with the boxes that this process writes.
 
     Raises `TensorMismatchError` if no active process holds a part of a leaf.
     """
     process = jax.process_index()
 
     def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
+        if isinstance(leaf.value, StoredArray):
+            return dict.fromkeys(leaf.value.boxes(), active.indices)
         if not isinstance(leaf.value, jax.Array):
             return {Box.whole(leaf.shape): active.indices}
-        local = local_holders(leaf.value.sharding, leaf.shape)
+        local = holders(leaf.value.sharding, leaf.shape, process, None)
         if active.count == jax.process_count():
             return local
         by_box = {
             box: tuple(holder for holder in of_box if holder in active.indices)
-            for box, of_box in holders(leaf.value.sharding, leaf.shape, None).items()
+            for box, of_box in all_holders(leaf.value.sharding, leaf.shape, None).items()
         }
         if not all(by_box.values()):
             raise TensorMismatchError(
@@ -48,16 +54,11 @@ def written_here(groups: Iterable[Sequence[Leaf]], active: ActiveProcesses) -> I
             )
         return {box: by_box[box] for box in local}
 
-    for group in assign_writers(groups, held):
-        yield tuple(
-            (leaf, tuple(box for box, writer in writers.items() if writer == process)) for leaf, writers in group
-        )
+    return written_by(process, groups, held)
 
 
-def assign_writers(
-    groups: Iterable[Sequence[Leaf]], holders: Callable[[Leaf], Mapping[Box, tuple[int, ...]]]
-) -> Iterator[list[tuple[Leaf, dict[Box, int]]]]:
-    """Yield each group of leaves with the process that writes each box, given the processes that hold it.
+def written_by(process: int, groups: Iterable[Sequence[Leaf]], holders: Holders) -> Iterator[tuple[Owned, ...]]:
+    """Yield each group of leaves with the boxes that `process` writes, given the processes that hold each box.
 
     Of the processes that hold a box, the writer is the one with the fewest bytes so far, counting only boxes that
     exactly these processes hold. In a group, the same box of all leaves has the same writer. Processes see the boxes
@@ -68,27 +69,25 @@ def assign_writers(
         writers: dict[tuple[Box, tuple[int, ...]], int] = {}
         out = []
         for leaf in group:
-            writer_of = {}
+            written = []
             for box, held_by in holders(leaf).items():
                 loads = loads_of.setdefault(held_by, [0] * len(held_by))
                 at = writers.setdefault((box, held_by), loads.index(min(loads)))
                 loads[at] += box.volume * leaf.dtype.itemsize
-                writer_of[box] = held_by[at]
-            out.append((leaf, writer_of))
-        yield out
+                if held_by[at] == process:
+                    written.append(box)
+            out.append((leaf, tuple(written)))
+        yield tuple(out)
 
 
-def in_file_order(
-    groups: Iterable[tuple[Owned, ...]], views: Views | None, places: Mapping[str, Location]
-) -> list[tuple[Owned, ...]]:
+def stretches(groups: Iterable[tuple[Owned, ...]], places: Mapping[str, Location]) -> list[tuple[Owned, ...]]:
     """Return groups in the order of their bytes in the files.
 
     Groups whose bytes interleave become one group, so that each group is one stretch of the files.
     """
     spans = []
     for group in groups:
-        stored_views = [leaf.view if views is None else views[leaf.name, box] for leaf, boxes in group for box in boxes]
-        at = [(places[name].file, places[name].begin) for view in stored_views for name in view.tensors]
+        at = [(places[name].file, places[name].begin) for leaf, _ in group for name in leaf.view.tensors]
         spans.append((min(at, default=(0, 0)), max(at, default=(0, 0)), group))
     spans.sort(key=lambda span: span[:2])
     out: list[tuple[Owned, ...]] = []
@@ -100,3 +99,34 @@ def in_file_order(
             out.append(group)
         last = max(last, high)
     return out
+
+
+def files_by_writer(
+    contents: Contents, request: SaveRequest, count: int, holding: Callable[[Leaf], Iterable[int]]
+) -> tuple[Layout, list[int]]:
+    """Return the files of a save by `count` processes, each of which has one writer, and the writers by number.
+
+    The files are those that one process would write, but shorter and more, so that all processes write about equally
+    much. A file has tensors that the same processes can write: those that can have all of its leaves, by `holding`.
+    Raises `TensorMismatchError` if there are none.
+    """
+    everyone = frozenset(range(count))
+    able: dict[str, frozenset[int]] = {}  # by tensor
+    for leaf in contents.written if count > 1 else ():  # a single process can write all
+        processes = frozenset(holding(leaf))
+        for tensor in leaf.view.tensors:
+            able[tensor] = able.get(tensor, processes) & processes
+    layout = contents.layout(request.max_file_bytes, request.options.alignment, able, count)
+    loads = [0] * count
+    writers = [0] * len(layout.files)
+    # The longest files first, each to the process with the fewest bytes.
+    for number, (name, header) in sorted(enumerate(layout.files), key=lambda file: (-file[1][1].file_bytes, file[0])):
+        common = everyone.intersection(*{able.get(tensor, everyone) for tensor in header.tensors})
+        if not common:
+            raise TensorMismatchError(
+                f"{name}: no process holds parts of all leaves that are stored in {some(list(header.tensors))}; shard "
+                "them over the same devices"
+            )
+        writers[number] = min(common, key=lambda process: (loads[process], process))
+        loads[writers[number]] += header.file_bytes
+    return layout, writers

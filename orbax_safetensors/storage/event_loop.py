@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
 
 from orbax_safetensors.errors import StorageError
 
@@ -49,14 +48,16 @@ class Requests:
             future.cancel()
         return future
 
-    def run(self, request: Coroutine[Any, Any, _T]) -> _T:
+    def run(self, what: str, request: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a request; an interrupt ends it.
 
-        Raises `CancelledError` of `concurrent.futures` after `cancel`.
+        Raises `StorageError`, which begins with `what`, after `cancel`.
         """
         future = self.start(request)
         try:
             return future.result()
+        except CancelledError:
+            raise StorageError(f"{what} was cancelled") from None
         finally:
             future.cancel()
 
@@ -75,28 +76,17 @@ class Requests:
 
 async def in_thread(function: Callable[[], _T]) -> _T:
     """Return the result of a function that blocks. It goes on if nobody waits any more, until the program ends."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[_T] = loop.create_future()
-
-    def end(result: _T | None, error: BaseException | None) -> None:
-        if ended.cancelled():
-            return
-        if error is None:
-            ended.set_result(cast(_T, result))
-        else:
-            ended.set_exception(error)
+    ended: Future[_T] = Future()
+    ended.set_running_or_notify_cancel()  # who stops waiting must not cancel it, because it goes on
 
     def work() -> None:
-        result, failure = None, None
         try:
-            result = function()
+            ended.set_result(function())
         except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            loop.call_soon_threadsafe(end, result, failure)
+            ended.set_exception(error)
 
     threading.Thread(target=work, name="remote_stores_blocking", daemon=True).start()
-    return await ended
+    return await asyncio.wrap_future(ended)
 
 
 def _begin(request: Coroutine[Any, Any, _T]) -> Future[_T]:

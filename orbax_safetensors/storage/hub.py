@@ -7,38 +7,33 @@ Hub has one request for each file and not one for each range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import CancelledError
 from functools import partial
-from typing import Any, NoReturn
 
 from obstore import Bytes
 
-from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.storage import hub_path
+from orbax_safetensors.errors import MissingError
 from orbax_safetensors.storage.event_loop import Requests
+from orbax_safetensors.storage.http_options import HttpOptions
 from orbax_safetensors.storage.hub_api import Contents, HubApi, cached_copy
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
-from orbax_safetensors.storage.links import FileLink, Links, link_to, timeout_seconds
+from orbax_safetensors.storage.links import FileLink, Links, link_to
 from orbax_safetensors.storage.local import LocalFile
-from orbax_safetensors.storage.redirects import Client
-from orbax_safetensors.storage.remote import COST, HEAD_BYTES, READ_ONLY, RemoteFile, body, changed
-from orbax_safetensors.storage.retries import Retries, WrongAnswerError
-from orbax_safetensors.storage.secret_reads import link_within
+from orbax_safetensors.storage.paths import HubPath
+from orbax_safetensors.storage.remote import HEAD_BYTES, RemoteFile, ServerStore, body, changed
+from orbax_safetensors.storage.retries import WrongAnswerError
 from orbax_safetensors.storage.store import File, Stamp
+from orbax_safetensors.storage.web import Client, link_within
 
 
-def hub_store(url: str, api: HubApi, client: Mapping[str, Any], retries: Retries) -> tuple[HubStore, str]:
+def hub_store(url: str, api: HubApi, http: HttpOptions) -> tuple[HubStore, str]:
     """Return the repository of an `hf://` URL at the commit that it stands for now, and the URL with that commit.
 
-    `client` are the options of obstore's HTTP client. Raises `StorageError` if the Hub does not tell.
+    Raises `StorageError` if the Hub does not tell.
     """
-    named = hub_path.parse(url)
-    try:
-        contents = Requests().run(retries.run(url, "asking the Hub", lambda: api.contents(named)))
-    except CancelledError:
-        raise StorageError(f"{url}: asking the Hub was cancelled") from None
-    store = HubStore(api, contents, client, retries)
+    named = HubPath.parse(url)
+    asking = http.retries.run(url, "asking the Hub", lambda: api.contents(named))
+    contents = Requests().run(f"{url}: asking the Hub", asking)
+    store = HubStore(api, contents, http)
     return store, f"{store.root}/{named.path}".rstrip("/")
 
 
@@ -58,40 +53,23 @@ class CachedFile(LocalFile):
             raise changed(self.path, stamp, f"{self.stamp.nbytes} bytes of version {self.stamp.version}")
 
 
-class HubStore:
+class HubStore(ServerStore):
     """The files of one commit; see `store.Store`. A path is an `hf://` URL with the commit as its revision."""
 
-    is_local = False
-    lists = True
-    writes = False
-
-    def __init__(self, api: HubApi, contents: Contents, client: Mapping[str, Any], retries: Retries) -> None:
-        """`client` are the options of obstore's HTTP client, with which links are followed."""
-        self.root = f"{hub_path.SCHEME}://{contents.repository}@{contents.commit}"
-        self.cost = COST
+    def __init__(self, api: HubApi, contents: Contents, http: HttpOptions) -> None:
+        """Follow links as `http` says."""
+        super().__init__(f"hf://{contents.repository}@{contents.commit}", http.retries)
         self._api = api
         self._contents = contents
-        self._client = client
-        self._retries = retries
-        self._timeout = timeout_seconds(client, retries)
-        self._requests = Requests()
+        self._http = http
         self._links = Links()
 
-    def _key(self, path: str) -> str:
-        if path != self.root and not path.startswith(self.root + "/"):
-            raise StorageError(f"{path}: is not below {self.root}")
-        return path[len(self.root) + 1 :].strip("/")
-
-    def list(self, path: str) -> list[str] | None:
-        """Return the names in a directory of the repository, sorted; None if there is no such directory."""
+    def list(self, path: str) -> dict[str, None] | None:
+        """Return the names in a directory of the repository, sorted, without states; None if there is none."""
         key = self._key(path)
         prefix = f"{key}/" if key else ""
         names = {file[len(prefix) :].partition("/")[0] for file in self._contents.files if file.startswith(prefix)}
-        return sorted(names) if names or not key else None
-
-    def states(self, path: str) -> dict[str, None] | None:
-        """Return `list` without states."""
-        return None if (names := self.list(path)) is None else dict.fromkeys(names)
+        return dict.fromkeys(sorted(names)) if names or not key else None
 
     def open(self, path: str, stamp: Stamp | None = None) -> File:
         """Open a file of the cache, or with two requests, for the place and the first bytes.
@@ -111,10 +89,7 @@ class HubStore:
             return file
         head: Bytes | None = None
         if stamp is None:
-            try:
-                stamp, head = self._requests.run(self._opened(path, key))
-            except CancelledError:
-                raise StorageError(f"{path}: opening was cancelled") from None
+            stamp, head = self._requests.run(f"{path}: opening", self._opened(path, key))
         return RemoteFile(path, stamp, head, partial(self._fetch, path, stamp), self.cost)
 
     def find(self, path: str) -> File | None:
@@ -126,38 +101,7 @@ class HubStore:
         key = self._key(path)
         if (copy := cached_copy(self._contents, key)) is not None:
             return downloaded_sha256(copy)
-        contents = self._contents
-        try:
-            place = self._requests.run(
-                self._retries.run(
-                    path, "asking the Hub", lambda: self._api.place(contents.repository, contents.commit, key)
-                )
-            )
-        except CancelledError:
-            raise StorageError(f"{path}: asking the Hub was cancelled") from None
-        return place.sha256
-
-    def cancel(self) -> None:
-        """End requests that open files."""
-        self._requests.cancel()
-
-    def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NoReturn:
-        """Refuse: the Hub takes commits, not files."""
-        raise StorageError(f"{path}: {READ_ONLY}")
-
-    def make(self, path: str) -> None:
-        """Nothing to do, see `Store.make`."""
-
-    def below(self, path: str) -> NoReturn:
-        """Refuse, as `create` does."""
-        raise StorageError(f"{path}: {READ_ONLY}")
-
-    def delete(self, path: str, names: Iterable[str]) -> NoReturn:
-        """Refuse, as `create` does."""
-        raise StorageError(f"{path}: {READ_ONLY}")
-
-    def sync(self, path: str) -> None:
-        """Nothing to wait for."""
+        return self._run(path, "asking the Hub", lambda: self._api.place(self._contents, key)).sha256
 
     async def _opened(self, path: str, key: str) -> tuple[Stamp, Bytes]:
         """Return a file's state and first bytes."""
@@ -185,23 +129,23 @@ class HubStore:
                 raise WrongAnswerError(f"the server sent of a file of {answer.meta['size']} bytes instead")
             return await body(answer, offset, nbytes)
 
-        return await self._retries.run(
+        return await self.retries.run(
             path, f"reading {nbytes} bytes at offset {offset}", lambda: self._links.use(key, find, ranged)
         )
 
     async def _place(self, path: str, key: str) -> tuple[Stamp, FileLink]:
         """Ask the Hub for a file: for its state, and a link to it."""
-        contents = self._contents
 
         async def attempt() -> tuple[Stamp, FileLink]:
-            place = await self._api.place(contents.repository, contents.commit, key)
+            place = await self._api.place(self._contents, key)
             # Headers are for the Hub: neither they nor the token go to where it sends us.
             if place.headers:
-                client = Client("the Hub", {**self._client, "default_headers": place.headers}, self._timeout)
+                options = {**self._http.client, "default_headers": place.headers}
+                client = Client("the Hub", options, self._http.timeout_seconds)
                 link = link_within("the Hub", place.url, client)
             else:
-                link = link_to("the Hub", place.url, self._client)
+                link = link_to("the Hub", place.url, self._http.client)
             # The commit fixes the content, whether it comes from the Hub or from a cache.
-            return Stamp(place.nbytes, contents.commit), link
+            return Stamp(place.nbytes, self._contents.commit), link
 
-        return await self._retries.run(path, "asking the Hub", attempt)
+        return await self.retries.run(path, "asking the Hub", attempt)

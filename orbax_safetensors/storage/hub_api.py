@@ -32,9 +32,10 @@ from huggingface_hub.errors import (
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
 from orbax_safetensors.storage.event_loop import in_thread
+from orbax_safetensors.storage.http_options import HttpOptions
 from orbax_safetensors.storage.hub_digests import sha256_of
-from orbax_safetensors.storage.hub_path import HubPath
 from orbax_safetensors.storage.links import origin
+from orbax_safetensors.storage.paths import HubPath
 from orbax_safetensors.storage.retries import RefusedError, WrongAnswerError
 
 _T = TypeVar("_T")
@@ -72,17 +73,16 @@ class FileAddress:
 class HubApi:
     """The Hub at an endpoint, as the owner of a token sees it, or anybody without one."""
 
-    def __init__(self, endpoint: str, token: Any, client: Mapping[str, Any], timeout: float) -> None:
+    def __init__(self, endpoint: str, token: Any, http: HttpOptions) -> None:
         """Take the token of `huggingface_hub` if it is None, and none if it is False.
 
-        Of `client`, options of obstore's HTTP client, headers and the name of this program count. The Hub has to send
-        something in `timeout` seconds.
+        Of `http`, headers, the name of this program and the timeout count.
         """
         self._endpoint = endpoint
-        self._headers = _headers(token, client)
+        self._headers = _headers(token, http.client)
         self._token = self._headers.get("authorization", "").removeprefix("Bearer ")
-        self._timeout = timeout
-        self._program = client.get("user_agent", "orbax-safetensors")
+        self._timeout = http.timeout_seconds
+        self._program = http.client.get("user_agent", "orbax-safetensors")
         self._api = HfApi(endpoint=endpoint, token=False, user_agent=self._program, headers=self._headers)
 
     async def contents(self, named: HubPath) -> Contents:
@@ -103,8 +103,9 @@ class HubApi:
             raise _not_understood()
         return Contents(name, commit, files)
 
-    async def place(self, repository: str, commit: str, file: str) -> FileAddress:
+    async def place(self, contents: Contents, file: str) -> FileAddress:
         """Return where a file of a commit is now."""
+        repository, commit = contents.repository, contents.commit
         url = hf_hub_url(repository, file, revision=commit, endpoint=self._endpoint)
         metadata = await self._ask(
             repository,

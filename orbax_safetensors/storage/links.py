@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,9 +14,8 @@ from obstore import Bytes
 from obstore.exceptions import BaseError
 from obstore.store import HTTPStore
 
-from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.storage.paths import HTTP
-from orbax_safetensors.storage.retries import Retries, WrongAnswerError, status_of
+from orbax_safetensors.storage.retries import WrongAnswerError, status_of
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
     from obstore import GetOptions, ObjectMeta
@@ -28,15 +24,6 @@ _T = TypeVar("_T")
 
 # What stores say of a link that has expired, which is no fault.
 _EXPIRED = (400, 401, 403)
-# Seconds of obstore's units of a time. A longer unit counts as a day: that is no limit for a request either.
-_UNITS = {
-    **dict.fromkeys(("nsec", "ns"), 1e-9),
-    **dict.fromkeys(("usec", "us"), 1e-6),
-    **dict.fromkeys(("msec", "ms"), 1e-3),
-    **dict.fromkeys(("seconds", "second", "sec", "s"), 1.0),
-    **dict.fromkeys(("minutes", "minute", "min", "m"), 60.0),
-    **dict.fromkeys(("hours", "hour", "hr", "h"), 3600.0),
-}
 
 
 class Ranged(Protocol):
@@ -119,22 +106,3 @@ def origin(url: str) -> tuple[str, str | None, int | None]:
     """Return the scheme, host and port of a URL, which are what secrets are for."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-
-
-def timeout_seconds(client: Mapping[str, Any], retries: Retries) -> float:
-    """Return the seconds in which a server has to send something.
-
-    That is the shortest of the timeouts of obstore's HTTP client and of the time for retries, if there is any.
-    """
-    limits = [_seconds(client[name]) for name in ("read_timeout", "timeout")]
-    return min(*limits, retries.seconds or math.inf)
-
-
-def _seconds(timeout: timedelta | str) -> float:
-    """Return a timeout in seconds: of text like `1min 30s`, as obstore has it."""
-    if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
-    parts = re.findall(r"(\d+)\s*([A-Za-z]+)", timeout)
-    if not parts:
-        raise SafetensorsError(f"storage_options: {timeout!r} is not a time, as '30 s' is")
-    return sum(int(count) * _UNITS.get(unit, 86400.0) for count, unit in parts)

@@ -16,8 +16,8 @@ import numpy as np
 
 from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.hub_digests import downloaded_sha256
-from orbax_safetensors.storage.hub_path import missing
-from orbax_safetensors.storage.mapping import LeasedMapping
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
+from orbax_safetensors.storage.paths import missing
 from orbax_safetensors.storage.store import Cost, Stamp
 
 # Two threads saturate memory if the page cache is warm; a cold disk needs more requests in flight. It reads 16 KiB in
@@ -86,7 +86,7 @@ class LocalFile:
         _move_all(_read_runs, "reading", self._descriptor, self.path, offset, runs, _nbytes_of_runs, _runs_after)
         return True
 
-    def answer(self, offset: int, nbytes: int) -> None:
+    def fetch(self, offset: int, nbytes: int) -> None:
         """Return None: the kernel copies bytes to their destination."""
 
     def map(self) -> memoryview:
@@ -227,7 +227,7 @@ class NewLocalFile:
         with self._turn:
             _move_all(os.pwritev, "writing", self._descriptor, self.path, offset, buffers, _nbytes, _after)
         if self._sync:
-            _begin_sync(self._descriptor, offset, sum(buffer.nbytes for buffer in buffers))
+            _begin_sync(self._descriptor, offset, _nbytes(buffers))
 
     def sync(self) -> None:
         """Flush the file to the disk."""
@@ -280,21 +280,16 @@ class LocalStore:
     writes = True
     opened: type[LocalFile] = LocalFile
 
-    def list(self, path: str) -> list[str] | None:
-        """Return the names in the directory `path`, sorted; None if it is a file."""
+    def list(self, path: str) -> dict[str, None] | None:
+        """Return the names in the directory `path`, sorted and without states; None if it is a file."""
         try:
-            with os.scandir(path) as entries:
-                return sorted(entry.name for entry in entries)
+            return dict.fromkeys(sorted(os.listdir(path)))
         except NotADirectoryError:
             return None
         except FileNotFoundError as error:
             raise MissingError(f"{path}: {missing(path)}") from error
         except (OSError, ValueError) as error:
             raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
-
-    def states(self, path: str) -> dict[str, None] | None:
-        """Return `list` without states."""
-        return None if (names := self.list(path)) is None else dict.fromkeys(names)
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
@@ -371,6 +366,24 @@ class LocalStore:
 
 def _raise(error: OSError) -> NoReturn:
     raise error
+
+
+def write_whole(path: str, text: str) -> None:
+    """Write a small file of a file system, which appears as a whole and is on the disk when this returns."""
+    with open(f"{path}.new", "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.new", path)
+    LocalStore().sync(os.path.dirname(path))
+
+
+def make_directory(path: str) -> None:
+    """Make a directory of a file system and its parents; their names are on the disk when this returns."""
+    if not os.path.isdir(path):
+        make_directory(os.path.dirname(path))
+        os.makedirs(path, exist_ok=True)
+        LocalStore().sync(os.path.dirname(path))
 
 
 def check_makeable(path: str) -> None:

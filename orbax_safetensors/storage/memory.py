@@ -8,22 +8,17 @@ import gc
 import mmap
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError
 
 # XLA's CPU client takes a NumPy buffer without a copy if its address is a multiple of this.
 ALIGNMENT = 64
 # Small enough that a single array that is kept does not pin much other memory, large enough that 45,000 tensors make
 # few mappings: Linux allows 65,530 by default.
 ARENA_BYTES = 128 * 2**20
-
-
-# The most dimensions of a NumPy array, and its most bytes.
-_MAX_RANK = 64
-_MAX_BYTES = 2**63 - 1
 # What direct reads are aligned to: the blocks of a disk divide it.
 PAGE_BYTES = 4096
 # Shorter reads are not made directly: reading their first and last pages whole would cost too much.
@@ -36,24 +31,24 @@ def allocate(sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> 
     A mapping goes when the last buffer that was cut from it goes. Pages are huge if the system supports it, and exist
     only once they are written to.
 
-    `offsets` are those in files of the bytes that direct reads will bring, by the buffer's number. If an offset is as
-    aligned as a buffer, and the buffer is long, it begins as far from the beginning of a page as these bytes do.
+    `offsets` has, by the number of a buffer, the offset in a file from which direct reads will fill it. A long buffer
+    then begins as many bytes into a page as the offset does, if the offset is a multiple of `ALIGNMENT`.
     """
     out: list[np.ndarray] = []
     begins: list[int] = []
     end = 0
     for number, size in enumerate(sizes):
         offset = offsets.get(number) if offsets else None
-        begin = begin_after(end, size, offset)
+        begin = _begin_after(end, size, offset)
         if begins and begin + size > ARENA_BYTES:
             out += _cut(begins, end, sizes[len(out) :])
-            begins, begin = [], begin_after(0, size, offset)
+            begins, begin = [], _begin_after(0, size, offset)
         begins.append(begin)
         end = begin + size
     return out + _cut(begins, end, sizes[len(out) :])
 
 
-def begin_after(end: int, size: int, offset: int | None) -> int:
+def _begin_after(end: int, size: int, offset: int | None) -> int:
     """Return where a buffer begins in an arena whose buffers so far end at `end`; see `allocate` for its `offset`."""
     begin = -(-end // ALIGNMENT) * ALIGNMENT
     if offset is None or size < DIRECT_BYTES or offset % ALIGNMENT:
@@ -80,11 +75,59 @@ def arena_of(nbytes: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
-def check_holdable(shape: tuple[int, ...], dtype: np.dtype, where: str) -> None:
-    """Raise `TensorMismatchError`, which begins with `where`, if NumPy cannot have such an array."""
-    # NumPy counts the bytes of an empty array as if its dimensions of size 0 were not there.
-    if len(shape) > _MAX_RANK or prod(size for size in shape if size) * dtype.itemsize > _MAX_BYTES:
-        raise TensorMismatchError(f"{where}: NumPy cannot have an array of shape {shape}")
+class Taken(NamedTuple):
+    """Buffers of a pool until they are given back: they lie in `[begin, end)`, or outside the pool if that is empty."""
+
+    buffers: list[np.ndarray]
+    begin: int
+    end: int
+
+
+class Pool:
+    """Buffers cut from one mapping, at the lowest place that is free.
+
+    So pages that were written to before are used first, and the system zeroes no page twice. Not safe for several
+    threads at once.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Make a pool of at most `nbytes`; it takes no memory before something is written into it."""
+        self._arena = arena_of(nbytes)
+        self._taken: list[Taken] = []  # in their order in the pool
+
+    def take(self, sizes: Sequence[int], offsets: Mapping[int, int] | None = None) -> Taken | None:
+        """Return uint8 buffers of `sizes` bytes, which hold anything; None if there is no place for them now.
+
+        `offsets` are as for `allocate`. Buffers that need more than the whole pool are fresh memory, one lot at a time.
+        """
+        begins, end = [], 0
+        for number, size in enumerate(sizes):
+            begins.append(_begin_after(end, size, offsets.get(number) if offsets else None))
+            end = begins[-1] + size
+        nbytes = -(-end // PAGE_BYTES) * PAGE_BYTES  # buffers then lie in pages as laid out
+        if nbytes > self._arena.nbytes:
+            if self._taken:
+                return None
+            return self._add(0, Taken(allocate(sizes, offsets), 0, 0))
+        at, number = 0, len(self._taken)
+        for position, other in enumerate(self._taken):
+            if at + nbytes <= other.begin:
+                number = position
+                break
+            at = other.end
+        if at + nbytes > self._arena.nbytes:
+            return None
+        memory = self._arena[at : at + nbytes]
+        cut = [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        return self._add(number, Taken(cut, at, at + nbytes))
+
+    def _add(self, number: int, taken: Taken) -> Taken:
+        self._taken.insert(number, taken)
+        return taken
+
+    def give_back(self, taken: Taken) -> None:
+        """Free buffers that nobody uses any more."""
+        self._taken = [other for other in self._taken if other is not taken]
 
 
 def resident() -> int:
@@ -116,6 +159,10 @@ def peak_bytes() -> int:
     return kilobytes * 1024
 
 
+# More objects than Python 3.12 itself has frozen when it starts, which are 375, and fewer than any caller freezes.
+_FROZEN_AT_START = 1000
+
+
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
     """Pause the cyclic garbage collector, which would search all names and shapes again and again, in vain.
@@ -129,7 +176,7 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what a caller has frozen would thaw as well
+            if gc.get_freeze_count() < _FROZEN_AT_START:  # what a caller has frozen would thaw as well
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
-from orbax_safetensors.storage import hub_path
 
 PathLike = str | os.PathLike[str]
 
@@ -16,10 +17,18 @@ S3 = ("s3", "s3a")
 GCS = ("gs",)
 AZURE = ("az", "azure", "abfs", "abfss", "adl")
 HTTP = ("http", "https")
-HUB = (hub_path.SCHEME,)
+HUB = ("hf",)
 SCHEMES = (*S3, *GCS, *AZURE, *HTTP, *HUB)
 
 _COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)(.*)", re.DOTALL)
+
+_HUB_FORM = "hf://owner/name[@revision][/path]"
+_OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
+# Revisions with a slash that need not be escaped.
+_REFS = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)")
+# A path that may stand for a repository, and not for a file.
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)", re.ASCII)
+_PART = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def as_text(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
@@ -77,6 +86,12 @@ def place(path: PathLike) -> str:
         raise StorageError(f"{path}: is in the working directory, which was deleted") from error
 
 
+def is_below(path: str, directory: str) -> bool:
+    """Return whether `path` is `directory` or in it, whatever links lead there."""
+    inner, outer = os.path.realpath(path), os.path.realpath(directory)
+    return os.path.commonpath([inner, outer]) == outer
+
+
 def _without_parents(path: str) -> str:
     """Return a path without `..`: as for the kernel, it is the parent of what a link before it leads to.
 
@@ -115,3 +130,52 @@ def _store_name(url: str) -> str:
     if scheme in HTTP:
         return rest.partition("/")[0]
     return next((kind[0] for kind in (S3, GCS, AZURE, HUB) if scheme in kind), scheme)
+
+
+@dataclass(frozen=True)
+class HubPath:
+    """A file or directory of a model's repository: `path` in it is empty for its root, and has no slash at its ends."""
+
+    repository: str
+    revision: str
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> HubPath:
+        """Return what `url` names. Without a revision it is `main`; slashes in one are escaped, as in `@feature%2Fx`.
+
+        A repository without an owner, as `hf://gpt2`, is known by the end of the URL or its `@`. Raises `StorageError`
+        if the URL is not one of a model.
+        """
+        text = url.removeprefix("hf://").rstrip("/")
+        kind, _, rest = text.partition("/")
+        if kind in _OTHER_KINDS:
+            raise StorageError(f"{url}: expected a model, {_HUB_FORM}, found one of the {kind}")
+        if kind == "models":
+            text = rest
+        repository, at, rest = text.partition("@")
+        revision = "main"
+        if at and repository.count("/") <= 1:
+            ref = _REFS.match(rest)
+            escaped = ref[0] if ref else rest.partition("/")[0]
+            revision, path = unquote(escaped), rest[len(escaped) :]
+        else:  # an @ further on is part of a file's name
+            owner, _, rest = text.partition("/")
+            name, _, path = rest.partition("/")
+            repository = f"{owner}/{name}" if name else owner
+        path = path.strip("/")
+        named = all(_PART.fullmatch(part) and part.strip(".") for part in repository.split("/"))
+        if not named or not revision or any(part in ("", ".", "..") for part in path.split("/") if path):
+            raise StorageError(f"{url}: expected {_HUB_FORM}")
+        return cls(repository, revision, path)
+
+
+def missing(path: str) -> str:
+    """Return what is wrong with a path that does not exist, with the URL of the repository that it may stand for."""
+    try:
+        name = os.path.relpath(path)
+    except OSError:  # the working directory was deleted
+        name = path
+    if _NAME.fullmatch(name):
+        return f"no such directory; for the Hub write hf://{name}"
+    return "no such file or directory"

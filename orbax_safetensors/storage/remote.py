@@ -7,9 +7,8 @@ Answers are collected in memory and then copied to their destinations.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import UTC, datetime
 from functools import partial
@@ -24,8 +23,7 @@ from orbax_safetensors.errors import MissingError, StorageError
 from orbax_safetensors.storage.event_loop import Requests
 from orbax_safetensors.storage.links import Ranged
 from orbax_safetensors.storage.retries import ChangedError, Retries, WrongAnswerError, status_of
-from orbax_safetensors.storage.store import UNKNOWN, Cost, Stamp
-from orbax_safetensors.storage.upload import NewRemoteFile
+from orbax_safetensors.storage.store import UNKNOWN, Cost, File, NewFile, Stamp
 
 if TYPE_CHECKING:  # obstore has these for type checkers only
     from obstore import GetOptions, ObjectMeta
@@ -52,8 +50,6 @@ COST = Cost(
     held_in_flight=True,
 )
 
-# Deletions in flight at once.
-_DELETIONS = 16
 # Error if somebody writes to a read-only server.
 READ_ONLY = "is on a server that files can only be read from"
 
@@ -62,24 +58,24 @@ NO_DATE = datetime.fromtimestamp(0, UTC)  # obstore's date for an object without
 
 # Requests bytes of an object by offset and length, perhaps several times. Returns exactly these bytes or raises
 # `StorageError`.
-Fetch = Callable[[int, int], Coroutine[Any, Any, Bytes]]
+Request = Callable[[int, int], Coroutine[Any, Any, Bytes | bytes]]
 
 
 class RemoteFile:
     """An object that is open for reading; see `store.File`."""
 
-    def __init__(self, path: str, stamp: Stamp, head: Bytes | None, fetch: Fetch, cost: Cost) -> None:
+    def __init__(self, path: str, stamp: Stamp, head: Bytes | None, request: Request, cost: Cost) -> None:
         """Open an object; `head` is its first bytes, or None if they have not been read."""
         self.path = path
         self.stamp = stamp
         self._head = head
-        self._fetch = fetch
+        self._request = request
         self._cost = cost
         self._requests = Requests()
 
     def read(self, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill buffers, with short requests at once: together they hold no more bytes than one long request."""
-        waiting: deque[tuple[Future[Bytes], Sequence[memoryview], int]] = deque()
+        waiting: deque[tuple[Future[Bytes | bytes], Sequence[memoryview], int]] = deque()
         held = 0
         try:
             for offset, buffers in ranges:
@@ -91,8 +87,8 @@ class RemoteFile:
                     continue
                 while waiting and (held + nbytes > self._cost.max_request_bytes or len(waiting) >= _SHORT_REQUESTS):
                     held -= self._take(*waiting.popleft())
-                fetch = self._fetch_in_turn if waiting else self._fetch
-                waiting.append((self._requests.start(fetch(offset, nbytes)), buffers, nbytes))
+                request = self._request_in_turn if waiting else self._request
+                waiting.append((self._requests.start(request(offset, nbytes)), buffers, nbytes))
                 held += nbytes
             while waiting:
                 self._take(*waiting.popleft())
@@ -102,14 +98,11 @@ class RemoteFile:
             for future, _, _ in waiting:
                 future.cancel()
 
-    def answer(self, offset: int, nbytes: int) -> memoryview:
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
         """Return the answer to a request."""
         if (known := self._known(offset, nbytes)) is not None:
             return known
-        try:
-            return memoryview(self._requests.run(self._fetch(offset, nbytes)))
-        except CancelledError:
-            raise StorageError(f"{self.path}: reading was cancelled") from None
+        return memoryview(self._requests.run(f"{self.path}: reading", self._request(offset, nbytes)))
 
     def scatter(self, offset: int, runs: np.ndarray) -> bool:
         """Return False: an answer is copied anyway."""
@@ -125,11 +118,11 @@ class RemoteFile:
             return None
         return memoryview(self._head)[offset : offset + nbytes]
 
-    async def _fetch_in_turn(self, offset: int, nbytes: int) -> Bytes:
+    async def _request_in_turn(self, offset: int, nbytes: int) -> Bytes | bytes:
         async with _more:
-            return await self._fetch(offset, nbytes)
+            return await self._request(offset, nbytes)
 
-    def _take(self, future: Future[Bytes], buffers: Sequence[memoryview], nbytes: int) -> int:
+    def _take(self, future: Future[Bytes | bytes], buffers: Sequence[memoryview], nbytes: int) -> int:
         try:
             _scatter(memoryview(future.result()), buffers)
         finally:
@@ -166,7 +159,7 @@ def _scatter(source: memoryview, buffers: Sequence[memoryview]) -> None:
         done += buffer.nbytes
 
 
-def _stamp(meta: ObjectMeta) -> Stamp:
+def stamp_of(meta: ObjectMeta) -> Stamp:
     """Return the state of an object: its ETag, or else the date of its last change, if the server sends either.
 
     A generation is not part of it: listings do not have it, and a copy of an object has another one.
@@ -175,12 +168,6 @@ def _stamp(meta: ObjectMeta) -> Stamp:
     if tag:
         return Stamp(meta["size"], tag)
     return Stamp(meta["size"], UNKNOWN if modified == NO_DATE else f"modified {modified.isoformat()}")
-
-
-def _listed_stamp(meta: ObjectMeta) -> Stamp:
-    """Return the state of an object that a listing has. Azure lists ETags without the quotes that its answers have."""
-    nbytes, version = _stamp(meta)
-    return Stamp(nbytes, f'"{version}"' if meta["e_tag"] and '"' not in version else version)
 
 
 def changed(path: str, stamp: Stamp, found: str) -> StorageError:
@@ -200,36 +187,21 @@ async def body(answer: Ranged, offset: int, nbytes: int) -> Bytes:
     return content
 
 
-class RemoteStore:
-    """The objects below one URL; see `store.Store`.
+class ServerStore:
+    """What all stores behind a network have in common; see `store.Store`. `BucketStore` also writes.
 
-    A path is the URL of a file without a query, user or password, as users see it; `objects` knows these secrets.
+    A path is the URL of a file without a query, user or password, as users see it.
     """
 
     is_local = False
+    lists = True
+    writes = False
 
-    def __init__(
-        self,
-        root: str,
-        objects: ObjectStore,
-        *,
-        lists: bool,
-        retries: Retries,
-        writing: Callable[[], ObjectStore] | None = None,
-    ) -> None:
-        """Describe the objects below `root`, a URL without a slash at its end, which is where keys of `objects` begin.
-
-        `lists` says if the server can list objects. `objects` makes each request once. `writing` returns a store that
-        retries requests after temporary failures; it is None if the server is read-only.
-        """
+    def __init__(self, root: str, retries: Retries) -> None:
+        """Describe the files below `root`, a URL without a slash at its end."""
         self.root = root
-        self.objects = objects
-        self.lists = lists
         self.retries = retries
         self.cost = COST
-        self.writes = writing is not None
-        self._writing = writing
-        self._objects_for_writing: ObjectStore | None = None
         self._requests = Requests()
 
     def _key(self, path: str) -> str:
@@ -237,48 +209,74 @@ class RemoteStore:
             raise StorageError(f"{path}: is not below {self.root}")
         return path[len(self.root) + 1 :].strip("/")
 
-    def list(self, path: str) -> list[str] | None:
-        """Return the names of the objects below `path` up to the next slash, sorted; None if there are none."""
-        return None if (states := self.states(path)) is None else list(states)
+    def _run(self, path: str, verb: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return the result of a request, with retries."""
+        return self._requests.run(f"{path}: {verb}", self.retries.run(path, verb, attempt))
 
-    def states(self, path: str) -> dict[str, Stamp | None] | None:
-        """Return `list`, with the states of objects; None is the state of what has objects below it."""
-        prefix = self._key(path)
+    def list(self, path: str) -> Mapping[str, Stamp | None] | None:
+        """See `Store.list`. Nobody asks a store that has no `lists`."""
+        raise NotImplementedError
 
-        async def listed() -> dict[str, Stamp | None]:
-            found = await obstore.list_with_delimiter_async(self.objects, prefix or None)
-            keys: dict[str, Stamp | None] = dict.fromkeys(found["common_prefixes"])
-            keys |= {meta["path"]: _listed_stamp(meta) for meta in found["objects"]}
-            states = {key.rpartition("/")[2]: state for key, state in sorted(keys.items()) if key != prefix}
-            states.pop("", None)
-            return states
+    def open(self, path: str, stamp: Stamp | None = None) -> File:
+        """See `Store.open`. Subclasses raise `MissingError` if there is no such file."""
+        raise NotImplementedError
 
-        return self._run(path, "listing", self.retries.run(path, "listing", listed)) or None
+    def find(self, path: str) -> File | None:
+        """Return `open`, or None if there is no such file."""
+        try:
+            return self.open(path)
+        except MissingError:
+            return None
+
+    def sha256(self, path: str) -> str | None:
+        """Return None: a server's names for contents are not digests."""
+        return None
+
+    def cancel(self) -> None:
+        """End requests that list and open files."""
+        self._requests.cancel()
+
+    def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewFile:
+        """Refuse."""
+        raise StorageError(f"{path}: {READ_ONLY}")
+
+    def make(self, path: str) -> None:
+        """Do nothing: servers have no directories without files."""
+
+    def below(self, path: str) -> dict[str, Stamp]:
+        """Refuse: who asks is about to write."""
+        raise StorageError(f"{path}: {READ_ONLY}")
+
+    def delete(self, path: str, names: Iterable[str]) -> None:
+        """Refuse."""
+        raise StorageError(f"{path}: {READ_ONLY}")
+
+    def sync(self, path: str) -> None:
+        """Do nothing: a file is durable when the server has answered."""
+
+
+class RemoteStore(ServerStore):
+    """Objects that obstore reads: of an HTTP server, unless a subclass can do more; see `store.Store`."""
+
+    lists = False
+
+    def __init__(self, root: str, objects: ObjectStore, retries: Retries) -> None:
+        """Describe the objects below `root`, which is where keys of `objects` begin.
+
+        `objects` makes each request once, and knows the secrets that are not in paths.
+        """
+        super().__init__(root, retries)
+        self.objects = objects
 
     def open(self, path: str, stamp: Stamp | None = None) -> RemoteFile:
         """Open an object with a request for its first bytes, or without a request if its state is known."""
-        found = self._open(path, stamp)
-        if found is None:
-            raise MissingError(f"{path}: cannot be opened: there is no such object")
-        return found
-
-    def find(self, path: str) -> RemoteFile | None:
-        """Return `open`, or None if there is no such object."""
-        return self._open(path, None)
-
-    def sha256(self, path: str) -> None:
-        """Return None: a server's names for contents are not digests."""
-
-    def _open(self, path: str, stamp: Stamp | None) -> RemoteFile | None:
-        key = self._key(path)
         if stamp is not None:
             return self._file(path, stamp, None)
+        key = self._key(path)
         try:
-            found, head = self._requests.run(self.retries.run(path, "opening", lambda: self._head(key)))
+            found, head = self._run(path, "opening", lambda: self._head(key))
         except FileNotFoundError:
-            return None
-        except CancelledError:
-            raise StorageError(f"{path}: opening was cancelled") from None
+            raise MissingError(f"{path}: cannot be opened: there is no such object") from None
         return self._file(path, found, head)
 
     def _file(self, path: str, stamp: Stamp, head: Bytes | None) -> RemoteFile:
@@ -296,7 +294,7 @@ class RemoteStore:
                 answer = await self._get(key, options)
             except PreconditionError:
                 raise ChangedError("another") from None
-            found = _stamp(answer.meta)
+            found = stamp_of(answer.meta)
             if found != stamp:
                 raise ChangedError(f"{found.nbytes} bytes of version {found.version}")
             return await body(answer, offset, nbytes)
@@ -316,68 +314,9 @@ class RemoteStore:
             if status_of(error) != 416:
                 raise
             # A server cannot satisfy any range of an empty object.
-            return _stamp((await self._get(key, {})).meta), Bytes()
-        found = _stamp(answer.meta)
+            return stamp_of((await self._get(key, {})).meta), Bytes()
+        found = stamp_of(answer.meta)
         return found, await body(answer, 0, min(HEAD_BYTES, found.nbytes))
 
     async def _get(self, key: str, options: GetOptions) -> Ranged:
         return await obstore.get_async(self.objects, key, options=options)
-
-    def cancel(self) -> None:
-        """End requests that list and open objects."""
-        self._requests.cancel()
-
-    def create(self, path: str, nbytes: int | None = None, requests: int = 1, *, sync: bool = False) -> NewRemoteFile:
-        """Begin an object of `nbytes` bytes; nobody sees it before it is whole, and with `sync` before it is synced."""
-        if self._writing is None:
-            raise StorageError(f"{path}: {READ_ONLY}")
-        if nbytes is None:
-            raise StorageError(f"{path}: an object of unknown size cannot be written")
-        if self._objects_for_writing is None:
-            self._objects_for_writing = self._writing()
-        return NewRemoteFile(path, self._key(path), self._objects_for_writing, nbytes, requests, waits=sync)
-
-    def make(self, path: str) -> None:
-        """Do nothing: objects have no directories."""
-
-    def below(self, path: str) -> dict[str, Stamp]:
-        """Return the states of all objects below `path`."""
-        prefix = self._key(path)
-
-        async def listed() -> Sequence[ObjectMeta]:
-            return await obstore.list(self.objects, prefix or None).collect_async()
-
-        found = self._run(path, "listing", self.retries.run(path, "listing", listed))
-        return {meta["path"][len(prefix) :].lstrip("/"): _listed_stamp(meta) for meta in found}
-
-    def delete(self, path: str, names: Iterable[str]) -> None:
-        """Delete objects below `path`, with one request for each and many requests at once."""
-        if not self.writes:
-            raise StorageError(f"{path}: {READ_ONLY}")
-        prefix = self._key(path)
-        if not prefix:
-            raise StorageError(f"{path}: is a whole bucket, whose objects are not deleted")
-
-        async def gone(name: str) -> None:
-            async with deleting:
-                with contextlib.suppress(FileNotFoundError):  # an attempt whose answer was lost
-                    await self.retries.run(
-                        f"{path}/{name}", "deleting", lambda: obstore.delete_async(self.objects, f"{prefix}/{name}")
-                    )
-
-        async def all_gone() -> None:
-            await asyncio.gather(*map(gone, names))
-
-        deleting = asyncio.Semaphore(_DELETIONS)
-        self._run(path, "deleting", all_gone())
-
-    def _run(self, path: str, verb: str, request: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            return self._requests.run(request)
-        except FileNotFoundError:
-            raise MissingError(f"{path}: there is no such bucket") from None
-        except CancelledError:
-            raise StorageError(f"{path}: {verb} was cancelled") from None
-
-    def sync(self, path: str) -> None:
-        """Do nothing: an object is durable when the store has answered."""

@@ -34,9 +34,9 @@ _WRONG_ANSWERS = 3
 # The metadata service of a machine with a role answers in milliseconds: after these seconds, the machine has no role.
 _METADATA_SECONDS = 3.0
 
-_PASSING = frozenset({408, 425, 429})  # and all statuses from 500 on, except the lasting ones
-_LASTING = frozenset({501, 505, 506, 508, 510, 511})
-_FINAL = (
+_RETRYABLE_STATUSES = frozenset({408, 425, 429})  # and all from 500 on, except the fatal ones
+_FATAL_STATUSES = frozenset({501, 505, 506, 508, 510, 511})
+_FATAL_ERRORS = (
     FileNotFoundError,
     exceptions.AlreadyExistsError,
     exceptions.InvalidPathError,
@@ -74,7 +74,7 @@ class _Failure:
     def __init__(self, path: str, error: Exception) -> None:
         self.fault = explain(path, error)
         self.wrong = _is_wrong(error)
-        self.lasting = not _may_pass(error)
+        self.fatal = not _is_retryable(error)
         self.kind = MissingError if isinstance(error, RefusedError) and error.status == 404 else StorageError
         self.forbidden = status_of(error) == 403
         self.wait = error.wait if isinstance(error, RefusedError) else 0.0
@@ -124,8 +124,8 @@ class Retries:
             wrong += failure.wrong
             pause = wait * random.uniform(0.5, 1.0) + failure.wait
             seconds = min(self.seconds, _METADATA_SECONDS) if failure.of_metadata else self.seconds
-            lasting = failure.lasting or wrong >= _WRONG_ANSWERS
-            if lasting or number >= self.attempts or time.monotonic() - began + pause > seconds:
+            fatal = failure.fatal or wrong >= _WRONG_ANSWERS
+            if fatal or number >= self.attempts or time.monotonic() - began + pause > seconds:
                 tries = f" ({number} attempts)" if number > 1 else ""
                 fault = failure.kind(f"{path}: {verb} failed: {failure.fault}{tries}")
                 if failure.forbidden:
@@ -144,11 +144,11 @@ def status_of(error: BaseException) -> int | None:
     return int(status[1]) if status else None
 
 
-def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, _FINAL):
+def _is_retryable(error: BaseException) -> bool:
+    if isinstance(error, _FATAL_ERRORS):
         return False
     status = status_of(error)
-    return status is None or status in _PASSING or (status >= 500 and status not in _LASTING)
+    return status is None or status in _RETRYABLE_STATUSES or (status >= 500 and status not in _FATAL_STATUSES)
 
 
 def _is_wrong(error: BaseException) -> bool:
@@ -160,7 +160,7 @@ def _is_wrong(error: BaseException) -> bool:
 def explain(path: str, error: BaseException) -> str:
     """Return why a request for `path` failed, and what the user can do."""
     scheme, said, status = path.partition("://")[0], reason(error), status_of(error)
-    if credentials.asks_metadata(str(error)) and (status is None or not _may_pass(error)):
+    if credentials.asks_metadata(str(error)) and (status is None or not _is_retryable(error)):
         return f"{credentials.not_found(scheme)} ({said})"
     hint = credentials.hint(scheme) if status in (401, 403) else None
     return f"{said}: {hint}" if hint else said

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.storage.mapping import LeasedMapping
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
 
 # The version of all states of a file if its server sends none.
 UNKNOWN = "unknown"
@@ -49,11 +49,16 @@ class Cost:
         """Return the longest gap between two ranges that is faster to read than to leave out by a further request."""
         return round(self.request_seconds * self.bytes_per_second)
 
+    @property
+    def held_request_bytes(self) -> int:
+        """Return the most bytes that a request holds in memory besides its destination."""
+        return self.max_request_bytes if self.held_in_flight else 0
+
     def affordable(self, requests: int, in_flight_bytes: int) -> int:
         """Return how many of `requests` hold at most a quarter of `in_flight_bytes`; at least one."""
-        if not self.held_in_flight:
+        if not self.held_request_bytes:
             return requests
-        return max(1, min(requests, in_flight_bytes // 4 // self.max_request_bytes))
+        return max(1, min(requests, in_flight_bytes // 4 // self.held_request_bytes))
 
     def pace(self, requests: int | None, max_gap_bytes: int | None, in_flight_bytes: int) -> Pace:
         """Return the pace of a transfer, with defaults for None.
@@ -87,8 +92,8 @@ class File(Protocol):
         Each range is one request. Raises `StorageError` unless all buffers are filled.
         """
 
-    def answer(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return bytes of the file in the memory that a request brings them to; None if `read` says where they go.
+    def fetch(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return `nbytes` bytes from `offset` on, in new memory; None if this file only reads into buffers.
 
         Raises `StorageError` if there are fewer.
         """
@@ -145,11 +150,11 @@ class Store(Protocol):
     lists: bool  # whether the store can list the names in a directory
     writes: bool  # whether files can be made and deleted
 
-    def list(self, path: str) -> list[str] | None:
-        """Return the names of the files in the directory `path`, sorted; None if `path` is a file."""
+    def list(self, path: str) -> Mapping[str, Stamp | None] | None:
+        """Return the names of the files in the directory `path`, sorted; None if `path` is a file.
 
-    def states(self, path: str) -> Mapping[str, Stamp | None] | None:
-        """Return `list`, each name with the file's state if the listing tells the state in which `open` finds it."""
+        Each has the state in which `open` finds it, or None if the listing does not tell that.
+        """
 
     def open(self, path: str, stamp: Stamp | None = None) -> File:
         """Open a file for reading; `StorageError` if it cannot be opened.

@@ -2,18 +2,15 @@
 
 Nobody sees an unfinished object. An upload that is given up is aborted, so that the store deletes its parts. Parts that
 a killed process leaves behind may cost money until a rule of the bucket removes them. An object can also wait with its
-last part until it is synced, so that several objects appear, or replace others, once all of them have been sent.
+last part until it is synced: an object that is a checkpoint by itself appears once its config is there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-import weakref
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import obstore
@@ -100,8 +97,6 @@ class NewRemoteFile:
         self._received = 0  # of the object
         self._waits = waits
         self._last_part: np.ndarray | None = None
-        self._sending = 0  # parts that obstore has got
-        self._sent: asyncio.Queue[None] = asyncio.Queue()  # an item for each of these that it has sent
         self._ahead: dict[int, np.ndarray] = {}
         self._parts: asyncio.Queue[np.ndarray | None] = asyncio.Queue(1)
         self._upload: asyncio.Task[None] | None = None
@@ -143,60 +138,48 @@ class NewRemoteFile:
         last = self._received == self._nbytes
         if last and self._waits:
             self._last_part = part
-            self._run(self._all_sent())  # memory is for the next object then
         else:
             self._send(part, last=last)
 
     def _send(self, part: np.ndarray, *, last: bool) -> None:
-        self._run(self._enqueue(part, last=last))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            self._requests.run(work)
+            self._requests.run(f"{self.path}: writing", self._enqueue(part, last=last))
             return
-        except CancelledError:
-            fault = "was cancelled"
+        except StorageError:
+            raise
         except (BaseError, OSError) as error:
-            fault = f"failed: {explain(self.path, error)}"
+            fault = explain(self.path, error)
         # Raised outside the handler: the error may hold the query of a URL.
-        raise StorageError(f"{self.path}: writing {fault}")
+        raise StorageError(f"{self.path}: writing failed: {fault}")
 
     async def _enqueue(self, part: np.ndarray, *, last: bool) -> None:
         """Wait until the upload takes a part or fails; after the last part, wait until the upload ends."""
+        queued: list[np.ndarray | None] = [part, None] if last else [part]
         if self._upload is None:
             self._upload = asyncio.create_task(self._put(part if last else None))
             if last:
-                await self._upload
-                return
-        if self._waits:  # obstore lets go of a part when it has sent it, in a thread of its own
-            weakref.finalize(part, _note, asyncio.get_running_loop(), self._sent).atexit = False
-            self._sending += 1
-        queued: list[np.ndarray | None] = [part, None] if last else [part]
+                queued.clear()
         del part
         while queued:
-            await self._unless_failed(self._hand_over(queued.pop(0)))
+            await self._hand_over(queued.pop(0), self._upload)
         if last:
-            await self._upload
+            await asyncio.shield(self._upload)  # `close` ends it: nobody knows what a cancelled request still does
 
-    async def _all_sent(self) -> None:
-        while self._sending:
-            await self._unless_failed(self._sent.get())
-            self._sending -= 1
+    async def _hand_over(self, part: np.ndarray | None, upload: asyncio.Task[None]) -> None:
+        """Wait until the upload takes a part; if the upload has ended, raise its error."""
 
-    async def _unless_failed(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Wait, but not for an upload that has ended: raise its error."""
-        assert self._upload is not None
-        task = asyncio.ensure_future(waiting)
+        async def taken(part: np.ndarray | None) -> None:
+            await self._parts.put(part)
+            await self._parts.join()
+
+        task = asyncio.ensure_future(taken(part))
+        del part
         try:
-            await asyncio.wait((task, self._upload), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, upload), return_when=asyncio.FIRST_COMPLETED)
         finally:
             task.cancel()
-        if self._upload.done():
-            self._upload.result()
-
-    async def _hand_over(self, part: np.ndarray | None) -> None:
-        await self._parts.put(part)
-        await self._parts.join()
+        if upload.done():
+            upload.result()
 
     async def _put(self, whole: np.ndarray | None) -> None:
         if whole is not None:  # as one request
@@ -237,16 +220,17 @@ class NewRemoteFile:
         self._requests.cancel()
 
     def close(self) -> None:
-        """Abort the upload if bytes are missing; there is no object then."""
+        """Abort the upload if bytes are missing, and wait for its end; there is no object then."""
         self._requests.cancel()
         with self._lock:
-            upload, self._upload = self._upload, None
             self._part, self._last_part = _NOTHING, None
             self._ahead.clear()
-        if upload is not None:
-            Requests().run(self._abort(upload))
+        Requests().run(f"{self.path}: giving up", self._abort())
 
-    async def _abort(self, upload: asyncio.Task[None]) -> None:
+    async def _abort(self) -> None:
+        upload, self._upload = self._upload, None  # on the loop, where a cancelled write may just have begun one
+        if upload is None:
+            return
         while not self._parts.empty():
             self._parts.get_nowait()
         self._parts.put_nowait(_NOTHING)
@@ -255,8 +239,3 @@ class NewRemoteFile:
         await asyncio.wait((upload,))
         if not upload.cancelled():
             upload.exception()  # already raised by a write, or of no interest any more
-
-
-def _note(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-        loop.call_soon_threadsafe(queue.put_nowait, None)

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orbax_safetensors.cost.figures import PlannedFile
 from orbax_safetensors.format.dtypes import DType, held
 from orbax_safetensors.format.header import Header
 from orbax_safetensors.format.layout import Layout
 from orbax_safetensors.format.sharding_info import file_name, sharding_info
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.transfer.figures import PlannedFile
 from orbax_safetensors.transfer.plan import Location, locations
 
 Tensors = Mapping[str, tuple[DType, tuple[int, ...]]]  # as they are stored
@@ -29,7 +29,7 @@ class Files:
     @property
     def planned(self) -> tuple[PlannedFile, ...]:
         """The names and sizes of the files."""
-        return tuple(PlannedFile(name, header.file_bytes) for name, header in self.layout.files)
+        return tuple(PlannedFile(name, header.file_bytes, header.data_bytes) for name, header in self.layout.files)
 
     def digest(self, identity: str, model_files: object, units: Iterable[object]) -> str:
         """Return a digest of the units, their places in the files, the source and the model's files.
@@ -62,21 +62,21 @@ def in_pieces(
     count = max(map(len, boxes.values()), default=1)
     filled = [0] * count
     pieces: list[dict[str, Box]] = [{} for _ in range(count)]
-    for name, of_devices in boxes.items():
+    for name, device_boxes in boxes.items():
         holders: dict[Box, list[int]] = {}
-        for device, box in enumerate(of_devices):
+        for device, box in enumerate(device_boxes):
             holders.setdefault(box, []).append(device)
         for box, devices in holders.items():
             writer = min(devices, key=lambda device: (filled[device], device))
             filled[writer] += box.volume * tensors[name][0].bits
             pieces[writer][name] = box
-    written = [of_file for of_file in pieces if of_file]
+    written = [file_boxes for file_boxes in pieces if file_boxes]
     files, places = [], {}
     parts: dict[str, list[tuple[tuple[int, ...], View]]] = {name: [] for name in tensors}
-    for number, of_file in enumerate(written):
-        offsets = {name: box.start for name, box in of_file.items()}
+    for number, file_boxes in enumerate(written):
+        offsets = {name: box.start for name, box in file_boxes.items()}
         header = Header.layout(
-            [(name, tensors[name][0], box.shape) for name, box in of_file.items()],
+            [(name, tensors[name][0], box.shape) for name, box in file_boxes.items()],
             {**metadata, **sharding_info(offsets)},
             alignment=alignment,
         )

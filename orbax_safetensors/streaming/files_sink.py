@@ -5,67 +5,88 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Self
 
 import numpy as np
 
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.store import NewFile, write_small
+from orbax_safetensors.streaming.cost import PlannedArray, Traffic, traffic_of
+from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, pace
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
-from orbax_safetensors.streaming.pipeline import Tile, is_below, pace
-from orbax_safetensors.streaming.work import Unit
+from orbax_safetensors.streaming.tiles import Tile, TileSource, Unit
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.transfer.writer import Writer
 
 
 class FilesSink(JointSink):
-    """Files in a directory; every process writes its tiles into them."""
+    """Files in a directory, into which every process writes its tiles; see `Sink`."""
 
-    def __init__(self, path: str, source_path: str, files: Files, model_files: ModelFiles, memory_bytes: int) -> None:
-        """Touch nothing. Requests take a share of `memory_bytes`."""
-        self.path = path
-        self._source_path, self._files, self._model_files = source_path, files, model_files
+    last = None
+    writers = 2
+    arrays: tuple[PlannedArray, ...] = ()
+
+    def __init__(
+        self,
+        source: TileSource,
+        path: str,
+        files: Files,
+        model_files: ModelFiles,
+        groups: Iterable[tuple[str, ...]],
+        memory_bytes: int,
+    ) -> None:
+        """Cut the leaves of `files` into tiles; `groups` are leaves that interleave in the files.
+
+        Raises `SafetensorsError` if memory does not suffice.
+        """
+        groups = list(groups)
+        check_tiles(source, groups, memory_bytes)
+        self.path, self.files = path, files.planned
+        self.batch_bytes = batch_bytes(memory_bytes)
+        grains = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
+        orders = {name: storage_order(files.views[name]) for name in source.leaves}
+        self.units: Sequence[Unit] = [(bundle,) for bundle in bundles(source, grains, orders, groups, memory_bytes)]
+        self._source, self._files, self._model_files = source, files, model_files
         self._store = LocalStore()
         self._threads = pace(self._store.cost, memory_bytes).requests
         self._writer = Writer(self._create, self._threads)
         self._created = threading.Event()  # a file was created whose name may not be on the disk
         self._recording = threading.Lock()
 
-    def start(self, units: Sequence[Unit], identity: str, *, resume: bool) -> None:
-        """Begin, together with all other processes, to write the tiles of a source of this `identity`."""
-        self._units = units
-        self._numbers = {tile: number for number, tile in enumerate(tile for unit in units for tile in chain(*unit))}
+    def begin(self, *, resume: bool) -> Self:
+        """See `Sink`."""
+        self._numbers = {tile: number for number, tile in enumerate(chain(*chain(*self.units)))}
 
         def plan() -> str:
-            digest = self._files.digest(identity, self._model_files, units)
-            self._directory = PartialDirectory(self.path, digest, self._run)
+            digest = self._files.digest(self._source.identity, self._model_files, self.units)
+            self.workspace = self._directory = PartialDirectory(self.path, digest, self._run)
             self._check_outside(self._directory)
             return digest
 
         self._start("convert", plan, resume=resume)
+        return self
 
     def check_place(self) -> None:
-        """Raise `StorageError` if something is in the way; touch nothing."""
+        """See `Sink`."""
         directory = PartialDirectory(self.path, "", "")
         self._check_outside(directory)
         directory.check_place()
 
     def _check_outside(self, directory: PartialDirectory) -> None:
-        if is_below(self._source_path, directory.path):
+        if is_below(self._source.path, directory.path):
             raise StorageError(
-                f"{self._source_path}: is in {directory.path}, which is what becomes {self.path}; move it away"
+                f"{self._source.path}: is in {directory.path}, which is what becomes {self.path}; move it away"
             )
-
-    def _begin(self, *, resume: bool) -> None:
-        self._directory.begin(resume=resume)
 
     def _open(self) -> None:
         self._directory.open(self._process)
@@ -76,11 +97,11 @@ class FilesSink(JointSink):
         return hashlib.sha256(repr(sorted(self._done)).encode()).hexdigest()
 
     def has(self, unit: int) -> bool:
-        """See `OutputSink`."""
-        return all(self._numbers[tile] in self._done for tile in chain(*self._units[unit]))
+        """See `Sink`."""
+        return all(self._numbers[tile] in self._done for tile in chain(*self.units[unit]))
 
     def expect(self, units: Sequence[int]) -> None:
-        """See `OutputSink`. They may come in any order."""
+        """See `Sink`. They may come in any order."""
 
     def _create(self, number: int) -> NewFile:
         file = self._store.create(self._path(number), sync=True)
@@ -92,16 +113,16 @@ class FilesSink(JointSink):
 
     @property
     def requests(self) -> int:
-        """See `OutputSink`."""
+        """See `Sink`."""
         return self._writer.counters.num_requests
 
     @property
     def nbytes(self) -> int:
-        """See `OutputSink`."""
+        """See `Sink`."""
         return self._writer.counters.nbytes
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """See `TileSink`. The disk has the tiles before the record has them, so the record never says too much.
+        """See `Sink`. The disk has the tiles before the record has them, so the record never says too much.
 
         Every batch is synced: the system forgets bytes that it could not flush, and reports the failure only once. So
         after a failure, which may concern bytes of another thread's batch, nothing is recorded.
@@ -113,7 +134,7 @@ class FilesSink(JointSink):
             self._writer.run(plan, blocks, [array.reshape(-1).view(np.uint8) for array in arrays])
             with self._recording:
                 if self._failure is None:
-                    self._record(tiles, [file.file for file in plan.files])
+                    self._record(tiles, [file.number for file in plan.files])
         except Exception as error:
             self._failure = self._failure or error
         if self._failure is not None:
@@ -127,7 +148,7 @@ class FilesSink(JointSink):
         self._directory.add([self._numbers[tile] for tile in tiles])
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Files have their final paths."""
+        """See `Sink`. Files have their final paths."""
         _, plan = self._planned(tiles, dtypes)
         final = [os.path.join(self.path, name) for name, _ in self._files.layout.files]
         # A file system writes into a file one request after the other.
@@ -136,7 +157,7 @@ class FilesSink(JointSink):
 
     def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
         blocks = [
-            Block(self._files.views[tile.name], tile.box, tile.shape, dtype)
+            Block(self._files.views[tile.name], tile.box, tile.box.shape, dtype)
             for tile, dtype in zip(tiles, dtypes, strict=True)
         ]
         return blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
@@ -171,4 +192,4 @@ class FilesSink(JointSink):
         try:
             self._flush()
         finally:
-            self._directory.release()
+            super()._release()

@@ -1,29 +1,38 @@
-"""Safetensors files on an object store as a sink of tiles: each file is written by one process."""
+"""Safetensors files on an object store as a sink of tiles.
+
+An object has one writer and appears when all of its bytes have come, best in their order. So each process gets whole
+files, and moves the tiles of each in the order of its bytes as far as possible; tiles that come early wait in memory.
+"""
 
 from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from math import prod
 from operator import itemgetter
+from typing import Self
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.header_record import write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.cost.conversion import Traffic, traffic_of
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
-from orbax_safetensors.format.layout import INDEX_NAME
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.strided import extent
+from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
+from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store.index_note import fingerprints
-from orbax_safetensors.storage.store import NewFile, Store, write_small
+from orbax_safetensors.storage.paths import is_below
+from orbax_safetensors.storage.store import NewFile, Store
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
+from orbax_safetensors.streaming.cost import PlannedArray, Traffic, traffic_of
+from orbax_safetensors.streaming.cutting import bundle_bytes, bundled, check_tiles, interleaved
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.file_units import FileUnit
-from orbax_safetensors.streaming.pipeline import Tile, TileSource, is_below, nbytes
+from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, Unit, nbytes
 from orbax_safetensors.streaming.unfinished_objects import UnfinishedObjects
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
 from orbax_safetensors.transfer.writer import WholeFileWriter
@@ -31,8 +40,15 @@ from orbax_safetensors.transfer.writer import WholeFileWriter
 logger = logging.getLogger(__name__)
 
 
+# A batch is half of its limit, because tiles that come early wait beside it.
+_PARTS_OF_BATCH = 2
+
+
 class ObjectsSink(JointSink):
-    """Files, by number, of which this process writes some alone."""
+    """A directory of objects, of which this process writes some alone; see `Sink`."""
+
+    arrays: tuple[PlannedArray, ...] = ()
+    writers = 1  # the bytes of an object come in their order
 
     def __init__(
         self,
@@ -41,17 +57,24 @@ class ObjectsSink(JointSink):
         path: str,
         files: Files,
         model_files: ModelFiles,
-        units: Sequence[FileUnit],
-        requests: int,
+        memory_bytes: int,
     ) -> None:
-        """Touch nothing. `units` has the unit of each of `files`; at most `requests` are in flight."""
-        self.path = path
-        self._source, self._store, self._files, self._units = source, store, files, units
-        self._model_files = model_files
+        """Cut the leaves of `files` into tiles. Raises `SafetensorsError` if memory does not suffice."""
+        check_tiles(source, interleaved(files.views), memory_bytes)
+        self.path, self.files = path, files.planned
+        self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
+        self._source, self._store, self._files, self._model_files = source, store, files, model_files
+        file_units = list(_file_units(files, source, self.batch_bytes))
+        self.units: Sequence[Unit] = [unit for unit, _ in file_units]
+        self._views = [views for _, views in file_units]
+        # The record stands in the place of the last object, the index or a file, until all other objects are there.
+        self.last = len(self.units) - 1 if files.layout.index is None else None
         self._paths = [posixpath.join(path, name) for name, _ in files.layout.files]
+        # Parts in flight may take as much as a batch, which is a quarter of this.
+        requests = store.cost.pace(None, None, 4 * self.batch_bytes).requests
         self._writer = WholeFileWriter(self._create, requests)
         _, self._requests_of_file = files_at_once(requests)
-        self._last: int | None = None
+        self._done: set[int] | None = None  # until the files of an earlier run are known
         self._expected: list[int] = []
         self._coming: Iterator[int] = iter(())  # the file of each tile
         self._kept: list[tuple[int, Tile, np.ndarray]] = []
@@ -59,47 +82,54 @@ class ObjectsSink(JointSink):
         self._kept_bytes = self._part_bytes = 0
 
     @cached_property
-    def _unfinished(self) -> UnfinishedObjects:
+    def _digest(self) -> str:
         # A file that is there is whole, however it was cut into tiles.
-        digest = self._files.digest(self._source.identity, self._model_files, ())
-        return UnfinishedObjects(self._store, self.path, self._files, self._model_files, digest)
+        return self._files.digest(self._source.identity, self._model_files, ())
 
-    def start(self, last: int | None, *, resume: bool) -> None:
-        """Begin, together with all other processes; `last` is the number of the file that is written last."""
-        self._last = last
+    @cached_property
+    def _unfinished(self) -> UnfinishedObjects:
+        return UnfinishedObjects(self._store, self.path, self._files, self._model_files, self._digest)
+
+    def begin(self, *, resume: bool) -> Self:
+        """See `Sink`."""
 
         def plan() -> str:
             self._check_outside()
-            return self._unfinished.digest
+            self.workspace = self._unfinished
+            return self._digest
 
         self._start("convert", plan, resume=resume)
+        return self
 
     def check_place(self) -> None:
-        """Raise `StorageError` if something is in the way; touch nothing."""
+        """See `Sink`."""
         self._check_outside()
-        self._unfinished.check()
+        self._unfinished.check_place()
 
     def _check_outside(self) -> None:
         if is_below(self._source.path, self.path):
             raise StorageError(f"{self._source.path}: is in {self.path}, which is to be made")
-
-    def _begin(self, *, resume: bool) -> None:
-        self._unfinished.begin(resume=resume)
 
     def _see(self) -> str:
         self._done = self._unfinished.done()
         return repr(sorted(self._done))
 
     def has(self, unit: int) -> bool:
-        """See `OutputSink`."""
-        return unit in self._done
+        """See `Sink`."""
+        return self._done is not None and unit in self._done
 
     def expect(self, units: Sequence[int]) -> None:
-        """See `OutputSink`. Warns if chunks of the source will be read several times."""
-        self.take(units)
+        """See `Sink`. Once the checkpoint is begun, warns if chunks of the source will be read several times."""
+        self._expected = list(units)
+        sizes = [self._files.layout.files[unit][1].file_bytes for unit in units]
+        self._part_bytes = max((held_bytes(size, self._requests_of_file) for size in sizes), default=0)
+        self._kept_bytes = 0
+        self._coming = (unit for unit in units for _ in self._tiles(unit))
+        if self._done is None or not self._source.decoded:
+            return
         tiles = [tile for unit in units for tile in self._tiles(unit)]
         total = nbytes(tiles, self._source.leaves)
-        if self._source.decoded and (read := self._source.traffic(tiles).moved_bytes) > total:
+        if (read := self._source.traffic(tiles).moved_bytes) > total:
             logger.warning(
                 "%s: %d bytes of chunks are read for %d bytes of arrays, because chunks that belong to several files "
                 "are read for each of them, and again for each part of a large file; more memory makes both fewer",
@@ -108,15 +138,8 @@ class ObjectsSink(JointSink):
                 total,
             )
 
-    def take(self, units: Sequence[int]) -> None:
-        """Expect the tiles of these files next, in this order."""
-        self._expected = list(units)
-        sizes = [self._files.layout.files[unit][1].file_bytes for unit in units]
-        self._part_bytes = max((held_bytes(size, self._requests_of_file) for size in sizes), default=0)
-        self._coming = (unit for unit in units for _ in self._tiles(unit))
-
     def _tiles(self, unit: int) -> Iterator[Tile]:
-        return (tile for bundle in self._units[unit].bundles for tile in bundle)
+        return (tile for bundle in self.units[unit] for tile in bundle)
 
     def _create(self, number: int) -> NewFile:
         header = self._files.layout.files[number][1]
@@ -126,16 +149,16 @@ class ObjectsSink(JointSink):
 
     @property
     def requests(self) -> int:
-        """See `OutputSink`."""
+        """See `Sink`."""
         return self._writer.counters.num_requests
 
     @property
     def nbytes(self) -> int:
-        """See `OutputSink`."""
+        """See `Sink`."""
         return self._writer.counters.nbytes
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """See `TileSink`. The last batch is kept until `commit`, and with it the objects that it completes."""
+        """See `Sink`. The last batch is kept until `commit`, and with it the objects that it completes."""
         self.check_others()
         before, self._kept = (
             self._kept,
@@ -150,49 +173,91 @@ class ObjectsSink(JointSink):
             self._writer.run(plan, blocks, memory)
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """See `PlannedSink`. Files are written one after the other, in parts, while the previous batch is kept."""
+        """See `Sink`. Files are written one after the other, in parts, while the previous batch is kept."""
         coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
         streams = self._writer.useful_threads(1)
-        of_file = [traffic_of(plan, self._paths, streams) for _, plan in self._planned(coming)]
+        file_traffic = [traffic_of(plan, self._paths, streams) for _, plan in self._planned(coming)]
         kept, self._kept_bytes = (
             self._kept_bytes,
-            sum(prod(tile.shape) * dtype.itemsize for _, tile, dtype in coming),
+            sum(prod(tile.box.shape) * dtype.itemsize for _, tile, dtype in coming),
         )
         return Traffic(
-            sum(traffic.needed_bytes for traffic in of_file),
-            sum(traffic.moved_bytes for traffic in of_file),
-            sum(traffic.num_requests for traffic in of_file),
-            staging_bytes=kept + max(traffic.staging_bytes for traffic in of_file) + self._part_bytes,
+            sum(traffic.needed_bytes for traffic in file_traffic),
+            sum(traffic.moved_bytes for traffic in file_traffic),
+            sum(traffic.num_requests for traffic in file_traffic),
+            staging_bytes=kept + max(traffic.staging_bytes for traffic in file_traffic) + self._part_bytes,
             streams=streams,
-            files=tuple(file for traffic in of_file for file in traffic.files),
+            files={name: figures for traffic in file_traffic for name, figures in traffic.files.items()},
         )
 
     def _planned(self, coming: Sequence[tuple[int, Tile, np.dtype]]) -> Iterator[tuple[list[Block], TransferPlan]]:
         """Yield blocks of tiles, and how they are written, file by file."""
-        for number, of_file in groupby(coming, key=itemgetter(0)):
-            views = self._units[number].views
-            blocks = [Block(views[tile.name], tile.box, tile.shape, dtype) for _, tile, dtype in of_file]
+        for number, file_tiles in groupby(coming, key=itemgetter(0)):
+            views = self._views[number]
+            blocks = [Block(views[tile.name], tile.box, tile.box.shape, dtype) for _, tile, dtype in file_tiles]
             yield blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
 
     def _flush(self) -> None:
         """Write the kept batch, and wait until the files are there, also files without tensors."""
-        self._write_kept([unit for unit in self._expected if unit != self._last])
+        self._write_kept([unit for unit in self._expected if unit != self.last])
 
     def _write_kept(self, files: Sequence[int]) -> None:
         kept, self._kept = self._kept, []
         self._write(kept)
         self._writer.finish(files)
 
-    def _complete(self) -> None:
-        if self._is_first:
-            self._model_files.write(self._store, self.path, fingerprints(self._files.layout))
-
     def _finish(self) -> None:
-        self._write_kept([unit for unit in self._expected if unit == self._last])
-        if (index := self._files.layout.index) is not None:
-            write_small(self._store, posixpath.join(self.path, INDEX_NAME), index.encode())
-        write_header_record(self._store, self.path, [name for name, _ in self._files.layout.files])
+        self._model_files.write(self._store, self.path, fingerprints(self._files.layout))
+        self._write_kept([unit for unit in self._expected if unit == self.last])
+        super()._finish()
 
     def _release(self) -> None:
         """Give up files that are not whole."""
         self._writer.close()
+
+
+def _file_units(files: Files, source: TileSource, limit: int) -> Iterator[tuple[Unit, Mapping[str, View]]]:
+    """Yield the tiles of each file in the order of its bytes, and of each leaf the view of the tensors in the file.
+
+    Tiles have at most `limit` bytes.
+    """
+    views: list[dict[str, View]] = [{} for _ in files.layout.files]
+    for name, view in files.views.items():
+        numbers = [files.locations[piece.tensor].file if piece.tensor else None for piece in view.pieces]
+        for number in {number for number in numbers if number is not None}:
+            pieces = tuple(piece for piece, of in zip(view.pieces, numbers, strict=True) if of == number)
+            views[number][name] = replace(view, pieces=pieces)
+    for file_views in views:
+        cuts: list[tuple[int, Bundle]] = []
+        for names in interleaved(file_views):
+            limits = {name: limit // len(names) // source.leaves[name].dtype.itemsize for name in names}
+            boxes = {name: list(_boxes(file_views[name], limits[name])) for name in names}
+            cuts += [
+                (min(_first_byte(file_views[tile.name], tile.box, files) for tile in bundle), bundle)
+                for bundle in bundled(boxes)
+            ]
+        yield tuple(bundle for _, bundle in sorted(cuts)), file_views
+
+
+def _boxes(view: View, limit: int) -> Iterator[Box]:
+    """Yield boxes of at most `limit` elements that the pieces of a view make up."""
+    pieces = [
+        Box((start, start + extent(modes)) for start, modes in zip(piece.start, piece.dims, strict=True))
+        for piece in view.pieces
+    ]
+    hull = Box.hull(pieces)
+    order = storage_order(view)
+    for whole in [hull] if hull.volume == sum(piece.volume for piece in pieces) else pieces:
+        shape = whole.shape
+        for box in tiles(shape, tile_shape(shape, (1,) * len(shape), order, max(limit, 1)), order):
+            yield Box((low + first, low + last) for low, (first, last) in zip(whole.start, box, strict=True))
+
+
+def _first_byte(view: View, box: Box, files: Files) -> int:
+    """Return the offset in its file of the first element of a box; 0 if no element lies in a file."""
+    begins = (
+        files.locations[name].begin + copy.source * files.locations[name].dtype.itemsize
+        for name, copy, _ in view.copies(box, box.shape)
+        if name is not None
+    )
+    return min(begins, default=0)

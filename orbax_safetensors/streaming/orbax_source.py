@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from math import prod
 
+import jax
 import numpy as np
 
-from orbax_safetensors.cost.conversion import Traffic
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxStep
 from orbax_safetensors.orbax_store.directories import requests_at_once
 from orbax_safetensors.orbax_store.leaf import num_chunks, touched_nbytes
+from orbax_safetensors.orbax_store.operations import finish_all
 from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.streaming.pipeline import Fact, Tile, check_fits, nbytes
+from orbax_safetensors.streaming.cost import Traffic
+from orbax_safetensors.streaming.cutting import check_fits
+from orbax_safetensors.streaming.tiles import Tile, nbytes
 
 Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
 
@@ -34,7 +37,7 @@ class OrbaxSource:
         self.path = checkpoint.path
         self._checkpoint, self._stored = checkpoint, stored
         self._arrays = {name: item.leaves[array] for name, (item, array) in stored.items()}
-        self.leaves = {name: Fact(leaf.shape, leaf.dtype) for name, leaf in self._arrays.items()}
+        self.leaves = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in self._arrays.items()}
         for name, leaf in self._arrays.items():
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
         self._state = checkpoint.state()
@@ -61,20 +64,16 @@ class OrbaxSource:
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
         dtypes = [self.leaves[tile.name].dtype for tile in tiles]
-        memory = allocate([prod(tile.shape) * dtype.itemsize for tile, dtype in zip(tiles, dtypes, strict=True)])
+        memory = allocate([prod(tile.box.shape) * dtype.itemsize for tile, dtype in zip(tiles, dtypes, strict=True)])
         arrays = [
-            buffer.view(dtype).reshape(tile.shape) for buffer, dtype, tile in zip(memory, dtypes, tiles, strict=True)
+            buffer.view(dtype).reshape(tile.box.shape)
+            for buffer, dtype, tile in zip(memory, dtypes, tiles, strict=True)
         ]
-        reading = []
-        try:
-            for tile, array in zip(tiles, arrays, strict=True):
-                item, name = self._stored[tile.name]
-                reading.append(item.read(name, tile.box, array))
-        finally:
-            failures = [future.exception() for future in reading]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        finish_all(
+            item.read(name, tile.box, array)
+            for tile, array in zip(tiles, arrays, strict=True)
+            for item, name in [self._stored[tile.name]]
+        )
         self.requests += sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles)
         return arrays
 
@@ -82,17 +81,14 @@ class OrbaxSource:
         """See `TileSource`. Bytes are decoded bytes; a chunk that a tile touches in part is read whole."""
         touched = sum(touched_nbytes(tile.box, self._arrays[tile.name]) for tile in tiles)
         largest = max((self._arrays[tile.name].chunk_nbytes for tile in tiles), default=0)
+        items = {item.path: item for item, _ in self._stored.values()}.values()  # items share their memory
         return Traffic(
             nbytes(tiles, self.leaves),
             touched,
             sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles),
-            staging_bytes=self._in_flight_bytes(touched, largest),
+            staging_bytes=max((item.in_flight_bytes(touched, largest) for item in items), default=0),
             streams=requests_at_once(self.path),
         )
-
-    def _in_flight_bytes(self, nbytes: int, chunk_nbytes: int) -> int:
-        items = {item.path: item for item, _ in self._stored.values()}.values()  # items share their memory
-        return max((item.in_flight_bytes(nbytes, chunk_nbytes) for item in items), default=0)
 
     def check(self) -> None:
         """See `TileSource`."""

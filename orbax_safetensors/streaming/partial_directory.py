@@ -15,86 +15,45 @@ create a file, nor record a tile of a file that is new to it, nor give the direc
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store.operations import storage_errors
-from orbax_safetensors.storage.local import LocalStore, check_makeable
-from orbax_safetensors.storage.lock import Lock
-
-logger = logging.getLogger(__name__)
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
+from orbax_safetensors.storage.replace import remove
+from orbax_safetensors.storage.workspace import Workspace, taken
 
 _RUN, _RECORD, _DONE, _FILES = "run-", "record.json", "done-", "files"
 
 
-class PartialDirectory:
-    """One process calls `begin`, `check_complete` and `finish`; all processes call the other methods."""
+class PartialDirectory(Workspace):
+    """One process calls the methods of `Workspace` and `check_complete`; all processes call the others."""
 
     def __init__(self, destination: str, digest: str, run: str) -> None:
         """Touch nothing. `digest` identifies the content that is written, `run` this run."""
         self.destination = destination
         self.path = f"{self.destination}.partial"
+        self.locked = f"{self.path}.lock"
         self._run_path = os.path.join(self.path, f"{_RUN}{run}")
         self.directory = os.path.join(self._run_path, _FILES)
-        self._digest = digest
+        self.record = {"digest": digest}
+        self._begun_run = ""  # the run of which this one takes up the files
         self._store = LocalStore()
-        self._lock: Lock | None = None
         self._done: TextIO | None = None
 
-    def begin(self, *, resume: bool) -> None:
-        """Make the directory and its parents, or with `resume` take up an unfinished one; no other run has it then.
-
-        Raises `StorageError` if the destination is there, another run is at work, or something else is in the
-        directory's place, and `TensorMismatchError` if another conversion was begun there.
-        """
-        try:
-            with storage_errors(f"{self.path}: cannot be made", OSError):
-                check_makeable(self.path)
-                made = [os.path.dirname(self.path)]
-                while not os.path.lexists(made[-1]):
-                    made.append(os.path.dirname(made[-1]))
-                if len(made) > 1:
-                    os.makedirs(made[0], exist_ok=True)
-                self._lock = Lock(f"{self.path}.lock", self.destination)
-                self._check_free()
-                self._check_place()
-                if not self._take_over(resume=resume):
-                    self._make()
-                for path in (self.path, *made):
-                    self._store.sync(path)
-        except BaseException:
-            self.release()
-            raise
-
     def check_place(self) -> None:
-        """Raise the `StorageError` of `begin` if something is in the way; touch nothing."""
-        with storage_errors(f"{self.path}: cannot be made", OSError):
-            check_makeable(self.path)
-            self._check_free()
-            self._check_place()
-
-    def release(self) -> None:
-        """Let other runs begin."""
-        if self._lock is not None:
-            self._lock.release()
-
-    def _check_free(self) -> None:
-        if os.path.lexists(self.destination):
-            raise StorageError(f"{self.destination}: already exists; choose another destination")
-
-    def _check_place(self) -> None:
-        """Raise `StorageError` if the place holds a file that no unfinished directory has; follow no links."""
-        _check_directory(self.path)
+        """See `Workspace`. Links are not followed."""
+        check_makeable(self.path)
+        self.check_free()
+        self._check_directory(self.path)
         for run in self._runs():
-            _check_directory(run)
-            _check_directory(os.path.join(run, _FILES))
+            self._check_directory(run)
+            self._check_directory(os.path.join(run, _FILES))
             known = (_RECORD, f"{_RECORD}.new", _FILES)
             if other := [name for name in os.listdir(run) if name not in known and not name.startswith(_DONE)]:
-                raise StorageError(f"{run}: is not an unfinished conversion, it holds {other[0]!r}; move it away")
+                raise self._not_ours(run, other[0])
 
     def _runs(self) -> list[str]:
         """Return the directories of runs: one, or several if runs began at once without locks."""
@@ -102,38 +61,35 @@ class PartialDirectory:
             return []
         names = sorted(os.listdir(self.path))
         if other := [name for name in names if not name.startswith(_RUN)]:
-            raise StorageError(f"{self.path}: is not an unfinished conversion, it holds {other[0]!r}; move it away")
+            raise self._not_ours(self.path, other[0])
         return [os.path.join(self.path, name) for name in names]
 
-    def _take_over(self, *, resume: bool) -> bool:
-        """Take the directory away from all earlier runs; return whether this run takes one of them up."""
-        taken = False
+    def _begun(self) -> dict[str, Any] | None:
         for run in self._runs():
-            if resume and not taken and self._is_begun(run):
+            # The files may have become a destination, which was then moved.
+            if (record := _read(os.path.join(run, _RECORD))) is not None and os.path.isdir(os.path.join(run, _FILES)):
+                self._begun_run = run
+                return record
+        return None
+
+    def _take_up(self) -> None:
+        for run in self._runs():
+            if run == self._begun_run:
                 self._rename(run, self._run_path)
-                taken = True
             else:
                 self._delete(run)
-        return taken
+        self._sync_names()
 
-    def _is_begun(self, run: str) -> bool:
-        """Return whether `run` can be taken up; raise `TensorMismatchError` if it is another conversion."""
-        record = os.path.join(run, _RECORD)
-        try:
-            with open(record, encoding="utf-8") as file:
-                begun = json.load(file)
-        except FileNotFoundError:
-            return False
-        except ValueError as error:
-            raise StorageError(f"{record}: is not JSON: {error}; begin anew without resume") from error
-        if not isinstance(begun, dict):
-            raise StorageError(f"{record}: expected a dict, found {begun!r:.80}; begin anew without resume")
-        if begun != {"digest": self._digest}:
-            raise TensorMismatchError(
-                f"{self.path}: cannot be resumed: it was begun from another source, or with other "
-                "arguments; begin anew without resume"
-            )
-        return os.path.isdir(os.path.join(run, _FILES))  # they may have become a destination, which was then moved
+    def _make(self) -> None:
+        for run in self._runs():
+            self._delete(run)
+        os.makedirs(self.directory)
+        write_whole(os.path.join(self._run_path, _RECORD), json.dumps(self.record))
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        for path in (self.path, os.path.dirname(self.path)):
+            self._store.sync(path)
 
     def _delete(self, run: str) -> None:
         """Delete the directory of a run, its record first: a run without a record is not taken up."""
@@ -145,32 +101,19 @@ class PartialDirectory:
             self._store.sync(old)
         shutil.rmtree(old)
 
-    def _make(self) -> None:
-        os.makedirs(self.directory)
-        record = os.path.join(self._run_path, _RECORD)
-        with open(f"{record}.new", "w", encoding="utf-8") as file:
-            json.dump({"digest": self._digest}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{record}.new", record)
-        self._store.sync(self._run_path)
-
     def _rename(self, old: str, new: str) -> None:
         """Rename a directory; raise `StorageError` if another run has renamed it."""
         try:
             os.rename(old, new)
         except FileNotFoundError as error:
-            raise self._taken() from error
+            raise taken(self.destination) from error
         except OSError as error:
             raise StorageError(f"{new}: {error}") from error
 
-    def _taken(self) -> StorageError:
-        return StorageError(f"{self.destination}: another save or conversion is writing here")
-
     def check(self) -> None:
-        """Raise `StorageError` if another run has taken over: sooner and clearer than the next write would."""
+        """See `Workspace`."""
         if not os.path.isdir(self.directory):
-            raise self._taken()
+            raise taken(self.destination)
 
     def open(self, process: int) -> None:
         """Open the record of a process. All processes have done so before `done` is called.
@@ -228,22 +171,23 @@ class PartialDirectory:
             )
 
     def finish(self) -> None:
-        """Give the directory, whose files are on the disk, its name; return when the disk has the name."""
+        """See `Workspace`. The files are on the disk."""
         self.check()
         self._store.sync(self.directory)
-        self._check_free()
+        self.check_free()
         self._rename(self.directory, self.destination)
-        try:
-            shutil.rmtree(self.path)
-        except OSError as error:
-            logger.warning("%s is not needed any more and cannot be deleted: %s", self.path, error)
-        try:
-            self._store.sync(os.path.dirname(self.destination))
-        except StorageError as error:
-            raise StorageError(f"{self.destination}: is complete, but may not outlive a crash: {error}") from error
+        remove(self.path)
+        self._sync_name()
 
 
-def _check_directory(path: str) -> None:
-    if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
-        kind = "link" if os.path.islink(path) else "file"
-        raise StorageError(f"{path}: is a {kind} and not an unfinished conversion; move it away")
+def _read(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise StorageError(f"{path}: is not JSON: {error}; begin anew without resume") from error
+    if not isinstance(record, dict):
+        raise StorageError(f"{path}: expected a dict, found {record!r:.80}; begin anew without resume")
+    return record

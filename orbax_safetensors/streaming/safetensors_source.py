@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.cost.conversion import Traffic, traffic_of
+from orbax_safetensors.devices.arrays import check_holdable
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.direct import reading
-from orbax_safetensors.storage.memory import check_holdable
-from orbax_safetensors.streaming.pipeline import Fact, Tile, pace
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.streaming.cost import Traffic, traffic_of
+from orbax_safetensors.streaming.cutting import pace
+from orbax_safetensors.streaming.tiles import Tile
 from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
-from orbax_safetensors.transfer.reader import Reader, memory_for
+from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
 # Shorter runs are read at a fraction of the speed.
 _RUN_BYTES = 4096
@@ -42,9 +46,14 @@ class SafetensorsSource:
         cannot hold a leaf.
         """
         for name, view in views.items():
-            check_holdable(view.shape, view.dtype, f"{checkpoint.path}: {name!r}")
+            try:
+                check_holdable(view.shape, view.dtype)
+            except TensorMismatchError as error:
+                raise TensorMismatchError(f"{checkpoint.path}: {name!r}: {error}") from None
         self.path = checkpoint.path
-        self.leaves = {name: Fact(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()}
+        self.leaves = {
+            name: jax.ShapeDtypeStruct(view.shape, dtypes.get(name, view.dtype)) for name, view in views.items()
+        }
         stamps = [(stored.path, stored.stamp.nbytes, stored.stamp.version) for stored in checkpoint.files]
         moved = (stamps, sorted(views.items()), self.leaves, sorted(checkpoint.quantized.items()))
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
@@ -65,7 +74,7 @@ class SafetensorsSource:
 
     def grain(self, name: str) -> tuple[int, ...]:
         """Return the shape of a stored row, or of several rows if one is short."""
-        shape, dtype = self.leaves[name]
+        shape, dtype = self.leaves[name].shape, self.leaves[name].dtype
         out = [1] * len(shape)
         run = dtype.itemsize
         for axis in self.order(name):
@@ -78,26 +87,27 @@ class SafetensorsSource:
     def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
         """See `TileSource`."""
         blocks, plan = self._planned(tiles)
-        memory = memory_for(plan, blocks, self._checkpoint.store)
+        memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
         self._reader.run(plan, blocks, memory)
         return [buffer.view(block.dtype).reshape(block.shape) for buffer, block in zip(memory, blocks, strict=True)]
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:
         """See `TileSource`."""
         _, plan = self._planned(tiles)
-        cost = self._checkpoint.store.cost
-        held = cost.max_request_bytes if cost.held_in_flight else 0
+        held = self._checkpoint.store.cost.held_request_bytes
         return traffic_of(plan, [file.path for file in self._checkpoint.files], self._pace.requests, held)
 
     def _planned(self, tiles: Sequence[Tile]) -> tuple[list[Block], TransferPlan]:
-        blocks = [Block(self._views[tile.name], tile.box, tile.shape, self.leaves[tile.name].dtype) for tile in tiles]
+        blocks = [
+            Block(self._views[tile.name], tile.box, tile.box.shape, self.leaves[tile.name].dtype) for tile in tiles
+        ]
         return blocks, transfer_plan(
             blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
         )
 
     def check(self) -> None:
         """See `TileSource`."""
-        self._reader.check({number: file.stamp for number, file in enumerate(self._checkpoint.files)})
+        self._reader.check()
 
     def close(self) -> None:
         """See `TileSource`."""

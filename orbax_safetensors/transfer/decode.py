@@ -1,99 +1,377 @@
-"""Decodes quantised tensors with NumPy: looks each byte of codes up in a table of its scale.
+"""Decodes quantised tensors with NumPy: one decoder for every `Encoding`.
 
-A table has the result for every byte, so nothing is computed for each element. The arithmetic of tables is float32, as
-in the programs that models are published with, so the results have the same bits.
+What it computes, in float32 and in this order, is `(value - zero) * scale * final`, where `value` is what the code
+means, and `scale` is a stored number, or one that two levels of scales make. That is what the programs do that models
+are published with, so the results, which are rounded once, have the same bits.
+
+Elements are computed in one of two ways. If few scales are different, a table has the results for every byte of codes,
+and nothing is computed for each element. Otherwise, a table has the values of every byte, and NumPy does the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DType
-from orbax_safetensors.geometry.encoding import Encoding, Segments
+from orbax_safetensors.geometry.encoding import Area, Encoding, Order, Parameter, Patch, Role
 
 # Bytes of codes that are looked up at a time: NumPy takes eight bytes for the index of each, which should stay in a
 # core's cache. With fewer bytes, threads wait for one another between the steps.
 _CHUNK = 2**16
+# Elements with one scale that are multiplied by it in one call; NumPy begins a loop in about the time of ten elements.
+_SHORT = 16
+# Bytes of codes from which on it takes less time to make tables for all scales of a byte, and to look results up.
+_WORTH_TABLES = 2**15
 
 _BYTES = np.arange(256, dtype=np.uint8)
 _HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
 _HALVES = np.concatenate([_HALVES, -_HALVES])
-# For every byte, the values of its codes without a scale; the code in the lower bits is the first.
-_VALUES = {
-    "F8_E4M3": _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None],
-    "F4": _HALVES[np.stack([_BYTES & 15, _BYTES >> 4], axis=-1)],
+# What codes mean that are not integers, by the name of their kind.
+_CODES = {
+    "F8_E4M3": _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32),
+    "F4": _HALVES / 2,
+    "doubled F4": _HALVES,  # for exponents as scales
 }
-# The factors of U8 scales for `_HALVES`. Each is a number, even for 255, which is NaN in the OCP specification and
-# 2**128 in the decoders that programs use.
-_POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
+_OFFSETS = {"int8": 0, "offset2": 2, "offset4": 8, "offset8": 128}  # what is subtracted from codes that are integers
+# The factors of U8 scales, which are exponents of 2 plus 127. Each is a number, even for 255, which is NaN in the OCP
+# specification and 2**128 in the decoders that programs use: half of it, times `_HALVES`, is what these compute.
+_HALF_POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
+with np.errstate(over="ignore"):
+    _POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 127)
+_EVEN_FIRST_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
 
 
-def decode(encoding: Encoding, segments: Segments, codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
-    """Decode elements into `out`, one-dimensional, as float32 or rounded from it to bfloat16.
+def decode(
+    encoding: Encoding,
+    area: Area,
+    codes: np.ndarray,
+    parameters: Sequence[tuple[Patch, np.ndarray]],
+    out: np.ndarray,
+    *,
+    apart: bool = False,
+) -> None:
+    """Decode the elements of an area into `out`, one-dimensional, as float32 or rounded from it to bfloat16.
 
-    `codes` are the bytes of exactly these elements, `scales` are bytes of scales, and `segments` has the position in
-    them of each element's scale; both are one-dimensional uint8. The interpreter lock is free most of the time.
+    `codes` are the bytes of exactly these elements, and `parameters` have for each of `encoding.parameters` a patch
+    that holds what the area needs, and its bytes; all are one-dimensional uint8. If the codes of several rows share a
+    word, elements that are `apart` are in the order of these rows, for each row of words, not in the order of the
+    codes. The interpreter lock is free most of the time. Raises `TensorMismatchError`, which does not know the tensor's
+    name, if a group index selects a group that there is not.
     """
-    values, lengths = _VALUES[encoding.codes.name], segments.lengths // encoding.elements_per_byte
-    if encoding.scales.name == "U8":
-        tables, numbers = _power_tables(encoding.codes.name, out.dtype), scales[segments.scales]
-    else:
-        factors, numbers = _factors(encoding.scales, scales), segments.scales
-        if 2 * factors.size * len(values) > codes.size:  # tables would take longer to make than to use
-            _multiply_each(values, codes, factors[numbers], lengths, out)
-            return
-        tables = _tables(values, factors, out.dtype)
-    begins = numbers.astype(np.min_scalar_type(tables.size - 1)) << 8  # of the table of each segment
-    index = codes.astype(begins.dtype)
-    if (lengths == lengths[0]).all():  # to repeat `begins` would hold the lock
-        rows = index.reshape(lengths.size, -1)
-        np.add(rows, begins[:, None], out=rows)
-    else:
-        np.add(index, np.repeat(begins, lengths), out=index)
-    items = out.view(tables.dtype)
-    for chunk in (slice(begin, begin + _CHUNK) for begin in range(0, index.size, _CHUNK)):
-        np.take(tables, index[chunk], out=items[chunk], mode="clip")
+    held = {
+        parameter.role: _held(encoding, parameter, area, patch, stored)
+        for parameter, (patch, stored) in zip(encoding.parameters, parameters, strict=True)
+    }
+    if Role.GROUP in held:
+        _check_groups(encoding, area, held)
+    if encoding.order is Order.EVEN_FIRST:
+        codes = _in_order(codes)
+    codes, out = codes.reshape(len(area.rows), -1), out.reshape(len(area.rows), -1)
+    fields, width = encoding.rows_in_word, area.width // encoding.rows_in_word
+    step = max(_CHUNK // codes.shape[1], 1)
+    parts = [slice(first, first + step) for first in range(0, len(area.rows), step)]
+    tables = _tables(encoding, held, codes.size, out.dtype)
+    if tables is not None:
+        for part in parts:
+            _look_up(*tables, held[Role.SCALE], codes[part], part, out[part])
+        return
+    values = _values(encoding)
+    if Role.VALUES in held:
+        values = _of_bytes(held[Role.VALUES].entries.reshape(-1), encoding.bits, encoding.order)
+    terms = [(operation, held[role]) for role, operation in _SECOND.items() if role in held]
+    if Role.SCALE in held:
+        terms = [(np.multiply, _scales(encoding, held))]
+    if Role.ZERO in held:
+        terms.insert(0, (np.subtract, held[Role.ZERO]))
+    buffer = np.empty((min(step, len(area.rows)) * fields, width), np.float32)
+    for part in parts:
+        count = len(area.rows[part])
+        elements = buffer[: count * fields]
+        if values is None:
+            np.copyto(elements, _integers(encoding, codes[part]))
+        else:
+            np.take(values, codes[part], out=elements.view(values.dtype), mode="clip")
+        with np.errstate(all="ignore"):
+            for operation, term in terms:
+                _apply(operation, elements, term, held.get(Role.GROUP), part, fields)
+            if encoding.final != 1:
+                np.multiply(elements, np.float32(encoding.final), out=elements)
+            into = out[part].reshape((count, fields, width) if apart else (count, width, fields))
+            by_field = elements.reshape(count, fields, width)
+            np.copyto(into, by_field if apart else by_field.swapaxes(1, 2), casting="unsafe")
 
 
-def _tables(values: np.ndarray, factors: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the table of each factor, one after the other; an item has all elements of a byte."""
-    products = np.empty((factors.size, *values.shape), dtype)
-    _multiply(values, factors[:, None, None], products)
-    return products.view(f"u{products.itemsize * values.shape[1]}").reshape(-1)
+class _Held(NamedTuple):
+    """Entries of a parameter, and which of them is for which element of an area.
+
+    `rows` has the row of `entries` for each row of the area, `columns` the column for each `width` elements of a row;
+    either is None if a group index selects among all.
+    """
+
+    dtype: DType
+    entries: np.ndarray
+    rows: np.ndarray | None
+    columns: np.ndarray | None
+    width: int
+
+
+def _held(encoding: Encoding, parameter: Parameter, area: Area, patch: Patch, stored: np.ndarray) -> _Held:
+    """Return the entries of a parameter for an area."""
+    dtype = parameter.dtype.numpy if not parameter.bits else np.dtype("<u4")
+    assert dtype is not None, parameter
+    begin, end = patch.columns
+    words: np.ndarray = np.ndarray(
+        (len(patch.rows), end - begin), dtype, stored.data, 0, (patch.row_bytes, dtype.itemsize)
+    )
+    entry_rows, (low, high) = encoding.entries(parameter, area)
+    down, across = parameter.per_word
+    word_rows = entry_rows // down if down > 1 else entry_rows
+    top, bottom = np.searchsorted(patch.rows, word_rows[[0, -1]]).tolist()
+    words = words[top : bottom + 1, low - begin : high - begin]
+    rows = None
+    if parameter.block[0]:
+        is_range = word_rows[-1] - word_rows[0] == bottom - top
+        rows = word_rows - word_rows[0] if is_range else np.searchsorted(patch.rows, word_rows) - top
+        rows = rows * down + entry_rows % down if down > 1 else rows
+    entries = _entries(parameter, words)
+    if not parameter.block[1]:
+        return _Held(parameter.dtype, entries, rows, None, 1)
+    columns, width = area.block_columns(parameter.block[1])
+    columns = np.minimum(columns, parameter.grid[1] - 1)  # of elements that fill the last word of a row
+    return _Held(parameter.dtype, entries, rows, columns - low * across, width // encoding.rows_in_word)
+
+
+def _check_groups(encoding: Encoding, area: Area, held: dict[Role, _Held]) -> None:
+    """Raise `TensorMismatchError` if a group index selects a group that there is not.
+
+    An index of -1 everywhere selects none: groups are then in the order of the columns.
+    """
+    index = held[Role.GROUP].entries
+    for role in {Role.SCALE, Role.ZERO} & held.keys():
+        term = held[role]
+        groups = term.entries.shape[0 if term.rows is None else 1]
+        if term.rows is not None and (index == -1).all():
+            size = next(each.grid[1] for each in encoding.parameters if each.role is Role.GROUP)
+            columns, width = area.block_columns(size // groups)
+            held[role] = term._replace(columns=np.minimum(columns, groups - 1), width=width)
+        elif index.min() < 0 or index.max() >= groups:
+            raise TensorMismatchError(
+                f"its group index has {int(index.min())} to {int(index.max())}, expected 0 to {groups - 1}"
+            )
+
+
+def _entries(parameter: Parameter, words: np.ndarray) -> np.ndarray:
+    """Return the entries in a matrix of words, of their stored dtype or unpacked."""
+    if not parameter.bits:
+        return words
+    if parameter.added:
+        words = words + np.uint32(parameter.added)
+    shifts = np.arange(0, 32, parameter.bits, dtype=np.uint32)
+    if parameter.order is Order.EVEN_FIRST:
+        shifts = _EVEN_FIRST_SHIFTS
+    fields = words[..., None] >> shifts & np.uint32(2**parameter.bits - 1)
+    if parameter.down:
+        fields = fields.swapaxes(1, 2)
+    entries: np.ndarray = fields.reshape(len(fields) * (fields.shape[1] if parameter.down else 1), -1)
+    return entries.astype(np.float32)
+
+
+def _in_order(codes: np.ndarray) -> np.ndarray:
+    """Return codes of 4 bits from words in which those with even numbers are the first: with the first code first."""
+    words = codes.view("<u4")
+    swapped = (words ^ (words >> 8)) & 0x0000FF00  # the two inner bytes, then the inner halves of each pair of bytes
+    words = words ^ swapped ^ (swapped << 8)
+    swapped = (words ^ (words >> 4)) & 0x00F000F0
+    ordered: np.ndarray = words ^ swapped ^ (swapped << 4)
+    return ordered.view(np.uint8)
+
+
+def _integers(encoding: Encoding, codes: np.ndarray) -> np.ndarray:
+    """Return codes that are integers, those of words for several rows as these rows."""
+    bits = encoding.bits
+    if encoding.rows_in_word > 1:
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)[:, None]
+        words = codes.view("<u4")
+        return (words[:, None] >> shifts & np.uint32(2**bits - 1)).reshape(-1, words.shape[1])
+    for width in range(4, bits - 1, -2):  # every byte becomes two, which have half of it each
+        wide = codes.astype("<u2")
+        wide |= wide << np.uint16(8 - width)
+        wide &= np.uint16((2**width - 1) * 0x0101)
+        codes = wide.view(np.uint8)
+    if encoding.values.startswith("unsigned"):
+        return codes
+    return (codes - np.uint8(_OFFSETS[encoding.values])).view(np.int8)
+
+
+def _values(encoding: Encoding) -> np.ndarray | None:
+    """Return what each byte of codes means: an item has the values of all of its codes, in float32.
+
+    Returns None if codes are integers, which take less time to compute.
+    """
+    return _of_kind(encoding.values, encoding.bits, encoding.order) if encoding.values in _CODES else None
 
 
 @lru_cache
-def _power_tables(codes: str, dtype: np.dtype) -> np.ndarray:
-    """Return the tables of all U8 scales."""
-    return _tables(_VALUES[codes], _POWERS, dtype)
+def _of_kind(name: str, bits: int, order: Order) -> np.ndarray:
+    return _of_bytes(_CODES[name], bits, order)
 
 
-def _multiply_each(
-    values: np.ndarray, codes: np.ndarray, factors: np.ndarray, lengths: np.ndarray, out: np.ndarray
-) -> None:
-    """Write the elements of `codes`, scaled: each factor is for the next bytes, whose number is in `lengths`."""
-    if (lengths != lengths[0]).any():
-        factors = np.repeat(factors, lengths)
-    rows, products = codes.reshape(factors.size, -1), out.reshape(factors.size, -1)
-    step = max(_CHUNK // rows.shape[1], 1)
-    buffer = np.empty((min(step, len(rows)), rows.shape[1], values.shape[1]), np.float32)
-    for chunk in (slice(begin, begin + step) for begin in range(0, len(rows), step)):
-        here = buffer[: len(rows[chunk])]
-        np.take(values, rows[chunk], axis=0, out=here, mode="clip")
-        _multiply(here.reshape(len(here), -1), factors[chunk, None], products[chunk])
+def _of_bytes(values: np.ndarray, bits: int, order: Order) -> np.ndarray:
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    if order is Order.HIGH_FIRST:
+        shifts = shifts[::-1]
+    fields = _BYTES[:, None] >> shifts & (2**bits - 1)
+    return _items(np.ascontiguousarray(values, np.float32)[fields])
 
 
-def _multiply(values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> None:
-    """Write products of float32, rounded to the dtype of `out`."""
+def _items(table: np.ndarray) -> np.ndarray:
+    """Return a table whose items are the rows of `table`: one step of NumPy moves all results of a byte."""
+    items: np.ndarray = table.view(f"V{table.itemsize * table.shape[-1]}")[..., 0]
+    return items
+
+
+def _tables(
+    encoding: Encoding, held: Mapping[Role, _Held], nbytes: int, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the number of each scale, and tables with the results for every byte, by number.
+
+    Returns None if it takes longer to make tables than to use them, and if there is more than scales.
+    """
+    if Role.SCALE not in held:
+        return None
+    scales = held[Role.SCALE]
+    others = held.keys() - {Role.SCALE}
+    if others - {Role.FACTOR, Role.DIVISOR} or any(held[role].entries.size > 1 for role in others):
+        return None
+    values = _values(encoding)
+    if values is None or encoding.final != 1 or scales.width * encoding.bits % 8:
+        return None
+    second = [(role, float(held[role].entries[0, 0])) for role in others]
+    if scales.dtype.bits == 8 and (nbytes >= _WORTH_TABLES or not others):
+        tables = _byte_tables(encoding.values, encoding.bits, encoding.order, scales.dtype, tuple(second), dtype)
+        return scales.entries.view(np.uint8), tables
+    if 2 * scales.entries.size * 256 > nbytes:
+        return None
+    tables = _results(values, _scales(encoding, held).entries, dtype)
+    return np.arange(scales.entries.size).reshape(scales.entries.shape), tables
+
+
+# Each tensor with two levels of scales has tables of its own.
+@lru_cache(maxsize=16)
+def _byte_tables(
+    name: str, bits: int, order: Order, scales: DType, second: tuple[tuple[Role, float], ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return the tables for all scales of one byte."""
+    floats = _floats(name, scales, _BYTES)
     with np.errstate(all="ignore"):
-        np.multiply(values, factors, out=out, dtype=np.float32, casting="unsafe")
+        for role, number in second:
+            floats = _SECOND[role](floats, np.float32(number))
+    return _results(_of_kind(name, bits, order), floats, dtype)
 
 
-def _factors(stored: DType, scales: np.ndarray) -> np.ndarray:
-    """Return scales as float32."""
-    assert stored.numpy is not None, stored
-    factors: np.ndarray = scales.view(stored.numpy).astype(np.float32)
-    return factors
+def _results(values: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return a table for each scale, one after the other."""
+    table = values.view(np.float32).reshape(256, -1)
+    products = np.empty((scales.size, *table.shape), dtype)
+    with np.errstate(all="ignore"):
+        np.multiply(table, scales.reshape(-1, 1, 1), out=products, dtype=np.float32, casting="unsafe")
+    return _items(products).reshape(-1)
+
+
+_SECOND: dict[Role, np.ufunc] = {Role.FACTOR: np.multiply, Role.DIVISOR: np.divide}
+
+
+def _scales(encoding: Encoding, held: Mapping[Role, _Held]) -> _Held:
+    """Return scales as float32, both levels in one."""
+    scales = held[Role.SCALE]
+    if Role.SCALE_VALUES in held:
+        floats = held[Role.SCALE_VALUES].entries.reshape(-1)[scales.entries]
+    else:
+        floats = _floats(encoding.values, scales.dtype, scales.entries)
+    with np.errstate(all="ignore"):
+        for role in _SECOND.keys() & held.keys():
+            second = held[role]
+            numbers = second.entries.astype(np.float32)
+            if numbers.size > 1:
+                floats, numbers = floats[scales.rows], numbers[second.rows]
+                scales = scales._replace(rows=np.arange(len(floats)))
+            floats = _SECOND[role](floats, numbers)
+    return scales._replace(entries=floats + np.float32(encoding.added) if encoding.added else floats)
+
+
+def _floats(values: str, dtype: DType, scales: np.ndarray) -> np.ndarray:
+    """Return stored scales as float32; those of U8 are exponents of 2 plus 127."""
+    floats: np.ndarray
+    if dtype.name == "U8":
+        floats = (_HALF_POWERS if values == "doubled F4" else _POWERS)[scales]
+    else:
+        assert dtype.numpy is not None, dtype
+        floats = scales.view(dtype.numpy).astype(np.float32)
+    return floats
+
+
+def _look_up(
+    numbers: np.ndarray, tables: np.ndarray, scales: _Held, codes: np.ndarray, part: slice, out: np.ndarray
+) -> None:
+    """Write the results for some rows of an area; `tables` has 256 for each of `numbers`."""
+    assert scales.rows is not None
+    assert scales.columns is not None
+    rows, height = _alike(scales.rows[part])
+    index = np.empty(codes.shape, np.min_scalar_type(tables.size - 1))
+    blocks = (len(rows), height, len(scales.columns), -1)
+    begins = _taken(numbers, rows, scales.columns).astype(index.dtype) << 8
+    np.add(codes.reshape(blocks), begins[:, None, :, None], out=index.reshape(blocks))
+    np.take(tables, index, out=out.view(tables.dtype), mode="clip")
+
+
+def _apply(
+    operation: np.ufunc, elements: np.ndarray, term: _Held, group: _Held | None, part: slice, fields: int
+) -> None:
+    """Let `operation` change some rows of an area, each of `fields`, with the entry of `term` for each element."""
+    columns, width = term.columns, term.width
+    if term.rows is None:  # the groups of the fields
+        assert group is not None
+        assert group.rows is not None
+        rows, height = group.entries[group.rows[part]].reshape(-1), 1
+    else:
+        rows, height = _alike(term.rows[part])
+        height *= fields
+    if columns is None:  # the groups of columns
+        assert group is not None
+        assert group.columns is not None
+        columns = np.repeat(group.entries[0][group.columns], group.width)
+    assert columns is not None
+    taken = _taken(term.entries, rows, columns)
+    if width < _SHORT:
+        taken, width = np.repeat(taken, width, axis=1), 1
+    blocks = elements.reshape(len(rows), height, -1, width)
+    operation(blocks, taken[:, None, :, None], out=blocks)
+
+
+def _alike(rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return ascending `rows` without repetitions, and how often each is repeated: once, unless all are as often."""
+    steps = rows[-1] - rows[0]
+    if steps == 0:
+        return rows[:1], len(rows)
+    if steps == len(rows) - 1:
+        return rows, 1
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    height = len(rows) // len(starts)
+    if height * len(starts) == len(rows) and (starts == np.arange(len(starts)) * height).all():
+        return rows[starts], height
+    return rows, 1
+
+
+def _taken(entries: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return `entries` of these rows and columns."""
+    first, last = int(columns[0]), int(columns[-1])
+    if last - first + 1 == len(columns) and bool((np.diff(columns) == 1).all()):
+        chosen: np.ndarray = entries[:, first : last + 1][rows]
+        return chosen
+    return np.take(entries[rows], columns, axis=1)

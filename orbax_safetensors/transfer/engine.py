@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -33,10 +33,27 @@ class Counters:
     nbytes: int = 0
 
 
+class Once:
+    """What the first thread that needs it makes, while others wait; it is kept as long as something needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def get(self, make: Callable[[], _T]) -> _T:
+        """Return what `make` returned to the first caller."""
+        with self._lock:
+            if self._made is None:
+                self._made = make()
+            made: _T = self._made
+            return made
+
+
 class Window(NamedTuple):
     """Packed bytes `[low, high)` of a part, with the blocks and memory of its plan.
 
-    The first of its requests is for `first_nbytes` at `offset` of the file.
+    The first of its requests is for `first_nbytes` at `offset` of the file. `shared` is the same for all windows of the
+    part.
     """
 
     part: Part
@@ -46,6 +63,7 @@ class Window(NamedTuple):
     first_nbytes: int
     blocks: Sequence[Block]
     memory: Sequence[np.ndarray]
+    shared: Once
 
 
 class Task(NamedTuple):
@@ -110,11 +128,11 @@ class Transfer(ABC, Generic[_F]):
         share = None if report is None else lambda: report((self.counters.nbytes - before) / max(plan.moved_bytes, 1))
         run_tasks(tasks, self.useful_threads(len(plan.files)), self.cancel, share)
 
+    @abstractmethod
     def tasks(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
     ) -> Iterator[Callable[[], None]]:
         """Yield what threads have to call for `run`, in the order in which they should take it."""
-        return self._ordered(self._requests(plan, blocks, memory))
 
     def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
         """Yield the requests of a plan, in the order of the files."""
@@ -123,16 +141,12 @@ class Transfer(ABC, Generic[_F]):
                 buffers = [memory[number].data[offset : offset + nbytes] for number, offset, nbytes in extent.parts]
             yield Task(extent.file, extent.begin, partial(self._extent, extent, buffers))
         for part in plan.parts:
-            runs, pitch = part.access.runs, part.access.pitch
+            runs, pitch, shared = part.access.runs, part.access.pitch, Once()
             for low in range(0, runs.nbytes, pitch):
                 high = min(low + pitch, runs.nbytes)
                 begin, nbytes = next(iter(runs.pieces(low, high)))
-                window = Window(part, low, high, part.location.begin + begin, nbytes, blocks, memory)
+                window = Window(part, low, high, part.location.begin + begin, nbytes, blocks, memory, shared)
                 yield Task(part.file, window.offset, partial(self._window, window))
-
-    def _ordered(self, tasks: Iterator[Task]) -> Iterator[Callable[[], None]]:
-        """Return what to run, in the order in which threads take it."""
-        return (task.run for task in tasks)
 
     def useful_threads(self, files: int) -> int:
         """Return how many threads can work at once on so many files."""
@@ -141,8 +155,9 @@ class Transfer(ABC, Generic[_F]):
     def _window(self, window: Window) -> None:
         access = window.part.access
         if isinstance(access, Direct):
-            memory = window.memory[window.part.ends[access.buffer].block]
-            self._runs(window, memory[access.offset + window.low : access.offset + window.high])
+            end = window.part.ends[access.buffer]
+            offset = end.begin * window.part.location.dtype.itemsize + access.offset
+            self._runs(window, window.memory[end.block][offset + window.low : offset + window.high])
         else:
             self._staged(window, access)
 
@@ -162,17 +177,23 @@ class Transfer(ABC, Generic[_F]):
             file.cancel()
 
     def _copies(
-        self, window: Window, access: Staged, packed: np.ndarray, stored: np.dtype, low: int, high: int
+        self,
+        window: Window,
+        access: Staged,
+        packed: np.ndarray,
+        stored: np.dtype,
+        copies: Sequence[Sequence[Copy]],
     ) -> Iterator[_Copy]:
         """Yield the copies of a window, between `packed` and the memory of its blocks.
 
-        `packed` has the packed elements `[low, high)` of `access`, of the dtype `stored`.
+        `packed` has elements of the dtype `stored`, and `copies` what each use makes of them.
         """
-        for use in access.uses:
+        for use, parts in zip(access.uses, copies, strict=True):
             end = window.part.ends[use.buffer]
             held, memory = window.blocks[end.block].dtype, window.memory[end.block]
             same = same_bits(end.ops, stored, held)
-            for copy in of_window(use.copy, low, high):
+            for part in parts:
+                copy = part.onward(end.begin)
                 if same:
                     yield _Copy(end, True, *words(copy, packed, memory, stored.itemsize))
                 else:
@@ -233,6 +254,11 @@ class Transfer(ABC, Generic[_F]):
                 if file is None:
                     file = self._files[number] = self._open_file(number)
         return file
+
+
+def within(access: Staged, low: int, high: int) -> list[tuple[Copy, ...]]:
+    """Return the part of each copy of `access` that reads packed elements `[low, high)`; see `of_window`."""
+    return [of_window(use.copy, low, high) for use in access.uses]
 
 
 # Layers of a model have the same windows.

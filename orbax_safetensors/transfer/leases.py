@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from orbax_safetensors.storage.mapping import LeasedMapping
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.store import File
 
 Range = tuple[int, int, int]  # file, begin, end

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby, pairwise
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ from orbax_safetensors.geometry.coalesce import (
 )
 from orbax_safetensors.geometry.elementwise import Ops
 from orbax_safetensors.geometry.encoding import Encoding
-from orbax_safetensors.geometry.strided import Copy, split
+from orbax_safetensors.geometry.pieces import Cut
+from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.geometry.view import View
 
 
@@ -41,14 +42,14 @@ class Location(NamedTuple):
       begin: the file offset of the tensor's first byte.
       dtype: of an element; float32 if the tensor is encoded.
       encoding: how the elements are encoded, if they are; `file` and `begin` are then those of the codes.
-      scales: file and offset of the encoding's scales.
+      parameters: file and offset of each of the encoding's parameters.
     """
 
     file: int
     begin: int
     dtype: np.dtype
     encoding: Encoding | None = None
-    scales: tuple[int, int] = (0, 0)
+    parameters: tuple[tuple[int, int], ...] = ()
 
 
 def locations(layout: Layout) -> dict[str, Location]:
@@ -90,10 +91,14 @@ class Extent:
 
 
 class End(NamedTuple):
-    """The number of the block at one end of a copy, and the operations on the elements on their way there."""
+    """The block at one end of copies, by number, and the operations on the elements on their way there.
+
+    Destinations count from the element `begin` of the block on, so that copies of like tensors are equal.
+    """
 
     block: int
     ops: Ops
+    begin: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,47 +123,78 @@ class Constant(NamedTuple):
     copy: Copy
 
 
-class FileTraffic(NamedTuple):
-    """What moves from or to one file, by number.
+class Traffic(NamedTuple):
+    """What moves of one tensor, or of all that belongs to one file or block, by number.
 
     `needed_bytes` are the bytes that some block holds, each counted once; `moved_bytes` are the bytes of all requests,
-    `num_requests` in number. Scales count for the file of the tensor that they decode.
+    `num_requests` in number. Scales and the like count for the file of the codes.
     """
 
-    file: int
+    number: int
     needed_bytes: int
     moved_bytes: int
     num_requests: int
+
+
+class Gathered(NamedTuple):
+    """What moves of one tensor: its file, the first block that holds some of it, and how, apart from extents."""
+
+    file: int
+    block: int
+    gather: Gather
 
 
 @dataclass(frozen=True)
 class TransferPlan:
     """Everything that one process moves between files and its blocks, which also hold `constants`.
 
-    `files` has the traffic of each file that takes part, in order; `window_bytes` is the most memory that a staged
-    window takes.
+    `tensors` has what moves of each tensor, in the order of the files.
     """
 
     extents: tuple[Extent, ...]
     parts: tuple[Part, ...]
     constants: tuple[Constant, ...]
-    files: tuple[FileTraffic, ...]
-    window_bytes: int
+    tensors: tuple[Gathered, ...]
 
     @property
     def needed_bytes(self) -> int:
         """Of all files."""
-        return sum(file.needed_bytes for file in self.files)
+        return sum([moved.gather.needed_bytes for moved in self.tensors])
 
-    @property
+    @cached_property
     def moved_bytes(self) -> int:
         """Of all files."""
-        return sum(file.moved_bytes for file in self.files)
+        return sum([moved.gather.read_bytes for moved in self.tensors])
 
     @property
     def num_requests(self) -> int:
         """Of all files."""
-        return sum(file.num_requests for file in self.files)
+        return len(self.extents) + sum([moved.gather.num_requests for moved in self.tensors])
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """The most memory that a staged window takes."""
+        return max([moved.gather.window_bytes for moved in self.tensors], default=0)
+
+    @cached_property
+    def files(self) -> tuple[Traffic, ...]:
+        """The traffic of each file that takes part, in order."""
+        return self._traffic(lambda moved: moved.file, lambda extent: extent.file)
+
+    def blocks(self) -> tuple[Traffic, ...]:
+        """Return the traffic of blocks, in order. What moves for several of them counts for one of them."""
+        return self._traffic(lambda moved: moved.block, lambda extent: extent.parts[0][0])
+
+    def _traffic(self, of_tensor: Callable[[Gathered], int], of_extent: Callable[[Extent], int]) -> tuple[Traffic, ...]:
+        requests = Counter(map(of_extent, self.extents))
+        needed, read = Counter[int](), Counter[int]()
+        for moved in self.tensors:
+            number = of_tensor(moved)
+            needed[number] += moved.gather.needed_bytes
+            read[number] += moved.gather.read_bytes
+            requests[number] += moved.gather.num_requests
+        numbers = sorted(read.keys() | requests.keys())
+        return tuple([Traffic(number, needed[number], read[number], requests[number]) for number in numbers])
 
 
 def transfer_plan(
@@ -173,99 +209,33 @@ def transfer_plan(
     bytes that no block holds; only reads may do that. Bytes that are not staged move in requests of at most
     `max_request_bytes`.
     """
-    uses: dict[str, list[tuple[int, Ops, Copy]]] = {}  # of every tensor: block, operations, copy
+    uses: dict[str, list[tuple[int, Cut]]] = {}  # of every tensor, by the number of the block
     constants = []
     for number, block in enumerate(blocks):
-        for name, copy, ops in block.view.copies(block.box, block.shape):
-            if name is None:
-                constants.append(Constant(End(number, ops), copy))
+        for cut in block.view.cuts(block.box, block.shape):
+            if cut.tensor is None:
+                constants.append(Constant(End(number, cut.ops, cut.begin), cut.copy))
             else:
-                uses.setdefault(name, []).append((number, ops, copy))
+                uses.setdefault(cut.tensor, []).append((number, cut))
     located = in_file_order(uses, locate)
-    ranges: list[tuple[int, int, Direct, int]] = []  # file, offset in it, range, block
+    ranges: list[_Range] = []
     parts: list[Part] = []
-    gathers: list[Gather] = []
+    tensors: list[Gathered] = []
     for location, name in located:
         users = uses[name]
         # Lists first: a generator costs as much as all other work for a small tensor.
-        copies = tuple([(copy, same_bits(ops, location.dtype, blocks[number].dtype)) for number, ops, copy in users])
+        copies = tuple([(cut.copy, same_bits(cut.ops, location.dtype, blocks[number].dtype)) for number, cut in users])
         gathered = gather_at(location, copies, max_gap_bytes)
-        gathers.append(gathered)
-        for reads in gathered.ranges:
-            ranges.append((location.file, location.begin + reads.runs.begin, reads, users[reads.buffer][0]))
+        tensors.append(Gathered(location.file, users[0][0], gathered))
+        for direct in gathered.ranges:
+            number, cut = users[direct.buffer]
+            offset = cut.begin * location.dtype.itemsize + direct.offset
+            runs = direct.runs
+            ranges.append(_Range(location.file, location.begin + runs.begin, runs.length, number, offset))
         if gathered.windowed:
-            ends = tuple([End(number, ops) for number, ops, _ in users])
+            ends = tuple([End(number, cut.ops, cut.begin) for number, cut in users])
             parts += [Part(name, location, reads, ends) for reads in gathered.windowed]
-    extents = tuple(_extents(ranges, max_request_bytes))
-    joined = Counter(extent.file for extent in extents)
-    files = []
-    for number, of_file in groupby(zip(located, gathers, strict=True), key=lambda pair: pair[0][0].file):
-        of_tensors = [gathered for _, gathered in of_file]
-        files.append(
-            FileTraffic(
-                number,
-                sum(gathered.needed_bytes for gathered in of_tensors),
-                sum(gathered.read_bytes for gathered in of_tensors),
-                joined[number] + sum(gathered.num_requests for gathered in of_tensors),
-            )
-        )
-    return TransferPlan(
-        extents,
-        tuple(parts),
-        tuple(constants),
-        tuple(files),
-        window_bytes=max((gathered.window_bytes for gathered in gathers), default=0),
-    )
-
-
-class Rows(NamedTuple):
-    """Where a file has all elements of a block, in their order: in `[begin, end)`, with `strides` in bytes."""
-
-    file: int
-    begin: int
-    end: int
-    strides: tuple[int, ...]
-
-
-def rows_of(block: Block, locate: Callable[[str], Location]) -> Rows | None:
-    """Return where a block lies in a file, None if it does not, and would have to be put together, reordered or cast.
-
-    Its innermost elements lie side by side, as in a row of a matrix.
-    """
-    copies = block.view.copies(block.box, block.shape)
-    if len(copies) != 1:
-        return None
-    ((name, copy, ops),) = copies
-    if name is None:
-        return None
-    location = locate(name)
-    if location.encoding is not None or not same_bits(ops, location.dtype, block.dtype):
-        return None
-    itemsize = block.dtype.itemsize
-    rows = _rows(copy, block.shape)
-    begin = location.begin + copy.source * itemsize
-    if rows is None or begin % block.dtype.alignment:
-        return None
-    elements, strides = rows
-    return Rows(location.file, begin, begin + elements * itemsize, tuple([stride * itemsize for stride in strides]))
-
-
-@lru_cache(maxsize=2**12)  # layers of a model have the same
-def _rows(copy: Copy, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """Return from the first to behind the last source element how far it is, and the stride of each dimension.
-
-    None if the copy does not fill an array of `shape` in the order of its source, with the innermost stride 1.
-    """
-    if copy.elements != prod(shape):  # the rest is padding
-        return None
-    steps = [stride for _, stride, _ in copy.modes]
-    dims = split(tuple([(size, stride) for size, stride, _ in copy.modes]), shape)
-    if dims is None or any(len(modes) > 1 for modes in dims) or steps != sorted(steps, reverse=True):
-        return None
-    if steps and steps[-1] != 1:
-        return None
-    last = sum((size - 1) * stride for size, stride, _ in copy.modes)
-    return last + 1, tuple([modes[0][1] if modes else 1 for modes in dims])
+    return TransferPlan(tuple(_extents(ranges, max_request_bytes)), tuple(parts), tuple(constants), tuple(tensors))
 
 
 def in_file_order(names: Iterable[str], locate: Callable[[str], Location]) -> list[tuple[Location, str]]:
@@ -286,11 +256,20 @@ def same_bits(ops: Ops, stored: np.dtype, held: np.dtype) -> bool:
     return not ops and stored == held
 
 
-def _extents(ranges: Sequence[tuple[int, int, Direct, int]], max_request_bytes: int) -> Iterator[Extent]:
+class _Range(NamedTuple):
+    """Bytes of a file, and the block and offset in it where they lie."""
+
+    file: int
+    begin: int
+    nbytes: int
+    block: int
+    offset: int
+
+
+def _extents(ranges: Sequence[_Range], max_request_bytes: int) -> Iterator[Extent]:
     """Yield ranges, which are in file order, as requests: join those that touch, and cut at `max_request_bytes`."""
-    begin = np.array([begin for _, begin, _, _ in ranges], np.int64)
-    end = begin + np.array([reads.runs.length for _, _, reads, _ in ranges], np.int64)
-    files = np.array([file for file, _, _, _ in ranges], np.int64)
+    files, begin, nbytes, _, _ = np.array(ranges, np.int64).reshape(-1, 5).T
+    end = begin + nbytes
     for start, stop in pairwise([*touching(files, begin, end), len(ranges)]):
         at, group_end = int(begin[start]), int(end[stop - 1])
         number, done = int(start), 0  # the current range, and how much of it earlier parts have taken
@@ -298,11 +277,11 @@ def _extents(ranges: Sequence[tuple[int, int, Direct, int]], max_request_bytes: 
             cut = min(at + max_request_bytes, group_end)
             parts, here = [], at
             while here < cut:
-                _, _, reads, block = ranges[number]
-                nbytes = min(reads.runs.length - done, cut - here)
-                parts.append((block, reads.offset + done, nbytes))
-                here, done = here + nbytes, done + nbytes
-                if done == reads.runs.length:
+                moved = ranges[number]
+                taken = min(moved.nbytes - done, cut - here)
+                parts.append((moved.block, moved.offset + done, taken))
+                here, done = here + taken, done + taken
+                if done == moved.nbytes:
                     number, done = number + 1, 0
             yield Extent(int(files[start]), at, cut, tuple(parts))
             at = cut

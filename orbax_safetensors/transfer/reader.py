@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -10,28 +11,28 @@ import numpy as np
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.coalesce import Encoded, Staged
 from orbax_safetensors.geometry.elementwise import apply
+from orbax_safetensors.geometry.encoding import Area, Encoding, Patch, fields_apart
+from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.direct import DirectStore
-from orbax_safetensors.storage.mapping import LeasedMapping
-from orbax_safetensors.storage.memory import allocate
-from orbax_safetensors.storage.store import File, Stamp, Store
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
+from orbax_safetensors.storage.store import File, Store
 from orbax_safetensors.transfer.decode import decode
-from orbax_safetensors.transfer.engine import Task, Transfer, Window, of_window
+from orbax_safetensors.transfer.engine import Transfer, Window, of_window, within
 from orbax_safetensors.transfer.leases import Leases
-from orbax_safetensors.transfer.plan import Block, Constant, TransferPlan, same_bits
+from orbax_safetensors.transfer.plan import Block, Constant, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
 from orbax_safetensors.transfer.sums import Sums
 
+_Parameter = tuple[Patch, np.ndarray]  # with the bytes of the patch
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def memory_for(plan: TransferPlan, blocks: Sequence[Block], store: Store) -> list[np.ndarray]:
-    """Return memory for `blocks`; if `store` reads directly, it lies in its pages as the bytes do in the files."""
-    return allocate([block.nbytes for block in blocks], direct_offsets(plan, store))
-
-
 def direct_offsets(plan: TransferPlan, store: Store) -> dict[int, int]:
-    """Return where the bytes of blocks lie in files, by the number of the block, if `store` reads directly."""
+    """Return where the bytes of blocks lie in files, by the number of the block, if `store` reads directly.
+
+    Memory for the blocks should lie in its pages as they do; see `allocate`.
+    """
     offsets: dict[int, int] = {}
     for extent in plan.extents if isinstance(store, DirectStore) else ():
         at = extent.begin
@@ -50,10 +51,13 @@ class Reader(Transfer[File]):
         self._mappings: dict[int, memoryview] = {}
         self.leases = Leases()
 
-    def _requests(self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]) -> Iterator[Task]:
+    def tasks(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
+    ) -> Iterator[Callable[[], None]]:
+        """See `Transfer`."""
         for constant in plan.constants:
             _fill(constant, blocks[constant.end.block], memory[constant.end.block])
-        yield from super()._requests(plan, blocks, memory)
+        yield from (task.run for task in self._requests(plan, blocks, memory))
 
     def map(self, number: int) -> memoryview:
         """Return a whole file as memory, the same memory for every caller."""
@@ -62,9 +66,9 @@ class Reader(Transfer[File]):
             mapping = self._mappings[number] = self._file(number).map()
         return mapping
 
-    def answer(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
+    def fetch(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
         """Return bytes of a file in the memory of the answer to one request; None if its store has no such memory."""
-        answer = self._file(number).answer(offset, nbytes)
+        answer = self._file(number).fetch(offset, nbytes)
         if answer is None:
             return None
         self._count(1, nbytes)
@@ -86,19 +90,22 @@ class Reader(Transfer[File]):
         self.leases.close()
         super().close()
 
-    def check(self, stamps: Mapping[int, Stamp]) -> None:
-        """Raise `StorageError` if a file that was opened has changed since its stamp was taken."""
-        for number, file in self._files.items():
-            file.check(stamps[number])
+    def check(self) -> None:
+        """Raise `StorageError` if a file has changed since it was opened."""
+        for file in self._files.values():
+            file.check(file.stamp)
 
     def _move(self, file: File, ranges: Iterable[tuple[int, Sequence[memoryview]]]) -> None:
         file.read(ranges)
 
     def _staged(self, window: Window, access: Staged) -> None:
         if isinstance(access, Encoded):
-            decoded, stored = self._decoded(window, access)
             per_byte = access.encoding.elements_per_byte
-            copies = self._copies(window, access, decoded, stored, window.low * per_byte, window.high * per_byte)
+            areas = list(access.encoding.areas(access.runs, window.low, window.high))
+            parts = within(access, window.low * per_byte, window.high * per_byte)
+            apart = _apart(access.encoding, areas, parts)
+            decoded, stored = self._decoded(window, access, areas, apart=apart is not None)
+            copies = self._copies(window, access, decoded, stored, apart or parts)
         else:
             stored = window.part.location.dtype
             packed = self._answer(window)
@@ -108,7 +115,7 @@ class Reader(Transfer[File]):
                 packed = self._staging(window.high - window.low, window.offset)
                 self._runs(window, packed)
             low, high = window.low // stored.itemsize, window.high // stored.itemsize
-            copies = self._copies(window, access, packed, stored, low, high)
+            copies = self._copies(window, access, packed, stored, within(access, low, high))
         for copy in copies:
             if copy.same_bits:
                 assign(copy.dense, copy.packed)
@@ -133,7 +140,7 @@ class Reader(Transfer[File]):
         itemsize = location.dtype.itemsize
         low, high = window.low // itemsize, window.high // itemsize
         copies = [
-            (copy, window.memory[end.block])
+            (copy.onward(end.begin), window.memory[end.block])
             for use, end in zip(access.uses, ends, strict=True)
             for copy in of_window(use.copy, low, high)
         ]
@@ -146,30 +153,75 @@ class Reader(Transfer[File]):
     def _answer(self, window: Window) -> np.ndarray | None:
         """Return the bytes of a window in the memory of a store, if one request brings them there anyway."""
         nbytes = window.high - window.low
-        return None if window.first_nbytes < nbytes else self.answer(window.part.file, window.offset, nbytes)
+        return None if window.first_nbytes < nbytes else self.fetch(window.part.file, window.offset, nbytes)
 
-    def _decoded(self, window: Window, access: Encoded) -> tuple[np.ndarray, np.dtype]:
-        """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype."""
+    def _decoded(
+        self, window: Window, access: Encoded, areas: Sequence[Area], *, apart: bool
+    ) -> tuple[np.ndarray, np.dtype]:
+        """Return the elements of a window, as bytes, and their dtype: bfloat16 if all of its blocks have that dtype.
+
+        With `apart`, they are in the order that `decode` says.
+        """
         ends = [window.part.ends[use.buffer] for use in access.uses]
         wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
         dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
-        scales = access.scales(window.low, window.high)
-        code_bytes = window.high - window.low
-        scale_bytes = sum(length for _, length in scales.ranges)
-        buffer = self._staging(
-            code_bytes * access.encoding.elements_per_byte * dtype.itemsize + scale_bytes + code_bytes
-        )
-        decoded, factors, codes = np.split(buffer, [buffer.size - scale_bytes - code_bytes, buffer.size - code_bytes])
+        own = access.own(areas)
+        code_bytes, per_byte = window.high - window.low, access.encoding.elements_per_byte
+        sizes = [patch.nbytes for patch in own.values()]
+        buffer = self._staging(code_bytes * per_byte * dtype.itemsize + sum(sizes) + code_bytes)
+        decoded, *held, codes = np.split(buffer, np.cumsum([code_bytes * per_byte * dtype.itemsize, *sizes]))
         self._runs(window, codes)
-        number, begin = window.part.location.scales
-        self._pieces(number, ((begin + offset, length) for offset, length in scales.ranges), factors)
-        decode(access.encoding, scales.segments, codes, factors, decoded.view(dtype))
+        read = dict(window.shared.get(partial(self._shared, window.part, access)))
+        for (number, patch), memory in zip(own.items(), held, strict=True):
+            read[number] = self._parameter(window.part, number, patch, memory)
+        parameters = [read[number] for number in range(len(read))]
+        elements, done = decoded.view(dtype), 0
+        for area in areas:
+            end = done + len(area.rows) * area.width
+            try:
+                decode(
+                    access.encoding,
+                    area,
+                    codes[done // per_byte : end // per_byte],
+                    parameters,
+                    elements[done:end],
+                    apart=apart,
+                )
+            except TensorMismatchError as error:
+                path = self._file(window.part.file).path
+                raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
+            done = end
         return decoded, dtype
+
+    def _shared(self, part: Part, access: Encoded) -> dict[int, _Parameter]:
+        """Read what all windows of a part need of parameters."""
+        return {
+            number: self._parameter(part, number, patch, np.empty(patch.nbytes, np.uint8))
+            for number, patch in access.shared.items()
+        }
+
+    def _parameter(self, part: Part, number: int, patch: Patch, memory: np.ndarray) -> _Parameter:
+        file, begin = part.location.parameters[number]
+        self._pieces(file, [(begin + offset, nbytes) for offset, nbytes in patch.ranges], memory)
+        return patch, memory
+
+
+def _apart(
+    encoding: Encoding, areas: Sequence[Area], parts: Sequence[Sequence[Copy]]
+) -> Sequence[Sequence[Copy]] | None:
+    """Return the copies `parts` of elements that are decoded `apart`; None if they cannot be, or need not."""
+    fields = encoding.rows_in_word
+    if fields == 1 or len(areas) > 1:
+        return None
+    apart = [[fields_apart(copy, fields, areas[0].width // fields) for copy in copies] for copies in parts]
+    found = [[copy for copy in copies if copy is not None] for copies in apart]
+    return found if found == apart else None
 
 
 def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
     """Write elements that no tensor stores into memory that is all zeros."""
     zero = np.zeros(1, np.float64)
     if np.any(value := apply(constant.end.ops, zero)):
-        _, dense = elements(constant.copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
+        copy = constant.copy.onward(constant.end.begin)
+        _, dense = elements(copy, zero.view(np.uint8), zero.dtype, memory, block.dtype)
         np.copyto(dense, value, casting="unsafe")

@@ -6,10 +6,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
 from orbax_safetensors.geometry.coalesce import Staged
 from orbax_safetensors.storage.store import NewFile
 from orbax_safetensors.storage.upload import files_at_once
-from orbax_safetensors.transfer.engine import Task, Transfer, Window
+from orbax_safetensors.transfer.engine import Task, Transfer, Window, within
+from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.strided_copy import assign, copy_undoing
 from orbax_safetensors.transfer.sums import Sums
 from orbax_safetensors.transfer.threads import run_tasks
@@ -24,9 +27,12 @@ class Writer(Transfer[NewFile]):
         syncs = (self._files[number].sync for number in numbers)
         run_tasks(syncs, self.useful_threads(len(numbers)), self.cancel)
 
-    def _ordered(self, tasks: Iterator[Task]) -> Iterator[Callable[[], None]]:
+    def tasks(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
+    ) -> Iterator[Callable[[], None]]:
         """See `Transfer`. A thread goes to the file at which fewest are: a file system lets them write in turn."""
-        waiting = {file: deque(of_file) for file, of_file in _by_file(tasks).items()}
+        by_file = _by_file(self._requests(plan, blocks, memory))
+        waiting = {number: deque(requests) for number, requests in by_file.items()}
         threads_at: Counter[int] = Counter()
 
         def work(task: Task) -> None:
@@ -53,7 +59,7 @@ class Writer(Transfer[NewFile]):
         stored = window.part.location.dtype
         packed = self._staging(window.high - window.low)
         low, high = window.low // stored.itemsize, window.high // stored.itemsize
-        for copy in self._copies(window, access, packed, stored, low, high):
+        for copy in self._copies(window, access, packed, stored, within(access, low, high)):
             if copy.same_bits:
                 assign(copy.packed, copy.dense)
             else:
@@ -69,8 +75,12 @@ class WholeFileWriter(Writer):
         super().__init__(open_file, requests, sums)
         self._at_once, _ = files_at_once(requests)
 
-    def _ordered(self, tasks: Iterator[Task]) -> Iterator[Callable[[], None]]:
-        return (partial(_in_turn, of_file) for _, of_file in sorted(_by_file(tasks).items()))
+    def tasks(
+        self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
+    ) -> Iterator[Callable[[], None]]:
+        """See `Transfer`."""
+        by_file = _by_file(self._requests(plan, blocks, memory))
+        return (partial(_in_turn, requests) for _, requests in sorted(by_file.items()))
 
     def useful_threads(self, files: int) -> int:
         """See `Transfer`."""

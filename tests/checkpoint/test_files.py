@@ -263,8 +263,8 @@ def test_messages_are_one_printable_line(tmp_path, caplog):
 def test_no_such_path_and_remote_paths(tmp_path):
     with pytest.raises(ost.StorageError, match="no such file or directory"):
         ost.open_checkpoint(tmp_path / "missing")
-    with pytest.raises(ost.StorageError, match="ftp://host/x: expected a path or one of s3://"):
-        ost.open_checkpoint("ftp://host/x")
+    with pytest.raises(ost.StorageError, match="nowhere://host/x: expected a path or one of s3://"):
+        ost.open_checkpoint("nowhere://host/x")
     with pytest.raises(ost.StorageError, match="cannot be listed: .*null"):
         ost.open_checkpoint("/tmp/a\0b")
     with pytest.raises(ost.StorageError, match="no such file or directory"):

@@ -14,8 +14,8 @@ import pytest
 from etils import epath
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint import header_record, header_texts
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME, write_header_record
+from orbax_safetensors.checkpoint import header_texts
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME, write_header_record
 from orbax_safetensors.checkpoint.read import examine, read_checkpoint
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.storage.schemes import store_of
@@ -239,7 +239,7 @@ def test_a_damaged_record_is_not_used(saved, damage, caplog, monkeypatch):
 
 
 def test_a_record_that_is_too_long_is_not_read(saved, monkeypatch):
-    monkeypatch.setattr(header_record, "MAX_BYTES", 100)
+    monkeypatch.setattr(header_texts, "MAX_BYTES", 100)
     saved.server.clear()
     opened(saved)
     assert HEADERS_NAME not in asked(saved)
@@ -318,7 +318,7 @@ def test_no_tampering_ends_in_another_error_than_the_packages(saved):
     """Whoever can write the record can write the files; a load fails as it does with such files."""
     texts = header_texts.decode(content(saved, f"x/{HEADERS_NAME}"))
     store, path = store_of(f"{saved.url}/x", saved.options)
-    states = store.states(path)
+    states = store.list(path)
     rng = random.Random(0)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for _ in range(60):
@@ -330,7 +330,7 @@ def test_no_tampering_ends_in_another_error_than_the_packages(saved):
         rewrite(saved, lambda _, name=name, text=text: {**texts, name: texts[name]._replace(text=bytes(text))})
         with contextlib.suppress(ost.SafetensorsError):
             ost.load(f"{saved.url}/x", sharding, family="identity", options=options(saved))
-    assert {name: state for name, state in store.states(path).items() if name != HEADERS_NAME} == {
+    assert {name: state for name, state in store.list(path).items() if name != HEADERS_NAME} == {
         name: state for name, state in states.items() if name != HEADERS_NAME
     }
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 @pytest.fixture
 def wait(monkeypatch):
-    """A short wait for processes that do not come."""
-    monkeypatch.setattr(shared_headers, "_WAIT_SECONDS", 0.2)
+    """A wait for processes that do not come: short, but long enough for slow ones."""
+    monkeypatch.setattr(shared_headers, "_WAIT_SECONDS", 1.5)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import re
 
 import flax.nnx as nnx
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -175,11 +176,82 @@ def test_what_cannot_be_kept(tmp_path):
     refused(tmp_path, lambda: {"a": stack([w(), v()]), "plain": plain()}, "'a' has scales of several dtypes, .*float16")
 
 
-def test_packed_codes(tmp_path):
-    tensors = {"w_blocks": np.zeros((2, 4, 1, 16), np.uint8), "w_scales": np.zeros((2, 4, 1), np.uint8)}
-    write(tmp_path / "model.safetensors", tensors)
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
-    refused(tmp_path, lambda: {"a": tensor("w", (2, 32, 4))}, "'w_blocks' has several codes in a byte")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def halves(codes):
+    """Codes of four bits in bytes, the lower half first."""
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2).astype(np.uint8)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def int4(rng):
+    codes, scale = rng.integers(-8, 8, (16, 64)), rng.standard_normal((16, 2)).astype(BF16)
+    words = ((codes + 8).reshape(16, 8, 8).astype(np.uint64) << np.arange(0, 32, 4, dtype=np.uint64)).sum(-1)
+    shape = np.array([16, 64])
+    stored = {"packed": words.astype(np.uint32).view(np.int32), "scale": scale, "shape": shape}
+    return {f"a.weight_{end}": array for end, array in stored.items()}, codes, scale, np.dtype(ml_dtypes.int4)
+
+
+def mxfp4(rng):
+    codes, scale = rng.integers(0, 16, (16, 64)), rng.integers(100, 150, (16, 2)).astype(np.uint8)
+    stored = {"a.weight_packed": halves(codes), "a.weight_scale": scale}
+    return stored, E2M1[codes], scale.view(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float4_e2m1fn)
+
+
+def nvfp4(rng):
+    """Of llm-compressor, whose second scale divides."""
+    codes, scale = rng.integers(0, 16, (16, 64)), rng.uniform(1, 400, (16, 4)).astype(F8)
+    divisor = rng.uniform(100, 3000, 1).astype(np.float32)
+    stored = {"a.weight_packed": halves(codes), "a.weight_scale": scale, "a.weight_global_scale": divisor}
+    return stored, E2M1[codes], scale.astype(np.float32) / divisor, np.dtype(ml_dtypes.float4_e2m1fn)
+
+
+def nvfp4_of_modelopt(rng):
+    codes, scale = rng.integers(0, 16, (16, 64)), rng.uniform(1, 400, (16, 4)).astype(F8)
+    factor = rng.uniform(0.001, 0.01, ()).astype(np.float32)
+    stored = {"a.weight": halves(codes), "a.weight_scale": scale, "a.weight_scale_2": factor}
+    return stored, E2M1[codes], scale.astype(np.float32) * factor, np.dtype(ml_dtypes.float4_e2m1fn)
+
+
+@pytest.mark.parametrize("spec", [P(), P("y"), P(None, "y"), P(None, ("x", "y"))], ids=str)
+@pytest.mark.parametrize("packed", [int4, mxfp4, nvfp4, nvfp4_of_modelopt])
+def test_codes_of_less_than_a_byte(tmp_path, packed, spec, mesh):
+    """As they are stored, and through a family that transposes them and splits the inputs into heads."""
+    stored, codes, scale, dtype = packed(np.random.default_rng(1))
+    write(tmp_path / "model.safetensors", stored)
+
+    def sharding(name, shape):
+        fits = all(size % 8 == 0 for size in shape[: len(spec)])
+        return NamedSharding(mesh, spec if fits else P())
+
+    leaf = ost.load(tmp_path, sharding, family="dequantized", options=SPLIT)["a"]["weight"]
+    assert leaf["qvalue"].dtype == dtype
+    np.testing.assert_array_equal(np.asarray(leaf["qvalue"]).astype(np.float32), codes)
+    assert leaf["scale"].dtype == scale.dtype
+    np.testing.assert_array_equal(np.asarray(leaf["scale"]).astype(np.float32), scale.astype(np.float32))
+
+    heads = Family("one", (), lambda config: {"a": tensor("a.weight", (16, 64)).T.reshape((8, 8, 16))})
+    leaf = ost.load(tmp_path, sharding, family=heads, options=SPLIT)["a"]
+    found = np.asarray(leaf["qvalue"]).astype(np.float32)
+    np.testing.assert_array_equal(found, codes.T.reshape(8, 8, 16))
+    wanted = scale.astype(np.float32).repeat(64 // scale.shape[1], 1).T.reshape(8, 8, 16)
+    np.testing.assert_array_equal(spread(leaf).astype(np.float32), wanted)
+    leaves = ost.open_checkpoint(tmp_path, family="dequantized", options=SPLIT).leaves
+    target = {name: jax.ShapeDtypeStruct(view.shape, view.dtype) for name, view in leaves.items()}
+    plan = ost.plan_restore(tmp_path, target, family="dequantized", options=SPLIT).processes[0]
+    assert plan.needed_bytes == sum(array.nbytes for name, array in stored.items() if not name.endswith("shape"))
+
+
+def test_what_is_not_codes_times_scales(tmp_path):
+    """Zero points, for one."""
+    scale, zero = np.ones((16, 2), np.float16), np.zeros((2, 2), np.int32)
+    stored = {"a.weight_packed": np.zeros((16, 8), np.int32), "a.weight_scale": scale, "a.weight_zero_point": zero}
+    write(tmp_path / "model.safetensors", {**stored, "a.weight_shape": np.array([16, 64])})
+    with pytest.raises(
+        ost.MappingError, match="'a.weight_packed' is int4, group 32: expected int or MXFP4 without zero"
+    ):
+        ost.load(tmp_path, family="dequantized", options=SPLIT)
 
 
 def test_without_quantisation_nothing_is_split(tmp_path):

@@ -130,7 +130,7 @@ def test_reshard_of_safetensors(cli, tmp_path):
         (["convert", QWEN3, "file/to", *TO_ORBAX, "--json"], "file/to/0.orbax-checkpoint-tmp: cannot be made: "),
         (["convert", ORBAX, "file/to", *TO_SAFETENSORS, "--json"], "file/to.partial: cannot be made: "),
         (["reshard", QWEN3, "file/to"], "file/to.partial: cannot be made: "),
-        (["convert", QWEN3, "to", *TO_SAFETENSORS], "qwen3: is not a checkpoint of Orbax"),
+        (["convert", QWEN3, "to", *TO_SAFETENSORS], "qwen3: has .safetensors files already"),
         (["convert", ORBAX, "to", *TO_ORBAX], "qwen3_unscanned: has no .safetensors files"),
         (["convert", QWEN3, "there", *TO_ORBAX, "--step", "3"], "there/3: already exists"),
         (["convert", QWEN3, "to", "--to", "orbax", "--family", "nonsense"], "nonsense"),

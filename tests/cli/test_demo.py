@@ -28,7 +28,8 @@ def report(process, **changes):
     """What a worker reports of a restore without fault."""
     return {
         "process": process, "devices": 4, "arrays": 1, "shards": 4, "differing": 0, "differences": [],
-        "needed_bytes": 10, "planned_bytes": 10, "requested_bytes": 10, "measured_bytes": 10, "ranges": {},
+        "needed_bytes": 10, "planned_bytes": 10, "drawn_bytes": 10, "measured_bytes": 10,
+        "drawn": np.zeros((2, 64)).tolist(),
     } | changes  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def test_a_difference_is_status_1(cli, single, tmp_path, monkeypatch):
     assert "All bits are equal" not in result.out + (tmp_path / "a.html").read_text()
 
 
-@pytest.mark.parametrize("key", ["planned_bytes", "requested_bytes", "measured_bytes"])
+@pytest.mark.parametrize("key", ["planned_bytes", "drawn_bytes", "measured_bytes"])
 def test_reads_that_were_not_planned_are_a_fault(key):
     assert demo.verdict([report(0), report(1)]) == []
     (fault,) = demo.verdict([report(0), report(1, **{key: 11})])

@@ -1,10 +1,16 @@
 """`inspect` against what the `safetensors` package says of the same files."""
 
 import json
+import re
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from tests.support.roots import TESTDATA
+
+QWEN3 = TESTDATA / "maxtext" / "qwen3" / "hf"
 
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
@@ -76,3 +82,57 @@ def test_an_invalid_file_is_an_error(cli, single):
     assert (result.status, result.out) == (1, "")
     assert result.err.startswith(f"error: {single}: expected")
     assert result.err.count("\n") == 1
+
+
+LAYERS = {f"model.layers.{layer}.{name}": np.zeros((4, layer + 1), np.float32) for layer in range(3) for name in "ab"}
+MODEL = LAYERS | {
+    "model.embed": np.zeros(8, np.float16),
+    "layers_0.b": np.zeros(2, np.int8),
+    "layers_11.b": np.ones(3, np.int8),
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_file(MODEL, tmp_path / "a.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("pattern", [r"\.a$", "embed|layers_"])
+def test_only_some_names(cli, model, pattern):
+    found = json.loads(cli("inspect", model, "--grep", pattern, "--json").out)
+    wanted = {name for name in MODEL if re.search(pattern, name)}
+    assert {tensor["name"] for tensor in found["tensors"]} == wanted
+    assert found["totals"]["bytes"] == sum(MODEL[name].nbytes for name in wanted)
+
+
+def test_sums_by_the_first_parts_of_names(cli, model):
+    found = json.loads(cli("inspect", model, "--depth", "3", "--json").out)
+    assert "tensors" not in found
+    assert {group["name"]: (group["tensors"], group["parameters"], group["bytes"]) for group in found["groups"]} == {
+        "model.layers.*": (6, 48, 192),
+        "model.embed": (1, 8, 16),
+        "layers_*.b": (2, 5, 5),
+    }
+    groups, dtypes, totals = cli("inspect", model, "--depth", "4", "--grep", r"^model").blocks
+    assert groups[0] == ["name", "tensors", "parameters", "bytes"]
+    assert {group[0] for group in groups[1:]} == {"model.layers.*.a", "model.layers.*.b", "model.embed"}
+    assert [row[0] for row in dtypes] == ["dtype", "F32", "F16"]
+    assert dict(totals)["tensors"] == "7"
+
+
+def test_leaves_and_arrays_by_name(cli):
+    family = ("--family", "maxtext", "--variant", "scan_layers=false")
+    leaves = json.loads(cli("inspect", QWEN3, *family, "--grep", "mlp", "--json").out)
+    assert leaves["leaves"]
+    assert all("mlp" in leaf["path"] for leaf in leaves["leaves"])
+    assert leaves["totals"]["tensors"] == len(leaves["leaves"])
+    groups = json.loads(cli("inspect", QWEN3, *family, "--depth", "3", "--json").out)["groups"]
+    assert [group["name"] for group in groups if "layers" in group["name"]] == ["params.decoder.layers_*"]
+
+
+@pytest.mark.parametrize("arguments", [("--depth", "0"), ("--depth", "x"), ("--grep", "(")])
+def test_wrong_selections(cli, model, arguments):
+    result = cli("inspect", model, *arguments)
+    assert result.status == 2
+    assert f"error: argument {arguments[0]}: " in result.err

@@ -1,5 +1,6 @@
 """The command as a process: exit statuses, streams, and what it does not do."""
 
+import importlib.metadata
 import json
 import logging
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.cli.main import COMMANDS
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
@@ -88,6 +90,11 @@ def test_a_mistake_is_told_below_one_line_of_usage(cli):
         assert len(cli(*argv).err.splitlines()) == 2
 
 
+def test_the_version(cli):
+    result = cli("--version")
+    assert (result.status, result.out) == (0, f"orbax-safetensors {importlib.metadata.version('orbax_safetensors')}\n")
+
+
 def test_an_empty_path(cli):
     for argv in (["inspect", ""], ["plan", "", "--mesh", "x=2"], ["link", ""], ["convert", "", "to", "--to", "orbax"]):
         result = cli(*argv)
@@ -104,9 +111,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, argv):
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-@pytest.mark.parametrize(
-    "command", [[], ["inspect"], ["verify"], ["plan"], ["link"], ["convert"], ["reshard"], ["demo"]]
-)
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_help_fits_a_screen(cli, monkeypatch, command, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     result = cli(*command, "--help")

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from orbax_safetensors.cli.partition import UsageError, assign, axes_text, parse_mesh, parse_rule, shards, spread
+from orbax_safetensors.cli.arguments import UsageError
+from orbax_safetensors.cli.partition import assign, axes_text, parse_mesh, parse_rule, shards, spread
 from orbax_safetensors.devices.rules import RuleError
 
 MESH = {"data": 2, "model": 4}

@@ -1,13 +1,19 @@
-"""What is printed on a terminal, and in what form numbers are."""
+"""What is printed on a terminal, in what form numbers are, and names in braces against what a shell makes of them."""
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from orbax_safetensors.cli.tables import Printer, Share, Size, human_bytes
+from orbax_safetensors.cli.tables import Printer, Share, Size, human_bytes, human_seconds, in_braces
+from tests.support.strategies import examples
+
+BASH = shutil.which("bash")
 
 
 class Terminal(io.StringIO):
@@ -27,6 +33,24 @@ class Terminal(io.StringIO):
 )
 def test_human_bytes(nbytes, text):
     assert human_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.0123456, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (12.34, "12.3 s"),
+        (99.96, "1 min 40 s"),
+        (250, "4 min 10 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_times_for_people(seconds, text):
+    assert human_seconds(seconds) == text
 
 
 def test_programs_get_exact_numbers():
@@ -121,3 +145,36 @@ def test_a_terminal_is_what_the_stream_says():
     code = "import sys; from orbax_safetensors.cli.tables import Printer; print(Printer(sys.stdout).for_people)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"FORCE_COLOR": "1"})
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "texts"),
+    [
+        ([], []),
+        (["norm.weight"], ["norm.weight"]),
+        (["layers.7.w1"], ["layers.7.w1"]),
+        ([f"layers.{n}.w1" for n in range(3, 61)], ["layers.{3..60}.w1"]),
+        ([f"layers.{n}.w" for n in (10, 2, 6)], ["layers.{2..10..4}.w"]),
+        ([f"l.{n}.e.{e}" for n in range(2) for e in range(3)], ["l.{0..1}.e.{0..2}"]),
+        (["a.0.weight", "a.0.scale", "a.1.weight", "a.1.scale"], ["a.{0..1}.weight", "a.{0..1}.scale"]),
+        (["a.0", "a.1", "a.3"], ["a.0 +2"]),  # a gap
+        (["a.0.b.0", "a.1.b.1"], ["a.0.b.0 +1"]),  # not all pairs
+        (["a.00", "a.01"], ["a.00 +1"]),  # braces would write 0 and 1
+        (["a.1", "a.01"], ["a.1 +1"]),  # one number, two names
+        (["0", "1"], ["{0..1}"]),
+    ],
+)
+def test_texts(names, texts):
+    assert [text for text, _ in in_braces(names)] == texts
+
+
+@pytest.mark.skipif(BASH is None, reason="there is no bash")
+@given(st.sets(st.from_regex(r"(a|b)\.([0-9]|1[0-9])(\.w[0-3])?", fullmatch=True), min_size=1, max_size=40))
+@examples(50)
+def test_a_shell_agrees(names):
+    found = in_braces(sorted(names))
+    assert {name for _, own in found for name in own} == names
+    for text, own in found:
+        if " +" not in text:
+            done = subprocess.run([BASH, "-c", f"echo {text}"], capture_output=True, text=True, check=True)
+            assert set(done.stdout.split()) == set(own)

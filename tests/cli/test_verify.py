@@ -1,5 +1,7 @@
 """`verify`: a line for each fault."""
 
+import json
+
 import numpy as np
 
 import orbax_safetensors as ost
@@ -70,3 +72,29 @@ def test_data_with_nothing_to_compare_it_with(cli, directory):
     for file, line in zip(FILES, lines, strict=False):
         assert line.startswith(f"{directory / file}: there is nothing to check its data against")
     assert lines[-1] == f"{directory}: compared nothing, 0 bytes read"
+
+
+def test_json(cli, directory, tmp_path):
+    found = json.loads(cli("verify", directory, "--json").out)
+    assert found == {"path": str(directory), "faults": [], "compared": None, "checked": {"tensors": 5, "files": 2}}
+
+    saved = tmp_path / "saved"
+    ost.save(saved, {"a": np.arange(100), "b": np.ones(7)})
+    found = json.loads(cli("verify", "--data", saved, "--json").out)
+    assert found["compared"] == {"tensors": 2, "files": 0, "bytes": 856}
+
+    (directory / FILES[1]).unlink()
+    result = cli("verify", directory, "--json")
+    assert (result.status, result.err) == (1, "")
+    assert json.loads(result.out) == {
+        "path": str(directory),
+        "faults": [f"{directory / FILES[1]}: is missing, and the index names it"],
+        "compared": None,
+        "checked": None,
+    }
+
+
+def test_json_of_a_checkpoint_of_orbax(cli, directory, tmp_path):
+    step = ost.convert(directory, tmp_path / "orbax", to="orbax").path
+    found = json.loads(cli("verify", step, "--json").out)
+    assert (found["faults"], found["checked"]) == ([], {"arrays": 5, "items": 1})

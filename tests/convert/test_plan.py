@@ -10,18 +10,17 @@ import pytest
 from safetensors.numpy import save_file
 
 import orbax_safetensors as ost
-from orbax_safetensors.cost.conversion import Batch, ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.coalesce import Gather
 from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
-from orbax_safetensors.streaming.files_output import FilesOutput
+from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.streaming.files_sink import FilesSink
-from orbax_safetensors.streaming.orbax_output import OrbaxOutput
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
-from orbax_safetensors.streaming.pipeline import Tile
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
-from orbax_safetensors.transfer.plan import FileTraffic, TransferPlan
+from orbax_safetensors.streaming.tiles import Tile
+from orbax_safetensors.transfer.plan import Gathered, TransferPlan
 from tests.support.files import write
 from tests.support.killed_conversions import make_source
 from tests.support.roots import TESTDATA
@@ -150,7 +149,7 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
 def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
     """One by one, what a source and a sink count of each."""
     call, source, asked = CALLS[kind]
-    for output in (OrbaxOutput, FilesOutput):  # so that each request is of the batch that is being written
+    for output in (OrbaxTileSink, FilesSink):  # so that each request is of the batch that is being written
         monkeypatch.setattr(output, "writers", 1)
     (cost,) = getattr(ost, f"plan_{call}")(source, tmp_path / "to", memory_bytes=SMALL, **asked).processes
     read, written = [], []
@@ -225,27 +224,29 @@ def test_staging_is_the_batches_under_way_and_what_is_made_of_them():
     def batch(nbytes, read, write, overlap=1):
         return Batch(1, nbytes, Traffic(nbytes, nbytes, 1, read, 1), Traffic(nbytes, nbytes, 1, write, 1), overlap)
 
-    assert ConversionCost(()).staging_bytes == 0
-    assert ConversionCost((batch(10, 1, 7),)).staging_bytes == 17
+    assert ConversionCost(0, ()).staging_bytes == 0
+    assert ConversionCost(0, (batch(10, 1, 7),)).staging_bytes == 17
     # The second is read while the first is written.
-    assert ConversionCost((batch(10, 1, 2), batch(20, 3, 4))).staging_bytes == 10 + 2 + 20 + 3
+    assert ConversionCost(0, (batch(10, 1, 2), batch(20, 3, 4))).staging_bytes == 10 + 2 + 20 + 3
     # Nothing is read while the last is written.
-    assert ConversionCost((batch(1, 0, 0), batch(20, 3, 40))).staging_bytes == 60
+    assert ConversionCost(0, (batch(1, 0, 0), batch(20, 3, 40))).staging_bytes == 60
     # The third is read while the first and the second are written, and then written while the second is.
     three = batch(10, 1, 2, 2), batch(20, 3, 4, 2), batch(30, 5, 6, 2)
-    assert ConversionCost(three).staging_bytes == 10 + 2 + 20 + 4 + 30 + 5
-    assert ConversionCost((*three[:2], batch(30, 5, 20, 2))).staging_bytes == 20 + 4 + 30 + 20
+    assert ConversionCost(0, three).staging_bytes == 10 + 2 + 20 + 4 + 30 + 5
+    assert ConversionCost(0, (*three[:2], batch(30, 5, 20, 2))).staging_bytes == 20 + 4 + 30 + 20
     # The third is too large for that.
-    assert ConversionCost((*three[:2], batch(30, 5, 6, 1))).staging_bytes == 20 + 4 + 30 + 5
+    assert ConversionCost(0, (*three[:2], batch(30, 5, 6, 1))).staging_bytes == 20 + 4 + 30 + 5
 
 
-def conversion(*batches, overlap=1):
+def conversion(*batches):
     """A plan for each of the lists of (bytes read, bytes written)."""
     costs = [
-        ConversionCost(tuple(Batch(1, r, Traffic(r, r, 1, 0, 1), Traffic(w, w, 1, 0, 1), overlap) for r, w in own))
-        for own in batches
+        ConversionCost(
+            number, tuple(Batch(1, r, Traffic(r, r, 1, 0, 1), Traffic(w, w, 1, 0, 1), 1) for r, w in of_process)
+        )
+        for number, of_process in enumerate(batches)
     ]
-    return ConversionPlan("to", tuple(costs), (), (), 0, False)
+    return ConversionPlan("to", len(costs), tuple(costs), (), (), 0, False)
 
 
 def test_an_estimate_has_a_batch_read_while_others_are_written():
@@ -257,13 +258,6 @@ def test_an_estimate_has_a_batch_read_while_others_are_written():
     assert slow_reads.estimate(bandwidth=1).seconds == 4 * 10 + 1
     slow_writes = conversion([(1, 10)] * 4)
     assert slow_writes.estimate(bandwidth=1).seconds == 1 + 4 * 10
-    # The third is not read before the first is written, unless two are written at once. They share the bandwidth.
-    waits = [(1, 10), (1, 1), (10, 1)]
-    assert conversion(waits).estimate(bandwidth=1).seconds == 1 + 10 + 10 + 1
-    assert conversion(waits, overlap=2).estimate(bandwidth=1).seconds == 1 + 1 + 10 + 1
-    assert conversion([(1, 10)] * 4, overlap=2).estimate(bandwidth=1).seconds == 1 + 4 * 10
-    # The fourth is not read before the first is written.
-    assert conversion([(1, 10), (1, 1), (1, 1), (10, 1)], overlap=2).estimate(bandwidth=1).seconds == 1 + 10 + 10 + 1
     both = conversion([(10, 1)], [(20, 1)], [])
     time = both.estimate(bandwidth=1)
     assert (time.seconds, time.slowest, time.processes) == (21, 1, (11, 21, 0))
@@ -346,6 +340,7 @@ def test_mistakes_are_those_of_the_call(tmp_path, arguments, message):
 
 
 def test_every_thread_has_a_buffer_even_if_only_one_writes():
-    plan = TransferPlan((), (), (), (FileTraffic(0, 50, 50, 5),), window_bytes=7)
+    gather = Gather((), (), needed_bytes=50, read_bytes=50, num_requests=5, window_bytes=7)
+    plan = TransferPlan((), (), (), (Gathered(0, 0, gather),))
     traffic = traffic_of(plan, ["file"], 3, streams=1)
     assert (traffic.staging_bytes, traffic.streams) == (3 * 7, 1)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.orbax_store import open_orbax
-from orbax_safetensors.streaming import bundles
+from orbax_safetensors.streaming import cutting
 from tests.support.conversions import checkpoint
 from tests.support.roots import TESTDATA
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
     ("arguments", "message"),
     [
         ({"to": "pickle"}, "to is 'pickle', must be 'orbax' or 'safetensors'"),
-        ({"to": "safetensors"}, "is not a checkpoint of Orbax; reshard lays out safetensors files anew"),
+        ({"to": "safetensors"}, "has .safetensors files already, also if it is a link; reshard splits them anew"),
         ({"to": "orbax", "dtype": "int5"}, "dtype: expected a floating-point dtype, as bfloat16, found 'int5'"),
         ({"to": "orbax", "dtype": "int8"}, "dtype: expected a floating-point dtype, as bfloat16, found 'int8'"),
         ({"to": "orbax", "dtype": {"n": "float16"}}, "'n' is found in none of the . names of floating-point arrays"),
@@ -155,7 +155,7 @@ def test_a_source_that_is_another_file(call, content, tmp_path):
 
 def test_memory_that_makes_too_many_tiles(tmp_path, monkeypatch):
     checkpoint(tmp_path / "from")
-    monkeypatch.setattr(bundles, "_MAX_BUNDLES", 10)
+    monkeypatch.setattr(cutting, "_MAX_BUNDLES", 10)
     with pytest.raises(ost.SafetensorsError, match="memory_bytes is 1000, too little: .* more than [0-9]+ are needed"):
         ost.reshard(tmp_path / "from", tmp_path / "to", memory_bytes=1000)
 

@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.cli.main import main
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, OrbaxSink, item_writer, open_orbax, open_step
+from orbax_safetensors.orbax_store import (
+    OrbaxItem,
+    OrbaxLeaf,
+    OrbaxSink,
+    UnfinishedCheckpoint,
+    item_writer,
+    open_orbax,
+    open_step,
+)
 from tests.support.orbax_items import all_formats
 from tests.support.steps import F4, OPT, PARAMS, SMALL, B, W, arrays, files, is_whole, same, save
 
@@ -318,16 +326,17 @@ def test_empty_names(tmp_path, tree, ocdbt, zarr3):
 def test_items_that_make_no_checkpoint(tmp_path, items):
     leaf = OrbaxLeaf((4,), F4, (4,))
     with pytest.raises(ost.TensorMismatchError, match="expected (items of different names|the name of an item)"):
-        OrbaxSink(tmp_path / "to", {name: OrbaxItem({"w": leaf}) for name in items})
+        UnfinishedCheckpoint(tmp_path / "to", {name: OrbaxItem({"w": leaf}) for name in items})
     assert not (tmp_path / "to").exists()
 
 
 def test_errors_name_the_item(tmp_path):
     leaf = OrbaxLeaf((4,), F4, (4,))
     with pytest.raises(ost.TensorMismatchError, match="to/opt: 'w': expected an OrbaxLeaf"):
-        OrbaxSink(tmp_path / "to", {"params": OrbaxItem({"w": leaf}), "opt": OrbaxItem({"w": b""})})
-    with OrbaxSink(tmp_path / "to", {"params": OrbaxItem({"w": leaf}), "opt": OrbaxItem({"w": leaf})}) as sink:
+        UnfinishedCheckpoint(tmp_path / "to", {"params": OrbaxItem({"w": leaf}), "opt": OrbaxItem({"w": b""})})
+    layout = UnfinishedCheckpoint(tmp_path / "to", {"params": OrbaxItem({"w": leaf}), "opt": OrbaxItem({"w": leaf})})
+    with OrbaxSink(layout).begin() as sink:
         assert list(sink.leaves) == ["params/w", "opt/w"]
-        sink.write("params/w", Box(((0, 4),)), np.zeros(4, F4))
+        sink.write_box("params/w", Box(((0, 4),)), np.zeros(4, F4))
         with pytest.raises(ost.TensorMismatchError, match="to/opt: 1 of 1 arrays are not complete: 1 chunks of 'w'"):
             sink.commit()

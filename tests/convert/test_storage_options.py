@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
-from orbax_safetensors.convert.request import ReshardRequest
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
+from orbax_safetensors.convert.convert_request import ReshardRequest
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import read_small, write_small
 from tests.support.files import random_bits, write_indexed

@@ -1,5 +1,7 @@
 """Agreement in one process, and between threads that take themselves for processes."""
 
+import threading
+
 import jax
 import pytest
 
@@ -11,7 +13,6 @@ from orbax_safetensors.devices.agreement import (
     announce,
     announced,
     first,
-    forget,
     new_key,
     post,
     posted,
@@ -143,7 +144,6 @@ def test_some_processes_agree_without_the_others(processes):
         lambda index: agree("failed", OSError("gone") if index == 2 else None, active=some) if index else None
     )
     assert str(failed[1]) == "process 2 failed: OSError: gone"
-    processes.run(lambda index: [forget(key, some) for key in ("key", "facts", "failed")] if index else None)
     assert processes.service.values == {}
 
 
@@ -151,7 +151,9 @@ def test_one_active_process_agrees_with_itself(processes):
     def alone(index):
         own = ActiveProcesses((index,), primary=index)
         post("key", f"of {index}", own)
-        return posted("key", own), all_gather("key", "text", own)
+        found = posted("key", own), all_gather("key", "text", own)
+        withdraw("key")
+        return found
 
     assert alone_in_turn(processes, alone) == [([f"of {index}"], ["text"]) for index in range(3)]
     assert processes.service.values == {}
@@ -201,6 +203,10 @@ def test_the_first_to_say_something_is_believed_by_all(processes):
     assert said[0] in {f"process {index}" for index in range(3)}
 
 
+def test_the_first_may_say_what_is_no_text(processes):
+    assert processes.run(lambda index: first("key", "\udcff")) == ["\udcff"] * 3
+
+
 def test_what_is_announced_is_seen_by_all_and_stays_as_it_is(processes):
     assert processes.run(lambda index: announced("key")) == [None] * 3
     processes.run(lambda index: announce("key", "stopped") if index == 1 else None)
@@ -208,13 +214,50 @@ def test_what_is_announced_is_seen_by_all_and_stays_as_it_is(processes):
     assert processes.run(lambda index: announced("key")) == ["stopped"] * 3
 
 
-def test_what_all_have_left_behind_is_forgotten(processes):
+def test_agreements_leave_nothing_behind(processes):
+    """Also those that fail: a program may save for weeks to a full disk."""
     processes.run(lambda index: agree("key", None))
-    assert len(processes.service.values) == 3
-    processes.run(lambda index: forget("key"))
     assert processes.service.values == {}
-    processes.service.key_value_delete = None  # nothing depends on it
-    assert processes.run(lambda index: forget("key")) == [None] * 3
+    processes.run(lambda index: agree("failed", OSError("full") if index == 1 else None))
+    processes.run(lambda index: agree("differs", None, str(index)))
+    assert processes.service.values == {}
+
+
+def test_an_agreement_stays_for_slower_processes(processes, monkeypatch):
+    """They read what the others have posted after all have come, when the others may have gone on."""
+    gone = threading.Semaphore(0)
+    read = processes.service.key_value_dir_get
+
+    def slowly(directory):
+        if jax.process_index() == 2:
+            assert gone.acquire(timeout=30)
+            assert gone.acquire(timeout=30)
+        return read(directory)
+
+    monkeypatch.setattr(processes.service, "key_value_dir_get", slowly)
+
+    def work(index):
+        texts = all_gather("key", str(index))
+        gone.release()
+        return texts
+
+    assert processes.run(work) == [["0", "1", "2"]] * 3
+    assert processes.service.values == {}
+
+
+def test_nothing_depends_on_what_is_left_behind(processes):
+    processes.service.key_value_increment = processes.service.key_value_delete = None
+    assert processes.run(lambda index: agree("key", None)) == [None] * 3
+    assert processes.run(lambda index: withdraw("key")) == [None] * 3
+
+
+def test_what_is_posted_or_announced_stays_until_it_is_withdrawn(processes):
+    processes.run(lambda index: [post("key", str(index)), announce("stop", "x"), first("first", "x")])
+    assert processes.run(lambda index: posted("key")) == [["0", "1", "2"]] * 3
+    for key in ("key", "stop", "first"):
+        assert processes.service.values
+        withdraw(key)
+    assert processes.service.values == {}
 
 
 def test_bytes_are_published_in_pieces(processes):

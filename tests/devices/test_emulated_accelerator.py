@@ -157,7 +157,7 @@ def test_files_are_checked_after_all_transfers(mesh):
     checked = "files were checked for changes before all transfers were complete"
     with pytest.raises(AssertionError, match=checked), accelerator(), Reader(lambda number: None, 1) as reader:
         array = handed_over(host, NamedSharding(mesh, P("x")))
-        reader.check({})
+        reader.check()
         array.block_until_ready()
 
 

@@ -4,6 +4,18 @@ import pytest
 
 from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.storage.workspace import Workspace
+
+
+class Place(Workspace):
+    """Records that it is begun."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def begin(self, *, resume):
+        assert resume
+        self.done("begin")
 
 
 class Recorder(JointSink):
@@ -13,16 +25,13 @@ class Recorder(JointSink):
 
     def __init__(self, fails=None, error=None):
         self.steps, self.fails, self.error = [], fails, error or StorageError("the disk is gone")
+        self.workspace = Place(self.done)
         self._start("test", lambda: self.done("plan") or "", resume=True)
 
     def done(self, step):
         self.steps.append(step)
         if step == self.fails:
             raise self.error
-
-    def _begin(self, *, resume):
-        assert resume
-        self.done("begin")
 
     def _open(self):
         self.done("open")
@@ -33,9 +42,6 @@ class Recorder(JointSink):
 
     def _flush(self):
         self.done("flush")
-
-    def _complete(self):
-        self.done("complete")
 
     def _finish(self):
         self.done("finish")
@@ -48,13 +54,13 @@ class Recorder(JointSink):
 
 
 BEGINNING = ["plan", "begin", "open", "see"]
-END = ["flush", "complete", "finish"]
+END = ["flush", "finish"]
 
 
 def test_from_its_beginning_to_its_end():
     with Recorder() as sink:
         sink.commit(lambda: sink.done("last"))
-    assert sink.steps == [*BEGINNING, "flush", "complete", "last", "finish", "release"]
+    assert sink.steps == [*BEGINNING, "flush", "last", "finish", "release"]
     with pytest.raises(StorageError, match="to: this output was completed or given up before"):
         sink.commit()
 

@@ -1,7 +1,6 @@
 """The pages on families, tables and quantised checkpoints: their examples run on small checkpoints."""
 
 import json
-import math
 import re
 
 import flax.nnx as nnx
@@ -20,67 +19,17 @@ import orbax_safetensors as ost
 from orbax_safetensors.mapping.families import FAMILIES
 from tests.support import examples
 from tests.support.family_samples import Sample
-from tests.support.files import write
 from tests.support.roots import ROOT
 
 PAGE = ROOT / "docs" / "families.md"
 OWN = ROOT / "docs" / "own-families.md"
 QUANTIZED = ROOT / "docs" / "quantized.md"
 TABLES = ROOT / "docs" / "tables.md"
-WIDTH, HIDDEN, VOCABULARY, HEADS, GROUPS, HEAD = 64, 96, 128, 8, 4, 8
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def checkpoint(directory):
-    """A random Llama, as `transformers` stores it."""
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,)}
-    shapes["lm_head.weight"] = (VOCABULARY, WIDTH)
-    for i in range(2):
-        h = f"model.layers.{i}."
-        shapes |= {h + f"self_attn.{part}_proj.weight": (GROUPS * HEAD, WIDTH) for part in "kv"}
-        shapes |= {h + f"mlp.{part}_proj.weight": (HIDDEN, WIDTH) for part in ("gate", "up")}
-        shapes |= {
-            h + "self_attn.q_proj.weight": (HEADS * HEAD, WIDTH),
-            h + "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD),
-            h + "self_attn.rotary_emb.inv_freq": (HEAD // 2,),
-            h + "mlp.down_proj.weight": (WIDTH, HIDDEN),
-            h + "input_layernorm.weight": (WIDTH,),
-            h + "post_attention_layernorm.weight": (WIDTH,),
-        }
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 2,
-        "hidden_size": WIDTH,
-        "intermediate_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "vocab_size": VOCABULARY,
-    }
-    rng = np.random.default_rng(0)
-    stored = {name: rng.standard_normal(shape).astype(BF16) for name, shape in shapes.items()}
-    directory.mkdir()
-    write(directory / "model.safetensors", stored)
-    (directory / "config.json").write_text(json.dumps(config))
-    return stored
-
-
-def quantized(source, directory):
-    """The same model with its projections in fp8, and scales that differ."""
-    directory.mkdir()
-    stored = {name: array for file in source.glob("*.safetensors") for name, array in load_file(file).items()}
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
-        stored[name] = stored[name].astype(ml_dtypes.float8_e4m3fn)
-        grid = [-(-size // 16) for size in stored[name].shape]
-        stored[f"{name}_scale_inv"] = np.arange(math.prod(grid), dtype=np.float32).reshape(grid)
-    write(directory / "model.safetensors", stored)
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
-    (directory / "config.json").write_text(json.dumps(config))
-    return stored
-
-
 def test_the_examples_of_a_family_of_your_own(tmp_path):
-    stored = checkpoint(tmp_path / "llama")
+    stored = examples.make_models(tmp_path)["llama"]
     blocks = examples.python(OWN)
     assert len(blocks) == 9
     names, found = {}, []
@@ -93,7 +42,7 @@ def test_the_examples_of_a_family_of_your_own(tmp_path):
 
     both = np.stack([stored[f"model.layers.1.mlp.{part}_proj.weight"].T for part in ("gate", "up")])
     for params in found[1:3]:
-        assert params["layers"]["mlp"]["in"].shape == (2, 2, WIDTH, HIDDEN)
+        assert params["layers"]["mlp"]["in"].shape == (2, 2, 64, 96)
         assert np.asarray(params["layers"]["mlp"]["in"][1]).tobytes() == both.tobytes()
     for params in found[4:6]:
         assert np.asarray(params["layers"]["1"]["mlp"]["in"]).tobytes() == both.tobytes()
@@ -103,13 +52,24 @@ def test_the_examples_of_a_family_of_your_own(tmp_path):
         assert set(saved.tensors) == {name for name in stored if "inv_freq" not in name}
 
 
-def test_the_example_of_codes_and_scales(tmp_path, capsys):
-    stored = quantized(examples.QWEN3, tmp_path / "qwen3-fp8")
-    names = {}
-    (block,) = examples.python(QUANTIZED)
-    examples.run(block, tmp_path, names)
-    shapes = re.search(r"  # (.*), for blocks of 16 x 16$", block, re.MULTILINE)[1]
-    assert capsys.readouterr().out.strip() == shapes
+def test_the_examples_of_quantised_checkpoints(tmp_path, capsys):
+    stored = examples.make_models(tmp_path)["qwen3-fp8"]
+    names, printed = {}, []
+    for block in examples.blocks(QUANTIZED, "python", "sh"):
+        examples.run(block, tmp_path, names)
+        out = capsys.readouterr().out.strip()
+        if block.language == "python":
+            assert out == re.search(r"^print\(.*\)  # (.*?)(, for blocks of 16 x 16)?$", block.text, re.MULTILINE)[1]
+        printed.append(out)
+    assert len(printed) == 4
+    plain = ost.load(tmp_path / "qwen3-plain")
+    assert plain.keys() == {name.removesuffix("_scale_inv") for name in stored}
+    name = "model.layers.1.mlp.down_proj.weight"
+    scale = stored[f"{name}_scale_inv"].repeat(16, 0).repeat(16, 1)
+    wanted = (stored[name].astype(np.float32) * scale).astype(BF16)
+    assert plain[name].tobytes() == wanted.tobytes()
+    assert names["plain"]["model"]["layers"]["1"]["mlp"]["down_proj"]["weight"].tobytes() == wanted.tobytes()
+    assert "quantization_config" not in json.loads((tmp_path / "qwen3-plain" / "config.json").read_text())
     down = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3)]
     codes = np.stack([stored[name].T for name in down], axis=1)
     assert np.asarray(names["wo"]["qvalue"]).tobytes() == codes.tobytes()
@@ -162,7 +122,7 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
 
 
 def test_the_examples_of_tables(tmp_path, capsys):
-    stored = checkpoint(tmp_path / "llama")
+    stored = examples.make_models(tmp_path)["llama"]
     *blocks, with_tunix = examples.python(TABLES)
     assert len(blocks) == 7
     assert "tunix" in with_tunix  # tests/interop/test_tunix.py runs it
@@ -180,7 +140,9 @@ def test_the_examples_of_tables(tmp_path, capsys):
                 assert [int(half.replace(",", "")) * 2 for half, _ in halves] == [names["plan"].total_bytes] * 2
     finally:
         ost.unregister()
-    tuned = load_file(tmp_path / "tuned" / "model.safetensors")
+    tuned = {
+        name: array for file in (tmp_path / "tuned").glob("*.safetensors") for name, array in load_file(file).items()
+    }
     assert tuned.keys() == {name for name in stored if "inv_freq" not in name}
     assert all(array.tobytes() == stored[name].tobytes() for name, array in tuned.items())
     down = stored["model.layers.1.mlp.down_proj.weight"]
@@ -189,6 +151,6 @@ def test_the_examples_of_tables(tmp_path, capsys):
 
 
 def test_every_family_is_listed():
-    rows = re.findall(r"^\| `(\w+\.\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+\.\w+|dequantized)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     listed = {name: tuple(re.findall(r"`(\w+)`", architectures)) for name, architectures in rows}
     assert listed == {family.name: family.architectures for family in FAMILIES}

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import orbax_safetensors as ost
+from orbax_safetensors.cli.main import COMMANDS
 from tests.support.roots import ROOT
 
 DOCS = ROOT / "docs"
@@ -42,3 +43,9 @@ def test_the_reference_is_complete():
     assert set(ost.__all__) - {"mapping"} <= set(of_package)
     of_mapping = (DOCS / "api-mapping.md").read_text()
     assert [name for name in ost.mapping.__all__ if not re.search(rf"\b{name}\b", of_mapping)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_section_for_each_command(command):
+    sections = re.findall(r"^## (.*)$", (DOCS / "commands.md").read_text(), re.MULTILINE)
+    assert any(f"`{command}`" in section for section in sections)

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from orbax_safetensors.geometry.groups import by_tensors
-from orbax_safetensors.geometry.view import View
+from orbax_safetensors.geometry.view import View, by_tensors
 
 
 def of(*names):

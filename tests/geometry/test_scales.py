@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.geometry.encoding import Encoding
 from orbax_safetensors.geometry.scales import scales_view
 from orbax_safetensors.geometry.view import View
 from tests.support.evaluate import evaluate
+from tests.support.quantized import scaled
 from tests.support.strategies import examples
 from tests.support.views import compositions
 
@@ -22,14 +22,12 @@ class Model:
     """Stored tensors of these shapes, all in blocks of one size, and the number of the scale of each element."""
 
     def __init__(self, shapes, block):
-        self.encodings = {
-            name: Encoding(shape, block, DTYPES["F8_E4M3"], DTYPES["F32"]) for name, shape in shapes.items()
-        }
+        self.encodings = {name: scaled(shape, 8, "F8_E4M3", DTYPES["F32"], block) for name, shape in shapes.items()}
         self.scales, self.spread = {}, {}
         for number, (name, encoding) in enumerate(self.encodings.items()):
-            grid = (*encoding.shape[:-2], *encoding.grid)
+            grid = (*encoding.shape[:-2], *encoding.parameters[0].grid)
             scales = np.arange(math.prod(grid), dtype=INT).reshape(grid) + 100_000 * number
-            (rows, columns), (height, width) = encoding.shape[-2:], encoding.block
+            (rows, columns), (height, width) = encoding.shape[-2:], block
             self.scales[f"{name}_scale"] = scales
             spread = scales.repeat(height, -2)[..., :rows, :].repeat(width, -1)[..., :columns]
             self.spread[name] = np.ascontiguousarray(spread)

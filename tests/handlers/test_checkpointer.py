@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from tests.support.files import random_bits, write, write_indexed
 from tests.support.servers.faults import Answer, Call

@@ -59,7 +59,9 @@ class Positions:
         return needed, needed + int(gaps[gaps <= MAX_GAP_BYTES].sum())
 
     def plan(self, mode, item, processes=8):
-        return ost.plan_restore(self.directory, item, family="maxtext", variant=variant(mode), process_count=processes)
+        return ost.plan_restore(
+            self.directory, item, family="maxtext", variant=variant(mode), process_count=processes, all_processes=True
+        )
 
 
 def shards_of_processes(tree, item, processes=8):

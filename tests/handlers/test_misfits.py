@@ -1,5 +1,6 @@
 """Items and restore arguments that do not fit the stored tensors: each is refused, and the error says why."""
 
+import contextlib
 import time
 
 import jax
@@ -54,6 +55,12 @@ MISFIT_ARGS = {
     ),
     "an abstract mesh": (
         lambda mesh: ocp.ArrayRestoreArgs(sharding=NamedSharding(mesh.abstract_mesh, P("x"))),
+        "'layer.w' has a sharding without devices: set its mesh",
+    ),
+    "a layout on an abstract mesh": (
+        lambda mesh: ocp.ArrayRestoreArgs(
+            sharding=Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh.abstract_mesh, P("x")))
+        ),
         "'layer.w' has a sharding without devices: set its mesh",
     ),
     "strict by default": (
@@ -220,9 +227,11 @@ def test_arguments_of_another_handler(directory, tmp_path, checkpointer, args):
 def test_the_layout_of_a_described_array(directory, checkpointer, mesh):
     wanted = Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh, P("x", "y")))
     item = {"layer": {"w": jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=wanted)}}
-    restored = checkpointer.restore(directory, item=item, partial_restore=True)["layer"]["w"]
-    assert restored.format.layout.major_to_minor == (1, 0)
-    assert_same_bits(restored, W)
+    for is_set in (False, True):
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            restored = checkpointer.restore(directory, item=item, partial_restore=True)["layer"]["w"]
+        assert restored.format.layout.major_to_minor == (1, 0)
+        assert_same_bits(restored, W)
 
 
 def test_eval_shape_under_a_mesh(tmp_path, checkpointer):

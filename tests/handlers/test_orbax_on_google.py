@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.experimental import v1
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.files import FOR_ORBAX, random_bits

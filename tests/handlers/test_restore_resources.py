@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_safetensors as ost
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.restore import run as restoring
-from orbax_safetensors.storage import local, pool
+from orbax_safetensors.storage import local
 from orbax_safetensors.storage import memory as arena
 from orbax_safetensors.transfer.reader import Reader
 from tests.support.accelerator import accelerator
@@ -151,7 +151,6 @@ def test_a_failed_restore_gives_its_memory_back_at_once(directory, mesh, monkeyp
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(arena, "arena_of", remember)
-    monkeypatch.setattr(pool, "arena_of", remember)
     checkpoint = ost.open_checkpoint(directory)
     monkeypatch.setattr(restoring, "read_checkpoint", lambda *_, **__: checkpoint)
     monkeypatch.setattr(local.os, "preadv", fail)

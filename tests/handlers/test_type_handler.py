@@ -344,9 +344,9 @@ def test_several_directories_in_one_call(tmp_path, checkpointer, params):
 @pytest.mark.parametrize("registered", [False, True])
 def test_orbaxs_limits_bound_what_is_in_flight(tmp_path, monkeypatch, gigabytes, own, expected, registered):
     seen = []
-    for name in ("prepare_save", "restore_leaves"):
-        real = getattr(type_handler, name)
-        monkeypatch.setattr(type_handler, name, lambda *a, f=real, **k: (seen.append(k["options"]), f(*a, **k))[1])
+    save, restore = type_handler.SaveRequest, type_handler.restore
+    monkeypatch.setattr(type_handler, "SaveRequest", lambda *a, **k: (seen.append(k["options"]), save(*a, **k))[1])
+    monkeypatch.setattr(type_handler, "restore", lambda request: (seen.append(request.options), restore(request))[1])
     handler = ost.SafetensorsTypeHandler(options=ost.SafetensorsOptions(in_flight_bytes=own, threads=3))
     if registered:
         ost.register(save=True)

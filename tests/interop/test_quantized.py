@@ -17,21 +17,24 @@ F8, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 
 
 def decoded(config, tensors):
-    """All quantised tensors in their own dimensions, as float32, a third of their rows at a time."""
+    """All quantised tensors as models see them, as float32, a third of their rows at a time."""
     stored = {name: (array.shape, from_numpy(array.dtype).name) for name, array in tensors.items()}
     out = {}
     for name, tensor in quantization(config, stored).tensors.items():
-        *leading, rows, columns = tensor.encoding.shape
+        view = tensor.view(np.dtype(np.float32))
+        *leading, rows, columns = view.shape
+        parameters = [tensors[parameter] for parameter in tensor.parameters]
         parts = [
             box_of(
                 tensor.encoding,
                 tensors[tensor.codes],
-                tensors[tensor.scales],
+                parameters,
                 (*((0, size) for size in leading), (at, min(at + rows // 3 + 1, rows)), (0, columns)),
+                view=view,
             )
             for at in range(0, rows, rows // 3 + 1)
         ]
-        out[name] = np.concatenate(parts, axis=-2).transpose(tensor.axes)
+        out[name] = np.concatenate(parts, axis=-2)
     return out
 
 

@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.support import examples  # noqa: E402
-from tests.support.roots import ROOT  # noqa: E402
 from tests.support.torch_bits import to_numpy  # noqa: E402
 
 SIZES = {
@@ -175,9 +174,9 @@ def test_restored_and_saved_again_is_the_same_model(tmp_path, model):
     assert_same_model(load(tmp_path / "second"), model)
 
 
-def test_the_small_model_of_the_guide_to_installing(tmp_path, mesh):
-    (block,) = examples.python(ROOT / "docs" / "install.md")
-    examples.run(block, tmp_path, {})
+def test_the_small_models_of_the_guides(tmp_path, mesh):
+    examples.make_models(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     checkpoint = ost.open_checkpoint(tmp_path / "qwen3")
     assert len(checkpoint.files) > 1
     params = ost.load(tmp_path / "qwen3", NamedSharding(mesh, P()), family="maxtext")

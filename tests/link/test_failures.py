@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.link import run
+from orbax_safetensors.link import link_job
 from orbax_safetensors.link.staging import Staging
 from orbax_safetensors.storage import local
-from orbax_safetensors.storage.lock import Lock
+from orbax_safetensors.storage.workspace import Lock
 from tests.support.files import nothing_left
 from tests.support.link_models import FAMILY, MADE, arrays, assert_same, make, mapped, read
 from tests.support.tiers import cross
@@ -204,7 +204,7 @@ def interrupted(number, fail, *, dies):
 
     Yields a list of these calls.
     """
-    calls, armed, real = [], [], run.write_references
+    calls, armed, real = [], [], link_job.write_references
 
     def arm(*args):
         armed.append(True)
@@ -222,7 +222,7 @@ def interrupted(number, fail, *, dies):
 
         return mock.patch.object(os, name, call)
 
-    with mock.patch.object(run, "write_references", arm), contextlib.ExitStack() as patches:
+    with mock.patch.object(link_job, "write_references", arm), contextlib.ExitStack() as patches:
         for name in CALLS:
             patches.enter_context(replaced(name))
         yield calls
@@ -344,19 +344,3 @@ def test_killed_while_leaves_are_made(source, tmp_path):
     )
     assert 0 < again[-1][1] < MADE_BYTES
     assert_same(read(tmp_path / "to"), mapped())
-
-
-def test_the_last_agreement_stays_for_slower_processes(source, tmp_path, monkeypatch):
-    """They read what the others have posted after all have come, when this process may be at its end."""
-    agreed, forgotten = [], []
-    real = run.together
-
-    def together(key, *args, **more):
-        agreed.append(key)
-        return real(key, *args, **more)
-
-    monkeypatch.setattr(run, "together", together)
-    monkeypatch.setattr(run, "forget", forgotten.append)
-    ost.link(source, tmp_path / "to", family=FAMILY)
-    assert agreed[-1] not in forgotten
-    assert {*agreed[:-1]} <= {*forgotten}

@@ -14,10 +14,10 @@ import pytest
 from etils import epath
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.cli.main import main
-from orbax_safetensors.link.decide import Decision
-from orbax_safetensors.link.objects import ObjectStaging
+from orbax_safetensors.link.link_job import LinkJob
+from orbax_safetensors.link.staging import ObjectStaging
 from orbax_safetensors.orbax_store import directories, open_orbax
 from tests.support import stock_links
 from tests.support.link_models import (
@@ -274,7 +274,7 @@ def test_killed_and_begun_anew(url, objects):
     """Without `resume`, also with other arguments; killed while it deletes what was there, it goes on with nothing."""
     with mock.patch.object(ObjectStaging, "finish", killed), pytest.raises(KilledError):
         ost.link(url, family=FAMILY)
-    with mock.patch("orbax_safetensors.link.objects.remove", killed), pytest.raises(KilledError):
+    with mock.patch("orbax_safetensors.link.staging.remove", killed), pytest.raises(KilledError):
         ost.link(url)
     again = []
     with mock.patch.object(ObjectStaging, "finish", killed), pytest.raises(KilledError):
@@ -305,6 +305,13 @@ def test_a_server_that_fails(url, objects, orbax_gcs):
     assert "model/_METADATA" not in objects
 
 
+def test_a_server_that_fails_when_an_unfinished_link_is_begun_anew(url, orbax_gcs):
+    with mock.patch.object(ObjectStaging, "finish", killed), pytest.raises(KilledError):
+        ost.link(url)
+    orbax_gcs.server.fail(Answer(403), method="POST", path="/upload/*", times=None)
+    refused(ost.StorageError, r"model/\.link\.json: ", url)
+
+
 def test_an_object_that_changes_meanwhile(url, objects):
     write = ObjectStaging.write
     path = epath.Path(url) / "model-00001-of-00002.safetensors"
@@ -332,13 +339,13 @@ def test_verify_finds_what_has_changed(url, objects, tmp_path):
 
 
 def test_verify_finds_wrong_addresses(url):
-    locate = Decision._locate
+    locate = LinkJob._locate
 
     def further(self, tensor):
         file, begin = locate(self, tensor)
         return file, begin + 1
 
-    with mock.patch.object(Decision, "_locate", further):
+    with mock.patch.object(LinkJob, "_locate", further):
         ost.link(url)
     assert "of no tensor" in str(ost.verify(url)[-1])
 

@@ -77,7 +77,9 @@ def test_published_names(sample, tmp_path):
     with ost.SafetensorsCheckpointer(family="maxtext") as checkpointer:
         tree = checkpointer.restore(tmp_path)
         assert_same(tree, sample.made_by_maxtext(True))
-        checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree, like=tmp_path))
+        checkpointer.save(tmp_path / "whole", args=ost.SafetensorsSave(tree, like=tmp_path))
+        checkpointer.save(tmp_path / "saved", args=ost.SafetensorsSave(tree, like=tmp_path, rest="leave"))
+    assert ost.open_checkpoint(tmp_path / "whole").tensors.keys() == stored.keys()
     saved = ost.open_checkpoint(tmp_path / "saved").tensors
     without_place = {name for name in stored if name.startswith("mtp.") or re.search(r"gate\.(bias|tid2eid)$", name)}
     assert saved.keys() == stored.keys() - without_place

@@ -3,16 +3,17 @@
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.geometry.encoding import Encoding
-from orbax_safetensors.mapping.quantization import Quantized, quantization
+from orbax_safetensors.mapping.quantization import quantization
+from tests.support.quantized import scaled
 from tests.support.roots import TESTDATA
 
 GEOMETRY = TESTDATA / "geometry"
-F8, F4, F32, BF16, U8 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "BF16", "U8"))
+F32, BF16, U8 = (DTYPES[name] for name in ("F32", "BF16", "U8"))
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4"}
 
@@ -36,11 +37,12 @@ def full_size(name):
 def restored(config, stored):
     """The names and shapes that a model sees."""
     found = quantization(config, stored)
-    names = {part for tensor in found.tensors.values() for part in (tensor.codes, tensor.scales)} | found.unused
+    names = {part for tensor in found.tensors.values() for part in tensor.stored} | found.unused
     seen = {name: shape for name, (shape, _) in stored.items() if name not in names}
-    return seen | {
-        name: tuple(tensor.encoding.shape[axis] for axis in tensor.axes) for name, tensor in found.tensors.items()
-    }
+    for name, tensor in found.tensors.items():
+        assert tensor.view(np.dtype(np.float32)).shape == tensor.shape
+        seen[name] = tensor.shape
+    return seen
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
@@ -61,7 +63,7 @@ def test_full_size_fp8_is_taken_apart_completely():
         plain = {key: tuple(shape) for key, (_, shape) in json.load(file).items()}
     assert seen == plain
     kv = found.tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"]
-    assert kv.encoding.grid == (5, 56)
+    assert kv.encoding.parameters[0].grid == (5, 56)
     assert len({id(tensor.encoding) for tensor in found.tensors.values()}) < 20
 
 
@@ -80,9 +82,10 @@ def test_blocks_may_be_partial_and_other_tensors_stay_plain():
         "experts.up_proj_activation_scale": ((), "F32"),
     }
     found = quantization(FP8, stored)
-    assert found.tensors == {
-        "a.weight": Quantized("a.weight", "a.weight_scale_inv", Encoding((130, 257), (128, 128), F8, F32), axes=(0, 1))
-    }
+    (tensor,) = found.tensors.values()
+    assert (tensor.name, tensor.stored) == ("a.weight", ("a.weight", "a.weight_scale_inv"))
+    assert (tensor.format, tensor.shape, tensor.axes) == ("fp8", (130, 257), (0, 1))
+    assert tensor.encoding == scaled((130, 257), 8, "F8_E4M3", F32, (128, 128))
     assert found.unused == {"a.input_scale", "attn.k_scale", "experts.up_proj_activation_scale"}
 
 
@@ -102,7 +105,7 @@ def test_blocks_may_be_partial_and_other_tensors_stay_plain():
 def test_scales_for_tensors_channels_and_blocks(config, shape, scales, block):
     stored = {"a.weight": (shape, "F8_E4M3"), "a.weight_scale": (scales, "BF16")}
     (tensor,) = quantization(config, stored).tensors.values()
-    assert tensor.encoding == Encoding(shape, block, F8, BF16)
+    assert tensor.encoding == scaled(shape, 8, "F8_E4M3", BF16, block)
 
 
 def test_mxfp4_swaps_rows_and_columns():
@@ -111,11 +114,10 @@ def test_mxfp4_swaps_rows_and_columns():
         "e.down_proj_scales": ((4, 5, 3), "U8"),
         "e.down_proj_bias": ((4, 5), "BF16"),
     }
-    assert quantization(MXFP4, stored).tensors == {
-        "e.down_proj": Quantized(
-            "e.down_proj_blocks", "e.down_proj_scales", Encoding((4, 5, 96), (1, 32), F4, U8), axes=(0, 2, 1)
-        )
-    }
+    (tensor,) = quantization(MXFP4, stored).tensors.values()
+    assert (tensor.name, tensor.stored) == ("e.down_proj", ("e.down_proj_blocks", "e.down_proj_scales"))
+    assert (tensor.format, tensor.shape, tensor.axes) == ("MXFP4", (4, 96, 5), (0, 2, 1))
+    assert tensor.encoding == scaled((4, 5, 96), 4, "doubled F4", U8, (1, 32))
     assert restored(MXFP4, stored) == {"e.down_proj": (4, 96, 5), "e.down_proj_bias": (4, 5)}
 
 
@@ -124,15 +126,19 @@ def test_mxfp4_swaps_rows_and_columns():
     [
         ([], "expected an object"),
         ({}, "found None"),
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "awq"}, "'awq'"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
+        ({"quant_method": "hqq", "bits": 4}, "'hqq'"),
+        ({"quant_method": ["fp8"]}, r"\['fp8'\]"),
+        ({"quant_method": "gptq", "bits": "4"}, r"expected integers as bits and group_size, found .*'4'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": True}, "expected integers as bits and group_size"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2, found 'marlin'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version gemm, found 'gemv'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"\[128, 0\]"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "found 128"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
-        (compressed(num_bits=4, type="int"), "'int', 4"),
-        (compressed() | {"format": "pack-quantized"}, "'pack-quantized'"),
+        (compressed(num_bits=[4], type="int"), "expected integers"),
+        (compressed(num_bits=4, type="int", group_size="32"), "expected integers"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 4}}}, "not valid"),
         (
             compressed()
             | {
@@ -162,12 +168,12 @@ def test_methods_that_are_not_known_are_named(config, said):
         (
             FP8,
             {"a.weight": ((2, 2), "F8_E5M2"), "a.weight_scale": ((), "F32")},
-            "'a.weight': expected the codes .* in F8_E4M3, found F8_E5M2",
+            "'a.weight': expected codes in F8_E4M3, found F8_E5M2",
         ),
         (
             FP8,
-            {"a.weight": ((2, 2), "F8_E4M3"), "a.weight_scale_inv": ((1, 1), "U8")},
-            "'a.weight_scale_inv': expected the scales .* in F32 .*, found U8",
+            {"a.weight": ((2, 2), "F8_E4M3"), "a.weight_scale_inv": ((1, 1), "I32")},
+            "'a.weight_scale_inv': expected F32 or .* beside 'a.weight' of F8_E4M3, found I32",
         ),
         (
             FP8,
@@ -186,12 +192,17 @@ def test_methods_that_are_not_known_are_named(config, said):
             "expected one tensor of scales, found 'a.weight_scale' and 'a.weight_scale_inv'",
         ),
         (FP8, {"a.weight": ((2,), "F8_E4M3"), "a.weight_scale": ((), "F32")}, r"'a.weight': .* found shape \(2,\)"),
-        (MXFP4, {"e_blocks": ((1, 2, 3, 16), "U8")}, "'e_scales': .* no such tensor"),
+        (FP8, {"a.weight": ((2, 2), "F8_E5M2")}, "'a.weight': expected codes in F8_E4M3, found F8_E5M2"),
+        (
+            MXFP4,
+            {"e_blocks": ((1, 2, 3, 16), "U8")},
+            "'e_blocks' is U8: expected its scales 'e_scales', .*no such tensor",
+        ),
         (MXFP4, {"e_scales": ((1, 2, 3), "U8")}, "'e_blocks': .* no such tensor"),
         (
             MXFP4,
             {"e_blocks": ((1, 2, 3, 16), "U8"), "e_scales": ((1, 2, 3), "F32")},
-            "'e_scales': expected the scales of 'e' in U8, found F32",
+            "'e_scales': expected U8 beside 'e_blocks' of U8, found F32",
         ),
         (
             MXFP4,
@@ -213,3 +224,81 @@ def test_methods_that_are_not_known_are_named(config, said):
 def test_what_does_not_fit_is_named(config, stored, said):
     with pytest.raises(MappingError, match=said):
         quantization(config, stored)
+
+
+INT4 = compressed(num_bits=4, type="int", strategy="group", group_size=32)
+PACKED = {"a.weight_packed": ((6, 8), "I32"), "a.weight_scale": ((6, 2), "BF16"), "a.weight_shape": ((2,), "I64")}
+NVFP4 = {
+    "a.weight": ((6, 16), "U8"),
+    "a.weight_scale": ((6, 2), "F8_E4M3"),
+    "a.weight_scale_2": ((), "F32"),
+}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+GPTQ_STORED = {
+    "a.qweight": ((8, 16), "I32"),
+    "a.qzeros": ((2, 2), "I32"),
+    "a.scales": ((2, 16), "F16"),
+    "a.g_idx": ((64,), "I32"),
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+AWQ_STORED = {"a.qweight": ((64, 2), "I32"), "a.qzeros": ((2, 2), "I32"), "a.scales": ((2, 16), "F16")}
+BNB = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+INT8 = {"a.weight": ((6, 8), "I8"), "a.SCB": ((6,), "F32"), "a.weight_format": ((), "U8")}
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "changed", "said"),
+    [
+        (INT4, PACKED, {"a.weight_scale": None}, r"'a.weight_packed' is I32: expected its scales 'a.weight_scale', "),
+        (INT4, PACKED, {"a.weight_packed": None}, r"'a.weight_packed': expected the codes of 'a.weight_scale' in I32"),
+        (INT4, PACKED, {"a.weight_scale": ((6, 2), "I8")}, r"'a.weight_scale': expected F32 or .*, found I8"),
+        (INT4, PACKED, {"a.weight_scale": ((6, 3), "BF16")}, r"'a.weight_shape': expected two integers"),
+        (INT4, PACKED, {"a.weight_scale": ((5, 2), "BF16")}, r"'a.weight_scale': expected .*\(6, 2\) for groups of 32"),
+        (INT4, PACKED, {"a.weight_zero_point": ((1, 1), "I32")}, r"_zero_point': expected shape \(1, 2\) .* \(1, 1\)"),
+        (INT4, PACKED, {"a.weight_zero_point": ((6, 2), "I8")}, r"_zero_point': expected I32 beside .*, found I8"),
+        (INT4, PACKED, {"a.weight_g_idx": ((32,), "I32")}, r"'a.weight_g_idx': expected shape \(64,\) .* \(32,\)"),
+        (INT4, PACKED, {"a.weight_g_idx": ((64,), "I64")}, r"'a.weight_g_idx': expected I32 beside .*, found I64"),
+        (INT4, PACKED, {"a.weight": ((6, 64), "BF16")}, "'a.weight': expected it either plain or .* found both"),
+        (compressed(num_bits=3, type="int"), PACKED, {}, r"expected codes of \(2, 4, 8\) bits, found 3"),
+        (MODELOPT, NVFP4, {"a.weight_scale_2": None}, "'a.weight' is U8: expected 'a.weight_scale_2', found no such"),
+        (MODELOPT, NVFP4, {"a.weight_scale_2": ((), "F64")}, r"'a.weight_scale_2': expected F32 .*, found F64"),
+        (MODELOPT, NVFP4, {"a.weight_scale_2": ((6,), "F32")}, r"_scale_2': expected one number .* \(6,\)"),
+        (MODELOPT, NVFP4, {"a.weight_scale": ((6, 3), "F8_E4M3")}, r"expected \(6, 2\) for groups of 16 .* \(6, 3\)"),
+        (
+            MODELOPT,
+            {"a.weight": ((6, 16), "F8_E4M3"), "a.weight_scale": ((), "F32")},
+            {"a.weight_scale_2": ((), "F32")},
+            "'a.weight': expected the codes of 'a.weight_scale_2' in U8, found F8_E4M3",
+        ),
+        (
+            compressed(),
+            {"a.weight_packed": ((6, 16), "U8"), "a.weight_scale": ((6, 1), "U8")},
+            {"a.weight_global_scale": ((1,), "F32")},
+            "'a.weight_scale': expected F8_E4M3 beside 'a.weight_packed' of U8, found U8",
+        ),
+        (compressed(), {"a.weight": ((6, 8), "I8"), "a.weight_scale": ((6, 1), "BF16")}, {}, "F8_E4M3, found I8"),
+        (GPTQ, GPTQ_STORED, {"a.qzeros": None}, "'a.qweight' is I32: expected 'a.qzeros', found no such tensor"),
+        (GPTQ, GPTQ_STORED, {"a.scales": None}, "'a.qweight' is I32: expected its scales 'a.scales', found no such"),
+        (GPTQ, GPTQ_STORED, {"a.scales": ((3, 16), "F16")}, r"'a.scales': expected shape \(64 / 32, 16\).*\(3, 16\)"),
+        (GPTQ, GPTQ_STORED, {"a.qzeros": ((3, 2), "I32")}, r"'a.qzeros': expected shape \(2, 2\) .* \(3, 2\)"),
+        (GPTQ, GPTQ_STORED, {"a.qzeros": ((2, 3), "I32")}, r"'a.qzeros': expected shape \(groups, 16 \* bits / 32\)"),
+        (GPTQ, GPTQ_STORED, {"a.g_idx": ((63,), "I32")}, r"'a.g_idx': expected shape \(64,\) .* \(63,\)"),
+        (GPTQ, GPTQ_STORED, {"a.g_idx": ((64,), "I64")}, r"'a.g_idx': expected I32 beside 'a.qweight' .* found I64"),
+        (GPTQ, GPTQ_STORED, {"a.qweight": ((8,), "I32")}, r"'a.qweight': expected two dimensions, found shape \(8,\)"),
+        (GPTQ | {"bits": 8}, GPTQ_STORED, {}, r"'a.qweight': expected codes of .*8.* bits.* found 4"),
+        (GPTQ | {"group_size": 4, "desc_act": False}, GPTQ_STORED, {"a.scales": ((16, 16), "F16")}, "'a.qzeros'"),
+        (AWQ, AWQ_STORED, {"a.qzeros": ((2, 3), "I32")}, r"'a.qzeros': expected shape \(2, 2\) .* \(2, 3\)"),
+        (AWQ, AWQ_STORED, {"a.scales": ((2, 15), "F16")}, r"'a.scales': expected shape \(64 / 32, 16\) .* \(2, 15\)"),
+        (AWQ, AWQ_STORED, {"a.g_idx": ((64,), "I32")}, "'a.g_idx': does not fit 'a.qweight'"),
+        (AWQ | {"bits": 8}, AWQ_STORED, {}, r"'a.qweight': expected codes of .*8.* bits.* found 4"),
+        (BNB, INT8, {"a.SCB": None}, "'a.weight' is I8: expected its scales 'a.SCB', found no such tensor"),
+        (BNB, INT8, {"a.SCB": ((5,), "F32")}, r"'a.SCB': expected \(6, 1\) or \(6,\) for rows.* found shape \(5,\)"),
+        (BNB, INT8, {"a.SCB": ((6,), "F16")}, "'a.SCB': expected F32 beside 'a.weight' of I8, found F16"),
+        (BNB, INT8, {"a.weight": ((6, 8), "U8")}, "'a.weight': expected the codes of 'a.SCB' in I8, found U8"),
+    ],
+)
+def test_what_does_not_fit_a_packed_format_is_named(config, stored, changed, said):
+    found = {name: facts for name, facts in (stored | changed).items() if facts is not None}
+    with pytest.raises(MappingError, match=said):
+        quantization(config, found)

@@ -29,5 +29,5 @@ def test_the_name_of_a_model_alone():
 
 
 def test_a_name_that_is_near_none_lists_all():
-    with pytest.raises(MappingError, match=r"'bert'; there are flax\.paths, maxtext\..*, tunix\.qwen3$"):
+    with pytest.raises(MappingError, match=r"'bert'; there are dequantized, flax\.paths, maxtext\..*, tunix\.qwen3$"):
         registry.find("bert", {})

@@ -219,7 +219,7 @@ def test_signals_end_all_and_what_is_left_is_resumed(tmp_path, alone, capsys, ki
             assert "error" not in process.err
         else:
             assert process.status == 1, ended
-            assert process.err.splitlines()[-1] == f"error: process {told[0]} failed: Stopped: ended by {name}"
+            assert process.err.splitlines()[-1] == f"error: process {told[0]} failed: _SignalError: ended by {name}"
     hint = "interrupted: the same command with --resume goes on from here\n"
     assert ended[0].err.endswith(hint) == (0 in told)
     assert hint not in ended[1].err

@@ -9,7 +9,9 @@ import pytest
 
 import orbax_safetensors as ost
 from tests.multiprocess import workers_families as workers
+from tests.support.conversions import unused
 from tests.support.launch import launch
+from tests.support.maxtext_trees import stored
 
 SHAPES = {"2 processes x 2 devices": (2, 2), "4 processes x 2 devices": (4, 2)}
 
@@ -112,6 +114,16 @@ def test_what_is_saved_like_the_source_is_the_source(together):
     for path in workers.stored_directory("qwen3").iterdir():
         if path.suffixes != [".safetensors", ".index", ".json"]:
             assert (together[0] / "like" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_towers_are_copied_from_the_source(together):
+    found_in(together, "saved_like")
+    source, saved = stored(workers.stored_directory("gemma4_small")), stored(together[0] / "towers")
+    assert saved.keys() == source.keys()
+    towers = unused("gemma4_small", source)
+    assert len(towers) > 3
+    assert all(saved[name].tobytes() == source[name].tobytes() for name in towers)
+    assert ost.verify(together[0] / "towers", data=True) == []
 
 
 def test_in_the_background(alone, together):

@@ -114,7 +114,7 @@ def test_a_tile_that_nobody_wrote(together):
     [
         ("the_last_process_gives_up", -1, "the source is gone"),
         ("the_first_process_cannot_finish", 0, "No space left on device"),
-        ("the_last_process_cannot_save", -1, "No space left on device"),
+        ("the_last_process_cannot_end_its_writes", -1, "No space left on device"),
     ],
 )
 def test_a_process_that_fails_fails_all(together, name, process, why):

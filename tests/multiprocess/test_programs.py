@@ -24,7 +24,7 @@ def test_many_leaves_are_restored(what, directory):
     assert wrong == [[], []]
 
 
-def test_many_leaves_are_saved_whole(s3):
+def test_many_leaves_are_saved(s3):
     job = {"url": f"{s3.url}/x", "options": s3.options}
     assert launch("tests.multiprocess.workers_programs:saved", job, processes=2, devices=4) == [[], []]
 

@@ -26,7 +26,7 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement
-from orbax_safetensors.restore import cooperative, exchanges, variants
+from orbax_safetensors.restore import cooperative
 from orbax_safetensors.restore import run as restoring
 from orbax_safetensors.storage import local
 from tests.support import cases
@@ -68,13 +68,15 @@ def run(roots: list[str]) -> dict[str, Any]:
 def _run(directory: str, case: cases.Case, reference: Reference) -> dict[str, Any]:
     target = _target(case, abstract=False)
     plan = ost.plan_restore(directory, target, options=OPTIONS)
+    direct = ost.plan_restore(directory, target)
     abstract = ost.plan_restore(
         directory, _target(case, abstract=True), process_count=jax.process_count(), options=OPTIONS
     )
     restored, cost = measured(lambda: restore(directory, target))
     return {
-        "planned": _figures(plan),
-        "planned_abstract": _figures(abstract),
+        "planned": _read_bytes(plan),
+        "planned_abstract": _read_bytes(abstract),
+        "planned_direct": _read_bytes(direct),
         "bytes_read": cost["bytes_read"],
         "wrong": [
             f"{name} {shard}"
@@ -102,16 +104,8 @@ def restore(
     return ost.SafetensorsHandler(options=options, **family).restore(directory, request)
 
 
-def _figures(plan: ost.RestorePlan) -> dict[str, Any]:
-    together = plan.cooperation
-    assert together is not None
-    return {
-        "read_bytes": [process.read_bytes for process in plan.processes],
-        "direct": [process.read_bytes for process in together.direct],
-        "cooperative": [process.read_bytes for process in together.cooperative],
-        "received": [process.received_bytes for process in together.cooperative],
-        "num_arrays": together.num_arrays,
-    }
+def _read_bytes(plan: ost.RestorePlan) -> list[int]:
+    return [process.read_bytes for process in plan.processes]
 
 
 class Site:
@@ -191,18 +185,15 @@ def batches_that_fit_in_flight(site: Site) -> None:
     site.check(restored)
     assert len(reached) > 3, reached
     multihost_utils.sync_global_devices("forgotten")
-    left = {name.rsplit("/", 2)[1] for name, _ in client.key_value_dir_get(reached[0].rsplit("/", 1)[0])}
-    assert left == {reached[-1].rsplit("/", 1)[1]}, left
+    assert client.key_value_dir_get(reached[0].rsplit("/", 1)[0]) == []
 
 
 @scenario
 def what_was_agreed_on_is_forgotten(site: Site) -> None:
     """Where there is nothing to exchange, too: what earlier restores have left, of whatever."""
-    for _ in range(3):
-        site.check(restore(site.root, site.target(("x", "y"), names=["U8"])), ["U8"])
+    site.check(restore(site.root, site.target(("x", "y"), names=["U8"])), ["U8"])
     multihost_utils.sync_global_devices("all have forgotten")
-    kept = multihost.get_jax_distributed_client().key_value_dir_get("orbax_safetensors/restore")
-    assert len(kept) == site.count, kept
+    assert multihost.get_jax_distributed_client().key_value_dir_get("orbax_safetensors/restore") == []
 
 
 @scenario
@@ -287,8 +278,8 @@ def a_family_with_stacks_and_transposes(site: Site) -> None:
 
         item = leaves.tree(described)
         plan = ost.plan_restore(_QWEN3, item, options=OPTIONS, **family)
-        assert plan.cooperation is not None
-        assert plan.cooperation.num_arrays >= 8, plan.cooperation
+        direct = ost.plan_restore(_QWEN3, item, **family)
+        assert sum(_read_bytes(plan)) < sum(_read_bytes(direct)), spec
         found, cost = measured(lambda item=item: restore(_QWEN3, item, **family))
         assert cost["bytes_read"] == [plan.processes[site.index].read_bytes], (spec, cost)
         alone = restore(_QWEN3, item, options=ost.SafetensorsOptions(), **family)
@@ -317,6 +308,19 @@ def beside_leaves_that_are_not_exchanged(site: Site) -> None:
 
 
 @scenario
+def while_the_caller_has_set_a_mesh(site: Site) -> None:
+    """Of other devices, or of the same ones in other axes."""
+    for mesh in (site.mesh, Mesh(site.mesh.devices[site.index], ("d",))):
+        received = NamedSharding(site.mesh, PartitionSpec())
+        target = site.target("x", names=["BF16"]) | site.target(None, "y", names=["F32"])
+        args = {"I32": ocp.type_handlers.SingleReplicaArrayRestoreArgs(sharding=received)}
+        with jax.set_mesh(mesh):
+            site.check(restore(site.root, target), target)
+            site.check(restore(site.root, args=args), args)
+            assert jax.sharding.get_mesh() == mesh
+
+
+@scenario
 def cpu_devices_share_the_memory_of_equal_shards(site: Site) -> None:
     restored = restore(site.root, site.target(names=["F32"]))["F32"]
     assert len({shard.data.unsafe_buffer_pointer() for shard in restored.addressable_shards}) == 1
@@ -328,7 +332,7 @@ def cpu_devices_share_the_memory_of_equal_shards(site: Site) -> None:
 @scenario
 def a_read_that_fails_in_one_process(site: Site) -> str:
     last = site.count - 1
-    filled = cooperative._exchanged
+    filled = cooperative.exchanged
 
     def failing(error: type[Exception]) -> Callable[..., Any]:
         """Reads of tensors that fail, after headers have been read."""
@@ -341,13 +345,32 @@ def a_read_that_fails_in_one_process(site: Site) -> str:
         return exchanged
 
     for error in (ost.SafetensorsError, OSError):
-        with mock.patch.object(cooperative, "_exchanged", failing(error)):
+        with mock.patch.object(cooperative, "exchanged", failing(error)):
             found = error_of(lambda: restore(site.root, site.target(None, "x")))
         assert "no more bytes" in found["text"], found
         if site.index != last:
             assert found["kind"] == "StorageError", found
             assert f"process {last} failed" in found["text"], found
     site.check(restore(site.root, site.target(None, "x")))
+    return "done"
+
+
+@scenario
+def a_replica_that_cannot_read(site: Site) -> str:
+    """Or whose process cannot open the checkpoint: the others have the error of that process."""
+    args = {
+        "I32": ocp.type_handlers.SingleReplicaArrayRestoreArgs(sharding=NamedSharding(site.mesh, PartitionSpec("y")))
+    }
+    request = ost.SafetensorsRestore(restore_args=args, partial_restore=True)
+    for where in ((local.LocalFile, "read"), (restoring, "read_checkpoint")):
+        broken = mock.patch.object(*where, side_effect=OSError("no more bytes"))
+        with broken if site.index == 0 else contextlib.nullcontext():
+            found = error_of(lambda: ost.SafetensorsHandler().restore(site.root, request))
+        assert found["kind"] == "StorageError", found
+        assert "no more bytes" in found["text"], found
+        if site.index:
+            assert "process 0 failed" in found["text"], found
+    site.check(ost.SafetensorsHandler().restore(site.root, request), args)
     return "done"
 
 
@@ -360,9 +383,9 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
     for where, error in (
         ((restoring, "read_checkpoint"), ost.StorageError),
         ((restoring, "read_checkpoint"), MemoryError),
-        ((variants, "mapped"), ost.MappingError),
-        ((variants, "resolve"), ost.TensorMismatchError),
-        ((cooperative, "distribution_of"), ost.TensorMismatchError),
+        ((restoring, "mapped"), ost.MappingError),
+        ((restoring, "match"), ost.TensorMismatchError),
+        ((cooperative, "parts_of"), ost.TensorMismatchError),
     ):
         broken = mock.patch.object(*where, side_effect=error("no such thing"))
         with broken if site.index == last else contextlib.nullcontext():
@@ -371,6 +394,10 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
         if site.index != last:
             assert found["kind"] == "StorageError", found
             assert f"process {last} failed" in found["text"], found
+    record = mock.Mock(side_effect=[ost.ChecksumError("no such sums")] if site.index == last else [None])
+    with mock.patch.object(restoring, "Comparison", record):
+        found = error_of(lambda: restore(site.root, target, options=replace(OPTIONS, checksums=True)))
+    assert "no such sums" in found["text"], found
     site.check(restore(site.root, target))
     return "done"
 
@@ -379,7 +406,7 @@ def a_checkpoint_that_one_process_cannot_open(site: Site) -> str:
 def a_process_that_would_exchange_nothing(site: Site) -> str:
     """It does not go on alone."""
     target = site.target(None, "x", names=["U8"])
-    nothing = mock.patch.object(exchanges.Chooser, "choose", return_value=[None])
+    nothing = mock.patch.object(cooperative, "parts_of", return_value=None)
     with nothing if site.index == 0 else contextlib.nullcontext():
         found = error_of(lambda: restore(site.root, target))
     assert found["kind"] == "TensorMismatchError", found

@@ -182,6 +182,9 @@ def _saved_like(root: Path) -> None:
     tree = sharded(made_by_maxtext("qwen3", "scanned"), full_mesh(), LAYOUTS["scanned"]["layers and last"])
     options = ost.SafetensorsOptions(alignment=8)
     ost.save(root / "like", tree, family="maxtext", like=stored_directory("qwen3"), options=options)
+    # Its towers have no leaf.
+    tree = sharded(made_by_maxtext("gemma4_small", "unscanned"), full_mesh(), ("x", "y"))
+    ost.save(root / "towers", tree, family="maxtext", like=stored_directory("gemma4_small"))
 
 
 def _saved_in_the_background(root: Path) -> dict[str, list[int]]:

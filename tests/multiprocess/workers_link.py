@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import orbax_safetensors as ost
-from orbax_safetensors.link import run as link_run
+from orbax_safetensors.link import link_job
 from tests.multiprocess.workers_save import error_of
 from tests.support.link_models import FAMILY
 from tests.support.roots import TESTDATA
@@ -54,8 +54,8 @@ def _full(root: str) -> Any:
     def full(*_: Any) -> int:
         raise ost.StorageError("No space left on device")
 
-    whole, link_run.write_references = link_run.write_references, full
+    whole, link_job.write_references = link_job.write_references, full
     try:
         return _failure(Path(root, "model"), Path(root, "to"), family=FAMILY)
     finally:
-        link_run.write_references = whole
+        link_job.write_references = whole

@@ -18,13 +18,11 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 
 from orbax_safetensors.devices.agreement import agree
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, named_sharding, open_orbax
-from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
-from tests.support.sinks import step_sink
+from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, item_writer, named_sharding, open_orbax, unfinished
+from tests.support.sinks import missing, step_sink, wait
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
@@ -58,13 +56,13 @@ def tree() -> dict[str, Any]:
 
 def tiles(sink: OrbaxSink) -> list[tuple[str, Any]]:
     """All that are missing, in the same order in every process."""
-    return [(name, box) for name in sorted(sink.leaves) for box in sink.missing(name)]
+    return [(name, box) for name in sorted(sink.leaves) for box in missing(sink, name)]
 
 
 def write(sink: OrbaxSink, own: list[tuple[str, Any]]) -> None:
     arrays = values()
     for name, box in own:
-        sink.write(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)])
+        sink.write_box(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)])
 
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
@@ -133,7 +131,7 @@ def remote(url: str) -> dict[str, Any]:
             name = f"{ocdbt} {zarr3}"
             with step_sink(f"{url}/{name}", tree(), custom_metadata={"scan_layers": True}, **options) as sink:
                 write(sink, dealt(sink)[::2])
-                sink.wait()
+                wait(sink)
                 agree(f"all have written {name}", None)
             failed(lambda name=name: open_orbax(f"{url}/{name}"))
             found[name] = _written(f"{url}/{name}", resume=True, **options)
@@ -184,7 +182,7 @@ def the_first_process_cannot_finish(root: Path) -> Any:
     def work() -> None:
         with step_sink(root, tree()) as sink:
             write(sink, dealt(sink))
-            sink._layout.unfinished.finish = fail  # type: ignore[method-assign]
+            sink.workspace.finish = fail  # type: ignore[method-assign]
             sink.commit()
 
     def fail(*_: Any) -> None:
@@ -194,12 +192,12 @@ def the_first_process_cannot_finish(root: Path) -> Any:
 
 
 @scenario
-def the_last_process_cannot_save(root: Path) -> Any:
+def the_last_process_cannot_end_its_writes(root: Path) -> Any:
     def work() -> None:
         with step_sink(root, tree()) as sink:
             write(sink, dealt(sink))
             if jax.process_index() == jax.process_count() - 1:
-                sink._layout.unfinished.save = fail  # type: ignore[method-assign]
+                sink._flush = fail  # type: ignore[method-assign]
             sink.commit()
 
     def fail(*_: Any) -> None:
@@ -229,7 +227,7 @@ def taken_up_again(root: Path) -> Any:
     with step_sink(root, tree()) as sink:
         if jax.process_index() < jax.process_count() - 1:
             write(sink, dealt(sink))
-        sink.wait()
+        wait(sink)
         agree("written in part", None)  # who leaves first tells the others to give up
     with step_sink(root, tree(), resume=True) as sink:
         missing = tiles(sink)
@@ -244,7 +242,7 @@ def die_together(root: str) -> None:
         own = dealt(sink)
         last = jax.process_index() == jax.process_count() - 1
         write(sink, own[: len(own) // 2] if last else own)
-        sink.wait()
+        wait(sink)
         agree("killed", None)
         if last:
             kill()
@@ -273,10 +271,10 @@ def _after(owner: Any, name: str) -> None:
 
 
 STAGES: dict[str, Callable[[], None]] = {
-    "before it is saved": lambda: _before(UnfinishedCheckpoint, "save"),
-    "after it is saved": lambda: _after(UnfinishedCheckpoint, "save"),
-    "after the merge": lambda: _after(ocp.PyTreeCheckpointHandler, "finalize"),
-    "after the item is renamed": lambda: _before(UnfinishedCheckpoint, "_rename"),
+    "before it is saved": lambda: _before(unfinished.UnfinishedCheckpoint, "finish"),
+    "after its scalars": lambda: _after(item_writer.ItemWriter, "_write_scalars"),
+    "after the merge": lambda: _before(item_writer.ItemWriter, "_check_whole"),
+    "after the item is renamed": lambda: _before(unfinished, "finished_record"),
 }
 
 
@@ -290,7 +288,7 @@ def main(directory: str, when: str, options: str) -> None:
         for name, box in tiles(sink):
             if left == 0:
                 kill()
-            sink.write(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)]).result()
+            sink.write_box(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)]).result()
             os.write(1, f"{json.dumps([name, box])}\n".encode())
             left -= 1
         sink.commit()

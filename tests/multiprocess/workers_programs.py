@@ -20,9 +20,8 @@ from orbax.checkpoint._src.multihost import multihost
 
 import orbax_safetensors as ost
 from orbax_safetensors.restore import cooperative
-from orbax_safetensors.save.prepare import prepare_save
-from orbax_safetensors.save.shards import Shards
-from orbax_safetensors.save.write import write_save
+from orbax_safetensors.save.job import prepare
+from orbax_safetensors.save.request import SaveRequest
 from tests.support.measure import different_shards
 
 # Many times as many programs as XLA's CPU client lets be in flight: enough for any of them to hang if nothing waits.
@@ -48,15 +47,14 @@ def broadcast(directory: str) -> list[str]:
 
 
 def saved(job: dict[str, Any]) -> list[str]:
-    """Saves leaves whole to an object store, and restores them."""
-    options = ost.SafetensorsOptions(storage_options=job["options"], whole_tensors=True)
+    """Saves leaves to an object store, and restores them."""
+    options = ost.SafetensorsOptions(storage_options=job["options"])
     sharding = NamedSharding(_mesh(), P(None, ("x", "y")))
     tree = {
         name: jax.make_array_from_callback(host.shape, sharding, lambda index, host=host: host[index])
         for name, host in list(tensors().items())[:104]  # each is a request
     }
-    plan = prepare_save(tree, directory=job["url"], metadata=None, max_file_bytes=10**9, options=options)
-    write_save(plan, Shards.kept(plan), job["url"])
+    prepare(SaveRequest(job["url"], tree, options=options)).kept().run()
     restored = ost.SafetensorsHandler(options=options).restore(job["url"], ost.SafetensorsRestore(tree))
     return _different(restored)
 

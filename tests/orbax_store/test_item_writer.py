@@ -46,7 +46,7 @@ from tests.support.orbax_items import (
     write,
 )
 from tests.support.roots import ROOT
-from tests.support.sinks import step_sink
+from tests.support.sinks import missing, step_sink, wait
 from tests.support.strategies import examples
 
 
@@ -68,8 +68,8 @@ def test_a_copy_is_the_same_checkpoint(name, tmp_path):
     with step_sink(tmp_path, TrainState(**tree), custom_metadata=source.custom_metadata) as sink:
         for leaf in sink.leaves:
             array = source.value(leaf)
-            for box in sink.missing(leaf):
-                sink.write(leaf, box, array[index(box)])
+            for box in missing(sink, leaf):
+                sink.write_box(leaf, box, array[index(box)])
         sink.commit()
     assert json_files(tmp_path) == json_files(sample)
     assert file_names(tmp_path) == file_names(sample)
@@ -184,7 +184,7 @@ def test_tiles_of_several_chunks_from_several_threads(tmp_path):
             try:
                 for name, box in own:
                     tile = np.asfortranarray(arrays[name][index(box)])
-                    sink.write(name, box, tile).result()
+                    sink.write_box(name, box, tile).result()
                     assert sink.written(name, box)
                     tile[...] = 0  # it is not needed any more
             except BaseException as error:
@@ -229,9 +229,9 @@ def test_any_shape_in_any_chunks(tmp_path_factory, data):
     with step_sink(path, {"a": OrbaxLeaf(shape, array.dtype, chunks)}, ocdbt=ocdbt, zarr3=zarr3) as sink:
         assert not sink.written("a", Box.whole(shape))
         fill(sink, {"a": array})
-        sink.wait()
+        wait(sink)
         assert sink.written("a", Box.whole(shape))
-        assert not list(sink.missing("a"))
+        assert not missing(sink, "a")
         sink.commit()
     checkpoint = open_orbax(path)
     assert checkpoint.leaves["a"].chunk_shape == chunks
@@ -259,7 +259,7 @@ def test_kinds_of_leaves_survive(tmp_path):
     tree = source.tree(lambda name, leaf: leaf if "[" in str(leaf.shape) or leaf.shape else source.value(name))
     with step_sink(tmp_path / "ours", tree) as sink:
         for name, leaf in sink.leaves.items():
-            sink.write(name, Box.whole(leaf.shape), source.value(name))
+            sink.write_box(name, Box.whole(leaf.shape), source.value(name))
         sink.commit()
     item = tmp_path / "ours" / "0" / "items"
     assert open_orbax(item).leaves == source.leaves
@@ -357,7 +357,7 @@ def test_options_that_make_no_sense(tmp_path, options):
 def test_tiles_that_do_not_belong(tmp_path, name, box, tile, why):
     with step_sink(tmp_path, tree_of(leaf_of)) as sink:
         with pytest.raises(TensorMismatchError, match=why):
-            sink.write(name, box, tile)
+            sink.write_box(name, box, tile)
         fill(sink, values())  # it can go on
         sink.commit()
     is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))
@@ -372,7 +372,7 @@ def test_any_name_of_an_array(tmp_path, ocdbt, zarr3):
     with step_sink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3) as sink:
         fill(sink, arrays)
     with step_sink(tmp_path, tree, ocdbt=ocdbt, zarr3=zarr3, resume=True) as sink:
-        assert not [name for name in tree if list(sink.missing(name))]
+        assert not [name for name in tree if missing(sink, name)]
         sink.commit()
     for name, array in arrays.items():
         same_bits(open_orbax(tmp_path).value(name), array)

@@ -19,7 +19,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store import (
     OrbaxItem,
     OrbaxLeaf,
-    OrbaxSink,
+    UnfinishedCheckpoint,
     open_orbax,
 )
 from tests.support.orbax_items import (
@@ -73,7 +73,7 @@ def test_leaves_and_values(saved, ocdbt, zarr3):
         assert (found.kind, found.shape, found.dtype) == ("jax.Array", shape, dtype)
         # Orbax shares what is replicated out among the replicas.
         if not name.endswith(("mask", "levels", "bias", "table")):
-            assert found.chunk_shape == found.write_shape == expected.chunk_shape
+            assert found.chunk_shape == expected.chunk_shape
         assert found.sharding == expected.sharding
         same_bits(checkpoint.value(name), arrays[name])
     assert checkpoint.leaves["step"].kind == "scalar"
@@ -165,14 +165,14 @@ def test_where_nothing_is(tmp_path):
         with pytest.raises(StorageError, match=why):
             open_orbax(nowhere)
         with pytest.raises(StorageError, match=why):
-            OrbaxSink(nowhere, {"items": OrbaxItem(tree_of(leaf_of))})
+            UnfinishedCheckpoint(nowhere, {"items": OrbaxItem(tree_of(leaf_of))})
 
 
 def test_places_of_a_checkpoint(tmp_path):
     for step in (2, 10):
         write(tmp_path, step=step) if step == 0 else None
         with step_sink(tmp_path, {"a": OrbaxLeaf((1,), np.dtype(np.int64), (1,))}, step=step) as sink:
-            sink.write("a", Box(((0, 1),)), np.array([step]))
+            sink.write_box("a", Box(((0, 1),)), np.array([step]))
             sink.commit()
     (tmp_path / "notes").mkdir()
     (tmp_path / f"11{ocp.path.atomicity.TMP_DIR_SUFFIX}").mkdir()

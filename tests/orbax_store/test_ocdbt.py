@@ -182,7 +182,7 @@ def test_a_database_below_is_merged(entries, below):
         for key, value in below.items():
             store.write(key, value).result()
         values = list(Path(scratch).rglob("made/d/*"))
-        merge(f"{scratch}/made", scratch)
+        merge([f"{scratch}/made"], scratch)
         database.entries |= {**below, b"\xff" * 13: b""}
         database.assert_reads()
         assert list(Path(scratch).rglob("made/d/*")) == values

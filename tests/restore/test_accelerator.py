@@ -4,6 +4,7 @@ import math
 import os
 import tempfile
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from orbax_safetensors.devices import arrays
 from orbax_safetensors.devices.sharding import local_boxes
 from orbax_safetensors.mapping import Family, tensor
 from orbax_safetensors.restore import batches, fill
-from orbax_safetensors.storage import pool
+from orbax_safetensors.storage import memory
 from orbax_safetensors.storage.local import LocalFile
 from tests.support.accelerator import accelerator
 from tests.support.files import random_bits, write, write_indexed
@@ -145,7 +146,9 @@ def test_a_leaf_of_more_than_may_be_in_flight_is_put_together_on_the_devices(
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[name])
         for name, array in expected.items()
     }
-    with accelerator("random", max_bytes=2048 + 1) as device:
+    # A program of the caller's may run on other devices.
+    others = Mesh(np.array(jax.devices()[:2]), ("z",))
+    with accelerator("random", max_bytes=2048 + 1) as device, jax.set_mesh(others) if turned else nullcontext():
         restored = ost.load(tmp_path, target, family=family, options=options)
     assert device.num_transfers > 16
     # Devices with the same box take the same memory.
@@ -161,7 +164,7 @@ def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh
     monkeypatch.setattr(batches, "can_grow", lambda *_: False)
     write(tmp_path / "model.safetensors", {f"w{number}": np.ones((512, 96), np.float32) for number in range(8)})
     made, most = [], 0
-    allocate = pool.allocate
+    allocate = memory.allocate
 
     def counted(*args):
         nonlocal most
@@ -170,7 +173,7 @@ def test_memory_outside_the_pool_goes_when_its_bytes_have_arrived(tmp_path, mesh
         most = max(most, sum(buffer() is not None for buffer in made))
         return buffers
 
-    monkeypatch.setattr(pool, "allocate", counted)
+    monkeypatch.setattr(memory, "allocate", counted)
     options = ost.SafetensorsOptions(in_flight_bytes=1024, map_files=False)
     with accelerator():
         ost.load(tmp_path, NamedSharding(mesh, P()), options=options)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from orbax_safetensors.errors import TensorMismatchError
-from orbax_safetensors.restore.cooperative import _check
+from orbax_safetensors.restore.cooperative import check
 
 LOCAL = {"headers": "a", "recorded checksums": "b"}
 SAMPLED = {"headers": "a", "recorded checksums": "none", "sampled bytes": "c"}
@@ -18,7 +18,7 @@ def fact(identity, path, exchanges=""):
 
 
 def test_the_same_files_in_other_places():
-    _check({0: fact(LOCAL, "/a"), 1: fact(LOCAL, "/b")})
+    check({0: fact(LOCAL, "/a"), 1: fact(LOCAL, "/b")})
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_the_same_files_in_other_places():
 def test_it_is_said_what_differs(first, other, differing):
     message = f"process 1 does not see the files that process 0 sees: '/b' and '/a' have different {differing}"
     with pytest.raises(TensorMismatchError, match=re.escape(message) + "$"):
-        _check({0: fact(first, "/a"), 1: fact(other, "/b")})
+        check({0: fact(first, "/a"), 1: fact(other, "/b")})

@@ -66,11 +66,37 @@ def test_a_plan_needs_no_devices(directory, mesh, specs):
     abstract = target(AbstractMesh((2, 4), ("x", "y")), specs)
     plan = ost.plan_restore(directory, abstract)
     assert plan == ost.plan_restore(directory, target(mesh, specs))
-    dealt = ost.plan_restore(directory, abstract, process_count=8)
-    assert len(dealt.processes) == 8
+    dealt = ost.plan_restore(directory, abstract, process_count=8, all_processes=True)
+    assert [cost.process for cost in dealt.processes] == list(range(8))
     assert sum(cost.needed_bytes for cost in dealt.processes) >= plan.processes[0].needed_bytes
     assert plan.total_params == sum(array.size for array in ARRAYS.values())
     assert plan.total_bytes == sum(array.nbytes for array in ARRAYS.values())
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+def test_of_many_processes_a_plan_looks_at_four(directory, specs):
+    abstract = target(AbstractMesh((2, 4), ("x", "y")), specs)
+    everyone = ost.plan_restore(directory, abstract, process_count=8, all_processes=True)
+    some = ost.plan_restore(directory, abstract, process_count=8)
+    assert [cost.process for cost in some.processes] == [0, 2, 5, 7]
+    assert some.processes == tuple(everyone.processes[cost.process] for cost in some.processes)
+    assert (some.process_count, everyone.process_count) == (8, 8)
+    # Sums are over the processes that a plan looks at.
+    for plan in (some, everyone):
+        read, needed = (
+            sum(getattr(cost, figure) for cost in plan.processes) for figure in ("read_bytes", "needed_bytes")
+        )
+        assert sum(leaf.read_bytes - leaf.needed_bytes for leaf in plan.over_reads) <= read - needed
+
+
+def test_leaves_that_make_most_of_the_requests_are_named(directory):
+    abstract = target(AbstractMesh((2, 4), ("x", "y")), SPECS["inner"])
+    plan = ost.plan_restore(directory, abstract, process_count=2, options=ost.SafetensorsOptions(max_gap_bytes=0))
+    requests = sum(cost.num_requests for cost in plan.processes)
+    assert [leaf.name for leaf in plan.most_requests] == ["tall"]
+    assert plan.most_requests[0].num_requests > 0.9 * requests
+    replicated = target(AbstractMesh((2, 4), ("x", "y")), SPECS["replicated"])
+    assert ost.plan_restore(directory, replicated, process_count=2).most_requests == ()
 
 
 def test_leading_shards_cost_exactly_their_bytes(directory):
@@ -151,7 +177,7 @@ print(plan.to_json())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert len(plan["processes"]) == 64
+    assert [cost["process"] for cost in plan["processes"]] == [0, 21, 42, 63]
     assert plan["largest_shard"] == {"params": 2056, "nbytes": 8200}
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -44,7 +45,7 @@ def broadcast(monkeypatch):
                 return [jax.make_array_from_callback(host.shape, read.sharding, lambda index: host[index])]
 
         with jax.transfer_guard_host_to_device("disallow_explicit"):
-            (made,) = replicas.fill(SimpleNamespace(fill=fill), [wanted])
+            (made,) = replicas.fill(SimpleNamespace(fill=fill, reader=mock.Mock()), [wanted])
         return made
 
     return broadcast

@@ -1,6 +1,7 @@
 """Saves that are like another checkpoint: its names, dtypes, order, files and config, from any tree."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -73,9 +74,9 @@ def test_every_model_of_maxtext(tmp_path, model, caplog):
     source = stored_directory(model)
     tree = restore(source, family="maxtext", variant={"scan_layers": False})
     saved, expected = saved_tensors(tmp_path / "saved", tree, source, family="maxtext"), stored_in(source)
-    left_out = unused(model, expected)
+    left_out = {name for name in unused(model, expected) if re.search(r"(embed_tokens|head)\.weight", name)}
     assert saved.keys() == expected.keys() - left_out
-    assert bool(left_out) == ("the family does not use these tensors" in caplog.text)
+    assert bool(left_out) == ("these tensors, which are not saved" in caplog.text)
     for name, array in saved.items():
         assert array.dtype == expected[name].dtype
         if model in COMPUTED:
@@ -259,7 +260,7 @@ def spelled(tmp_path):
     return directory
 
 
-def test_names_are_spelled_as_in_the_source_and_unused_tensors_are_left_out(tmp_path, spelled):
+def test_names_are_spelled_as_in_the_source_and_tensors_that_follow_are_left_out(tmp_path, spelled):
     tree = restore(spelled, family=SPELLED)
     saved = saved_tensors(tmp_path / "saved", tree, spelled, family=SPELLED)
     assert saved.keys() == W.keys()

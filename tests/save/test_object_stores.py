@@ -10,11 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.format.layout import INDEX_NAME
-from orbax_safetensors.save.prepare import prepare_save
-from orbax_safetensors.save.shards import Shards
-from orbax_safetensors.save.write import write_save
+from orbax_safetensors.save.job import prepare
+from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage import retries, upload
 from tests.support.files import random_bits, write
 from tests.support.servers.faults import Answer, Cut
@@ -41,12 +40,9 @@ def options(place, **more):
 
 
 def save(place, tree, path="saved/x", *, max_file_bytes=5_000_000_000, config=None, **more):
-    own = options(place, **more)
     directory = f"{place.url}/{path}"
-    plan = prepare_save(
-        tree, directory=directory, metadata=None, max_file_bytes=max_file_bytes, config=config, options=own
-    )
-    write_save(plan, Shards(plan), directory)
+    request = SaveRequest(directory, tree, max_file_bytes=max_file_bytes, config=config, options=options(place, **more))
+    prepare(request).run()
     return directory
 
 

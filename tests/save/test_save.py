@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.save import write
-from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save import job
+from orbax_safetensors.save.job import prepare
+from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.save.shards import Shards
-from orbax_safetensors.save.write import write_save
 from orbax_safetensors.storage import local
 from tests.support import files
 from tests.support.files import DTYPES, other_names, random_bits, stored_arrays
@@ -313,15 +313,9 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
     with jax.enable_x64(True), temporary() as directory, temporary() as expected:
         tree = {name: sharded(host, placed[name]) if name in placed else host for name, host in hosts.items()}
         save(expected, hosts, max_file_bytes=max_file_bytes)
-        plan = prepare_save(
-            tree,
-            None,
-            directory=directory,
-            metadata=None,
-            max_file_bytes=max_file_bytes,
-            options=ost.SafetensorsOptions(threads=2),
-        )
-        boxes = [(source, box) for group in plan.groups for source, own in group for box in own]
+        options = ost.SafetensorsOptions(threads=2)
+        plan = prepare(SaveRequest(directory, tree, max_file_bytes=max_file_bytes, options=options))
+        boxes = [(source, box) for group in plan.shards.groups for source, own in group for box in own]
         dealt = [random.randrange(parts) for _ in boxes]
         with recorded_writes() as data:
             for part in range(parts):
@@ -330,9 +324,8 @@ def test_however_boxes_are_dealt_the_parts_make_the_whole(drawn, parts, max_file
                     if to == part:
                         own.setdefault(source.name, (source, []))[1].append(box)
                 owned = tuple((source, tuple(taken)) for source, taken in own.values())
-                share = dataclasses.replace(plan, groups=(owned,), key=f"{plan.key}/{part}")
-                shards = Shards.kept(share) if kept else Shards(share)
-                write_save(share, shards, directory)
+                share = dataclasses.replace(plan, shards=Shards((owned,)), key=f"{plan.key}/{part}")
+                (share.kept() if kept else share).run()
         assert content(directory) == content(expected)
         for name, header in plan.layout.files:
             ranges = [(low, high) for low, high in data[name] if low >= header.data_start]
@@ -356,6 +349,6 @@ def test_scalars_of_one_save(tmp_path):
             save(tmp_path, tree)
     finally:
         jax.monitoring.unregister_scalar_listener(listen)
-    assert found[write.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
+    assert found[job.EVENT_BYTES_WRITTEN] == 2 * host.nbytes
     data = [begin for begin, _ in writes["model.safetensors"] if begin]
-    assert found[write.EVENT_STORAGE_WRITES] == found[write.EVENT_NUM_WRITES] == len(data)
+    assert found[job.EVENT_STORAGE_WRITES] == found[job.EVENT_NUM_WRITES] == len(data)

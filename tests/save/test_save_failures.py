@@ -21,8 +21,8 @@ from orbax_safetensors.devices import agreement
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.names import some
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY
-from orbax_safetensors.save import prepare, shards, write
-from orbax_safetensors.save.prepare import prepare_save
+from orbax_safetensors.save import job
+from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage import local
 from tests.support.disks import file_system
 from tests.support.files import nothing_left, random_bits, stored_arrays
@@ -169,7 +169,7 @@ def test_memory_that_runs_out_is_a_storage_error(tmp_path, monkeypatch):
     def no_memory(*_, **__):
         raise MemoryError("no memory for a staging buffer")
 
-    monkeypatch.setattr(write, "transfer_plan", no_memory)
+    monkeypatch.setattr(job, "transfer_plan", no_memory)
     with nothing_left(tmp_path), pytest.raises(ost.StorageError, match="no memory for a staging buffer") as caught:
         save(tmp_path, faulty_tree())
     assert isinstance(caught.value.__cause__, MemoryError)
@@ -194,15 +194,16 @@ def test_an_interrupt_is_told_to_the_other_processes(tmp_path, monkeypatch, step
         agreement, "all_gather", lambda key, own, *_: told.append((key.rpartition("/")[2], own)) or [own]
     )
     does = {
-        "plan": (prepare, "contents_of"),
-        "copies": (shards, "_kept"),
-        "data": (write, "_write_data"),
-        "facts": (write, "_write_facts"),
+        "plan": (job, "contents_of"),
+        "copies": (job, "kept"),
+        "data": (job.SaveJob, "_write_data"),
+        "facts": (job.SaveJob, "_complete_files"),
     }
     checkpointer = ocp.AsyncCheckpointer if step == "copies" else ocp.Checkpointer
     with mock.patch.object(*does[step], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         checkpointer(ost.SafetensorsHandler()).save(tmp_path / "to", {"a": np.ones(3)})
     assert [(at, own.partition("\n")[2]) for at, own in told][-1] == (step, "KeyboardInterrupt: ")
+    assert not agreement._alone  # what it has posted of its checksums
 
 
 def test_writes_that_are_short_are_continued(tmp_path, monkeypatch):
@@ -242,9 +243,6 @@ def test_a_directory_that_is_read_only(tmp_path):
 
 
 def test_a_directory_that_is_missing(tmp_path):
-    options = ost.SafetensorsOptions()
-    plan = prepare_save(
-        TREE, None, directory=tmp_path / "missing", metadata=None, max_file_bytes=10**9, options=options
-    )
+    saving = job.prepare(SaveRequest(tmp_path / "missing", TREE))
     with pytest.raises(ost.StorageError, match="cannot be created: No such file"):
-        write.write_save(plan, shards.Shards(plan), str(tmp_path / "missing"))
+        saving.run()

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.save.prepare import prepare_save
-from orbax_safetensors.save.shards import Shards
+from orbax_safetensors.save.job import prepare
+from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage.memory import allocate
 from tests.support.files import random_bits, stored_arrays
 from tests.support.saves import RNG, save
@@ -23,9 +23,8 @@ from tests.support.saves import RNG, save
 BUDGET = 6 * 4096
 
 
-def planned(leaves, **options):
-    options = ost.SafetensorsOptions(**options)
-    return prepare_save(leaves, None, directory="x", metadata=None, max_file_bytes=10**9, options=options)
+def prepared(leaves):
+    return prepare(SaveRequest("x", leaves))
 
 
 def numbered(count, size=1024):
@@ -56,12 +55,12 @@ def copies(monkeypatch, accelerators):
 
 
 def test_arrays_on_cpu_devices_are_one_batch():
-    assert [len(batch) for batch in Shards(planned(numbered(10))).batches(1)] == [10]
+    assert [len(batch) for batch in prepared(numbered(10)).shards.batches(1)] == [10]
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(BUDGET, [3, 3, 3, 1]), (BUDGET + 1, [3, 3, 3, 1]), (1, [1] * 10)])
 def test_copies_of_device_memory_come_in_batches(accelerators, budget, expected):
-    batches = list(Shards(planned(numbered(10))).batches(budget))
+    batches = list(prepared(numbered(10)).shards.batches(budget))
     assert [len(batch) for batch in batches] == expected
     assert [memory.view(np.float32)[0] for batch in batches for _, memory in batch] == list(range(10))
 
@@ -79,7 +78,7 @@ def test_copies_of_device_memory_come_in_batches(accelerators, budget, expected)
 def test_the_next_batch_is_on_its_way_if_there_is_room(copies, sizes, begun):
     leaves = {f"w{number}": jax.numpy.full((size,), float(number)) for number, size in enumerate(sizes)}
     seen, written = [], []
-    for batch in Shards(planned(leaves)).batches(BUDGET):
+    for batch in prepared(leaves).shards.batches(BUDGET):
         seen.append(len(copies.begun))
         written += [int(memory.view(np.float32)[0]) for _, memory in batch]
         del batch
@@ -90,7 +89,7 @@ def test_the_next_batch_is_on_its_way_if_there_is_room(copies, sizes, begun):
 
 
 def test_a_save_that_stops_gives_the_memory_of_the_next_batch_back(copies):
-    batches = Shards(planned(numbered(10))).batches(BUDGET)
+    batches = prepared(numbered(10)).shards.batches(BUDGET)
     batch = next(batches)
     assert copies.nbytes == BUDGET
     del batch
@@ -142,7 +141,7 @@ def test_a_save_that_fails_holds_no_copies(tmp_path, copies, monkeypatch, number
 
 def kept(leaf):
     """The shards of a leaf in an asynchronous save."""
-    (batch,) = Shards.kept(planned({"w": leaf})).batches(1)
+    (batch,) = prepared({"w": leaf}).kept().shards.batches(1)
     return [memory.view(block.dtype).reshape(block.shape) for block, memory in batch]
 
 
@@ -151,6 +150,14 @@ def test_a_numpy_leaf_is_copied():
     (shard,) = kept(host)
     host[...] = 2
     assert (shard == 1).all()
+
+
+def test_an_asynchronous_save_does_not_keep_what_it_has_copied():
+    host = np.ones(100)
+    job, leaf = prepared({"w": host}).kept(), weakref.ref(host)
+    del host
+    assert leaf() is None
+    assert job.shards.nbytes == 800
 
 
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, "x"), P()], ids=str)

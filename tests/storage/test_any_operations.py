@@ -122,7 +122,7 @@ class AnyOperations(RuleBasedStateMachine):
                 path.removeprefix(f"{directory}/").split("/")[0] for path in there if path.startswith(f"{directory}/")
             }
             if names or not self.store.is_local or directory in self.directories:
-                assert (self.store.list(self.at(directory)) or []) == sorted(names)
+                assert list(self.store.list(self.at(directory)) or ()) == sorted(names)
         for path in self.files:
             assert self.store.list(self.at(path)) is None
 

@@ -12,7 +12,8 @@ from datetime import timedelta
 import pytest
 
 from orbax_safetensors.errors import MissingError, StorageError
-from orbax_safetensors.storage import hub_path, remote
+from orbax_safetensors.storage import remote
+from orbax_safetensors.storage.paths import HubPath
 from orbax_safetensors.storage.schemes import store_of
 from tests.support.hub_files import AT, DATA, FILES, read
 from tests.support.servers.faults import Answer, Call, Cut, Delay, IgnoreRange, SetHeader
@@ -48,14 +49,14 @@ URLS = [
 def test_urls_name_what_they_name_to_others(url):
     parse = pytest.importorskip("huggingface_hub.utils._hf_uris", reason="huggingface_hub is not installed")
     expected = parse.parse_hf_uri(url)
-    found = hub_path.parse(url)
+    found = HubPath.parse(url)
     assert (found.repository, found.path) == (expected.id, expected.path_in_repo)
     assert found.revision == (expected.revision or "main")
 
 
 def test_repositories_without_owner():
-    assert hub_path.parse("hf://gpt2") == hub_path.HubPath("gpt2", "main", "")
-    assert hub_path.parse("hf://gpt2@v1/sub/x") == hub_path.HubPath("gpt2", "v1", "sub/x")
+    assert HubPath.parse("hf://gpt2") == HubPath("gpt2", "main", "")
+    assert HubPath.parse("hf://gpt2@v1/sub/x") == HubPath("gpt2", "v1", "sub/x")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_repositories_without_owner():
 )
 def test_urls_that_name_no_model(url):
     with pytest.raises(StorageError, match=f"^{re.escape(url)}: expected .*hf://owner/name"):
-        hub_path.parse(url)
+        HubPath.parse(url)
 
 
 def test_a_large_file_is_asked_for_once_and_read_from_the_network(hub, commit, opened):
@@ -122,8 +123,8 @@ def test_directories(hub, commit):
     store, path = store_of(hub.url, {})
     hub.server.clear()
     assert path == f"hf://owner/name@{commit}"
-    assert store.list(path) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
-    assert store.list(f"{path}/sub/") == ["a b@1.safetensors", "deep"]
+    assert list(store.list(path)) == ["config.json", "empty.json", "long.json", "model.safetensors", "sub"]
+    assert list(store.list(f"{path}/sub/")) == ["a b@1.safetensors", "deep"]
     assert store.list(f"{path}/sub/deep/x.txt") is None
     assert store.find(f"{path}/none") is None
     with pytest.raises(MissingError, match=f"^{path}/none: cannot be opened: there is no such file in the repository"):

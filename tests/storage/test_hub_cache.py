@@ -60,7 +60,7 @@ def test_files_in_the_cache_are_read_from_there(hub, commit, cache):
     assert [entry.path for entry in hub.server.log] == ["/api/models/owner/name/revision/main"]
     assert hub.network_server.log == []
     assert read(store.open(f"{path}/sub/a b@1.safetensors"), 3, 4) == DATA[::-1][3:7]  # which is not there
-    assert store.list(path) == NAMES
+    assert list(store.list(path)) == NAMES
 
 
 def test_the_cache_has_another_commit(hub, commit, cache):
@@ -101,7 +101,7 @@ def test_offline(hub, commit, cache, monkeypatch):
     for url in (hub.url, f"{hub.url}@main", f"{hub.url}@{commit}"):
         store, path = store_of(url, {})
         assert path == f"{hub.url}@{commit}"
-        assert store.list(path) == NAMES
+        assert list(store.list(path)) == NAMES
         assert read(store.open(f"{path}/sub/a b@1.safetensors"), 5, 6) == DATA[::-1][5:11]
     for url in (f"{hub.url}@v1", "hf://owner/other"):
         with pytest.raises(StorageError, match=rf"{url}\S*: is not, .* in the cache, .*OFFLINE.*{cache}"):

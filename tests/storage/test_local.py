@@ -163,7 +163,7 @@ def test_an_empty_file_cannot_be_mapped(tmp_path):
 
 def test_listing(tmp_path, path):
     (tmp_path / "a").touch()
-    assert LocalStore().list(str(tmp_path)) == ["a", "data"]
+    assert list(LocalStore().list(str(tmp_path))) == ["a", "data"]
     assert LocalStore().list(path) is None
     with pytest.raises(StorageError, match="missing: no such file or directory"):
         LocalStore().list(str(tmp_path / "missing"))

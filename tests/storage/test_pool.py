@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_safetensors.storage import pool as pools
-from orbax_safetensors.storage.memory import ALIGNMENT, PAGE_BYTES
-from orbax_safetensors.storage.pool import Pool
+from orbax_safetensors.storage import memory
+from orbax_safetensors.storage.memory import ALIGNMENT, PAGE_BYTES, Pool
 
 SIZES = st.lists(st.integers(0, 70_000), min_size=1, max_size=4)
 
@@ -73,6 +72,6 @@ def test_buffers_lie_in_their_pages_as_direct_reads_need_them():
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0]], ids=str)
 def test_nothing_takes_no_memory(sizes, monkeypatch):
     pool = Pool(2**20)
-    monkeypatch.setattr(pools, "allocate", None)
+    monkeypatch.setattr(memory, "allocate", None)
     taken = [pool.take(sizes) for _ in range(3)]
     assert all(np.sum([buffer.nbytes for buffer in each.buffers]) == 0 for each in taken)

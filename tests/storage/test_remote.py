@@ -77,17 +77,17 @@ def test_each_range_is_one_request_and_fills_its_buffers(server):
 def test_an_answer_is_a_range_in_memory_that_is_there(server):
     file = opened(server)
     server.clear()
-    assert file.answer(10, 90) == DATA[10:100]
+    assert file.fetch(10, 90) == DATA[10:100]
     assert server.log == []
-    assert file.answer(remote.HEAD_BYTES - 1, 5) == DATA[remote.HEAD_BYTES - 1 : remote.HEAD_BYTES + 4]
+    assert file.fetch(remote.HEAD_BYTES - 1, 5) == DATA[remote.HEAD_BYTES - 1 : remote.HEAD_BYTES + 4]
     assert [one.range for one in server.log] == [(remote.HEAD_BYTES - 1, remote.HEAD_BYTES + 4)]
     with pytest.raises(
         StorageError, match=f"expected 2 bytes at offset {len(DATA) - 1}, found the file's end at {len(DATA)}"
     ):
-        file.answer(len(DATA) - 1, 2)
+        file.fetch(len(DATA) - 1, 2)
     file.cancel()
     with pytest.raises(StorageError, match="cancelled"):
-        file.answer(600000, 10)
+        file.fetch(600000, 10)
 
 
 def test_short_ranges_are_asked_for_at_once(server):
@@ -178,7 +178,7 @@ def test_what_is_not_there(server):
     ],
     ids=str,
 )
-def test_what_may_pass_is_tried_again(server, fault):
+def test_retryable_faults(server, fault):
     file = opened(server)
     server.fail(fault, times=2)
     assert read(file, (remote.HEAD_BYTES, 10)) == [DATA[remote.HEAD_BYTES : remote.HEAD_BYTES + 10]]
@@ -186,7 +186,7 @@ def test_what_may_pass_is_tried_again(server, fault):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 410])
-def test_what_will_not_pass_fails_at_once(server, status):
+def test_fatal_statuses(server, status):
     file = opened(server)
     server.clear()
     server.fail(Answer(status, {}, b"<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>SECRET"), times=None)
@@ -211,7 +211,7 @@ def test_what_will_not_pass_fails_at_once(server, status):
     ],
     ids=str,
 )
-def test_what_does_not_pass_fails_in_the_end(server, fault, said):
+def test_the_last_failure_is_told(server, fault, said):
     file = opened(server, max_retries=3)
     server.fail(fault, times=None)
     with pytest.raises(StorageError, match=f"reading 10 bytes at offset 600000 failed: {said}"):

@@ -80,12 +80,12 @@ def test_a_server_that_says_when_is_given_that_time(clock):
 
 
 @pytest.mark.parametrize("status", [None, 408, 425, 429, 500, 502, 503, 504])
-def test_what_may_pass_is_tried_again(clock, status):
+def test_retryable_statuses(clock, status):
     assert run(Request(RefusedError("no", status), answer=1)) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 412, 416, 501, 505, 511])
-def test_what_lasts_fails_at_once(clock, status):
+def test_fatal_statuses(clock, status):
     for error in (RefusedError(f"answered {status}", status), obstore_error(f"{status} No")):
         request = Request(error)
         with pytest.raises(StorageError, match=rf"^{PATH}: reading failed: .*answered {status}") as caught:
@@ -96,7 +96,7 @@ def test_what_lasts_fails_at_once(clock, status):
 
 
 @pytest.mark.parametrize("kind", [exceptions.PermissionDeniedError, exceptions.PreconditionError])
-def test_what_obstore_calls_final_fails_at_once(clock, kind):
+def test_fatal_errors_of_obstore(clock, kind):
     request = Request(kind("status code: 503"))
     with pytest.raises(StorageError):
         run(request)

@@ -27,7 +27,7 @@ def test_paths_are_local():
     assert path == "a/b"
 
 
-@pytest.mark.parametrize("path", ["ftp://host/x", "bucket://x", "s3:///x", "gs://"])
+@pytest.mark.parametrize("path", ["nowhere://host/x", "bucket://x", "s3:///x", "gs://"])
 def test_other_urls_are_refused(path):
     with pytest.raises(StorageError, match="expected"):
         store_of(path, None)
@@ -62,9 +62,9 @@ def check(url):
     buffer = bytearray(10)
     file.read([(5, [memoryview(buffer)])])
     assert bytes(buffer) == DATA[5:15]
-    assert store.list(f"{url}/d") == ["x"]
+    assert list(store.list(f"{url}/d")) == ["x"]
     assert store.list(f"{url}/d/x") is None
-    assert store.list(url) == ["d"]
+    assert list(store.list(url)) == ["d"]
 
 
 @pytest.fixture(params=["s3", "gcs", "azure"])

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.checkpoint.header_record import HEADERS_NAME
+from orbax_safetensors.checkpoint.header_texts import HEADERS_NAME
 from orbax_safetensors.mapping import Family, Tree, tensor
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import read_small, write_small

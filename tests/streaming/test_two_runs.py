@@ -9,7 +9,7 @@ import time
 import pytest
 
 import orbax_safetensors as ost
-from orbax_safetensors.storage.lock import Lock
+from orbax_safetensors.storage.workspace import Lock
 from tests.support import interrupted
 from tests.support.files import nothing_left
 from tests.support.interrupted import CALLS

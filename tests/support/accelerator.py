@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 
 from orbax_safetensors.devices import growing
-from orbax_safetensors.storage.pool import Pool, Taken
+from orbax_safetensors.storage.memory import Pool, Taken
 from orbax_safetensors.transfer.reader import Reader
 
 # From 1 GiB on, the GPU's runtime does not stage a transfer, which makes it slow.
@@ -259,9 +259,9 @@ def accelerator(
         device.end_restore()
         leave(reader, *error)
 
-    def checked(reader: Reader, stamps: Any) -> None:
+    def checked(reader: Reader) -> None:
         device.check_files()
-        check(reader, stamps)
+        check(reader)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{_SEAM}.is_cpu", lambda device: False)

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
-from orbax_safetensors.storage import mapping
+from orbax_safetensors.storage import leased_mapping
 from orbax_safetensors.transfer.reader import Reader
 from tests.support.accelerator import Accelerator, accelerator
 
@@ -86,7 +86,7 @@ def main(directory, with_leases):
 
     Reader.__enter__, Accelerator.hand_over = entered, handed_over
     if with_leases == "no":
-        mapping.fcntl = types.SimpleNamespace(**vars(fcntl) | {"fcntl": without_leases})
+        leased_mapping.fcntl = types.SimpleNamespace(**vars(fcntl) | {"fcntl": without_leases})
     for line in sys.stdin:
         arrival, seed, number = line.split()
         to_come = int(number)

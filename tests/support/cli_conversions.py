@@ -21,15 +21,15 @@ SMALL = ["--memory", "40kB"]  # a dozen batches and more
 AFTER_BATCHES = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from orbax_safetensors.cli import progress
-told, batches = progress.Reporter.__call__, 0
+from orbax_safetensors.cli import long_run
+told, batches = long_run.Reporter.__call__, 0
 def call(self, done, total):
     global batches
     told(self, done, total)
     batches += 1
     if batches == 4:
         os.kill(os.getpid(), signal.{})
-progress.Reporter.__call__ = call
+long_run.Reporter.__call__ = call
 """
 
 

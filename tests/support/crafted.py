@@ -74,6 +74,7 @@ REJECTED: dict[str, Crafted] = {
     "trailing text": Crafted(file_of(GOOD + "x", ONE)),
     "trailing object": Crafted(file_of(GOOD + "{}", ONE)),
     "trailing NUL": Crafted(file_of(GOOD + "\0", ONE)),
+    "brace for a comma": Crafted(file_of(f'{{"a":{ZERO}}}"b":{entry()}}}', ONE)),
     "vertical tab": Crafted(file_of("\v" + GOOD, ONE)),
     "control character in a name": Crafted(file_of(GOOD.replace("good", "\1"), ONE)),
     "unknown escape": Crafted(file_of(GOOD.replace("good", "\\x61"), ONE)),

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from orbax_safetensors.storage.mapping import LeasedMapping
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
 
 
 def page_cache(monkeypatch, full):

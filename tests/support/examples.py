@@ -1,35 +1,31 @@
-"""The examples of a page: its blocks of code, run as they stand on small checkpoints in the places that they name."""
+"""The examples of a page: its blocks of code, run as they stand on the small models of the guides."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from orbax_safetensors.cli.main import main
-from tests.support.files import random_bits, write, write_indexed
-from tests.support.roots import TESTDATA
+from tests.support.roots import ROOT
 
 MODELS = "/models/"  # where the pages say that checkpoints are
-QWEN3 = TESTDATA / "qwen3"
 # Commands of a shell that pages show and no test runs: they install, or are other programs.
-NOT_RUN = ("pip install ", "shtab ", "python -m maxtext.", "python -m pytest", "python examples/", "python benchmarks/")
+NOT_RUN = (
+    "pip install ",
+    "shtab ",
+    "export ",
+    "python -m maxtext.",
+    "python -m pytest",
+    "python examples/",
+    "python benchmarks/",
+)
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_RNG = np.random.default_rng(0)
-_BF16 = np.dtype(jnp.bfloat16)
-LLAMA = {
-    "model.norm.weight": random_bits(_RNG, (4096,), _BF16),
-    "model.embed_tokens.weight": random_bits(_RNG, (64, 512), _BF16),
-    "model.scale": np.array(3, np.int32),
-    "model.odd": random_bits(_RNG, (3, 8), _BF16),
-}
-STATE = {"params.w": random_bits(_RNG, (64, 512), _BF16)}
 
 
 class Block(NamedTuple):
@@ -50,14 +46,12 @@ def python(page: Path | str) -> list[str]:
     return [block.text for block in blocks(page, "python")]
 
 
-def make_models(directory: Path) -> None:
-    """Make the checkpoints that pages find below `MODELS`."""
-    for name in ("llama", "state"):
-        (directory / name).mkdir()
-    write_indexed(directory / "llama", [{name: array} for name, array in LLAMA.items()])
-    write(directory / "model.safetensors", LLAMA)
-    write(directory / "state" / "model.safetensors", STATE)
-    shutil.copytree(QWEN3, directory / "qwen3")
+def make_models(directory: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Make the models that pages find below `MODELS`, and return their tensors by the names of their directories."""
+    models: dict[str, dict[str, np.ndarray]] = runpy.run_path(str(ROOT / "examples" / "small_models.py"))[
+        "make_models"
+    ](directory)
+    return models
 
 
 def run(block: Block | str, directory: Path, names: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from orbax_safetensors.orbax_store import (
     named_sharding,
     open_orbax,
 )
-from tests.support.sinks import step_sink
+from tests.support.sinks import missing, step_sink
 
 SAMPLES = {
     "deepseek3_scanned": ("deepseek3/mt_scanned.npz", {"scan_layers": True}),
@@ -86,8 +86,8 @@ def index(box):
 def fill(sink, arrays, names=None):
     """Writes all chunks of all arrays, the last first."""
     for name in names or sink.leaves:
-        for box in reversed(list(sink.missing(name))):
-            sink.write(name, box, arrays[name][index(box)])
+        for box in reversed(missing(sink, name)):
+            sink.write_box(name, box, arrays[name][index(box)])
 
 
 def write(destination, **options):

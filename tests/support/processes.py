@@ -23,6 +23,8 @@ class Service:
         self._processes, self._lock = processes, threading.Lock()
 
     def key_value_set(self, key, value):
+        if isinstance(value, str):
+            value.encode()  # as the real one takes no lone surrogates
         with self._lock:
             if key in self.values:
                 raise RuntimeError(f"ALREADY_EXISTS: {key}")
@@ -51,6 +53,11 @@ class Service:
 
     def key_value_dir_get(self, directory):
         return [(key, value) for key, value in self.values.items() if key.startswith(f"{directory}/")]
+
+    def key_value_increment(self, key, by):
+        with self._lock:
+            self.values[key] = str(int(self.values.get(key, 0)) + by)
+            return int(self.values[key])
 
     def key_value_delete(self, key):
         with self._lock:

@@ -1,45 +1,61 @@
 """Executes what is gathered of a quantised tensor, as a restore does and slowly, and records what it asks for."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from orbax_safetensors.geometry import coalesce
 from orbax_safetensors.geometry.coalesce import Encoded, gather_encoded
-from orbax_safetensors.geometry.view import Taken, View
+from orbax_safetensors.geometry.encoding import Encoding, Parameter, Role
+from orbax_safetensors.geometry.view import TensorCopy, View
 from orbax_safetensors.transfer.decode import decode
 from tests.support import views
 
 
 @dataclass
 class Asked:
-    """Ranges `(begin, length)` in bytes of the codes and of the scales, and the memory of every window."""
+    """Ranges `(begin, length)` in bytes of the codes and of all parameters, and the memory of every window."""
 
     codes: list = field(default_factory=list)
-    scales: list = field(default_factory=list)
+    parameters: list = field(default_factory=list)
     memory: list = field(default_factory=list)
 
 
-def execute(gathered, codes, scales, destinations):
-    """Fills a destination for every copy that was gathered, from the bytes of both tensors."""
+def execute(gathered, codes, parameters, destinations, dtype=np.float32):
+    """Fills a destination for every copy that was gathered, from the bytes of all stored tensors."""
     asked = Asked()
     for access in gathered.windowed:
         assert isinstance(access, Encoded)
         per_byte = access.encoding.elements_per_byte
+        shared = held_by(access.shared, parameters, asked)
         for low in range(0, access.runs.nbytes, access.pitch):
             high = min(low + access.pitch, access.runs.nbytes)
-            needed = access.scales(low, high)
             pieces = list(access.runs.pieces(low, high))
             asked.codes += pieces
-            asked.scales += needed.ranges
-            packed = [read(codes, pieces), read(scales, needed.ranges)]
-            decoded = np.empty((high - low) * per_byte, np.float32)
-            decode(access.encoding, needed.segments, *packed, decoded)
-            asked.memory.append(decoded.nbytes + packed[0].nbytes + packed[1].nbytes)
+            packed, done = read(codes, pieces), 0
+            decoded = np.empty((high - low) * per_byte, dtype)
+            areas = list(access.encoding.areas(access.runs, low, high))
+            own = held_by(access.own(areas), parameters, asked)
+            memory = packed.nbytes + sum(stored.nbytes for _, stored in (*own.values(), *shared.values()))
+            held = [(shared | own)[number] for number in range(len(parameters))]
+            for area in areas:
+                end = done + len(area.rows) * area.width
+                decode(access.encoding, area, packed[done // per_byte : end // per_byte], held, decoded[done:end])
+                done = end
+            assert done == decoded.size
+            asked.memory.append(memory + decoded.size * 4)
             first = low * per_byte
             for use in access.uses:
                 for copy in use.copy.within(first, high * per_byte):
-                    views.run([Taken("t", copy.shifted(-first), ())], {"t": decoded}, destinations[use.buffer])
+                    views.run([TensorCopy("t", copy.shifted(-first), ())], {"t": decoded}, destinations[use.buffer])
     return asked
+
+
+def held_by(patches, parameters, asked):
+    """The bytes of patches, by the number of the parameter."""
+    asked.parameters += [piece for patch in patches.values() for piece in patch.ranges]
+    return {number: (patch, read(parameters[number], patch.ranges)) for number, patch in patches.items()}
 
 
 def read(source, ranges):
@@ -47,12 +63,68 @@ def read(source, ranges):
     return np.concatenate([source[begin : begin + length] for begin, length in ranges])
 
 
-def box_of(encoding, codes, scales, box, max_gap_bytes=0):
-    """A box of the decoded tensor, as float32."""
+def as_bytes(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def box_of(encoding, codes, parameters, box, *, view=None, dtype=np.float32, max_gap_bytes=0):
+    """A box of a view of the decoded tensor, or of the tensor in the order of its codes."""
     shape = [stop - start for start, stop in box]
-    out = np.empty(shape, np.float32)
-    taken = View.tensor("t", encoding.shape, out.dtype).copies(box, shape)
+    out = np.empty(shape, dtype)
+    taken = (view or View.tensor("t", encoding.shape, out.dtype)).copies(box, shape)
     if taken:
         gathered = gather_encoded(tuple((copy, False) for _, copy, _ in taken), encoding, max_gap_bytes)
-        execute(gathered, codes.reshape(-1).view(np.uint8), scales.reshape(-1).view(np.uint8), [out] * len(taken))
+        execute(gathered, as_bytes(codes), list(map(as_bytes, parameters)), [out] * len(taken), dtype)
     return out
+
+
+def scaled(shape, bits, values, dtype, block, **others):
+    """An encoding whose only parameter has a scale for each block."""
+    grid = -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
+    return Encoding(shape, bits, values, (Parameter(Role.SCALE, dtype, grid, block),), **others)
+
+
+def needed(encoding, copies):
+    """Bytes of all units of codes and of all words of parameters that some element is in, one after the other."""
+    elements = np.unique(np.concatenate([every_source(copy) for copy in copies]))
+    unit = encoding.unit
+    nbytes = len(np.unique(elements // unit)) * unit // encoding.elements_per_byte
+    rows, columns = encoding.shape[-2:]
+    for parameter in encoding.parameters:
+        (high, wide), (down, across) = parameter.grid, parameter.per_word
+        numbers = np.arange(high * wide).reshape(high, wide) // wide // down * parameter.words[1]
+        numbers += np.arange(high * wide).reshape(high, wide) % wide // across
+        words = set()
+        for matrix, row, column in {
+            (
+                e // columns // rows,
+                e // columns % rows // parameter.block[0] if parameter.block[0] else None,
+                e % columns // parameter.block[1] if parameter.block[1] else None,
+            )
+            for e in elements.tolist()
+        }:
+            of_element = numbers[slice(None) if row is None else row, slice(None) if column is None else column]
+            words.update((matrix, word) for word in np.ravel(of_element).tolist())
+        nbytes += len(words) * parameter.word_bytes
+    return nbytes
+
+
+def every_source(copy):
+    out = np.array([copy.source])
+    for size, stride, _ in copy.modes:
+        out = (out[:, None] + np.arange(size) * stride).reshape(-1)
+    return out
+
+
+def check_counts(gathered, asked, encoding, copies, staged_bytes):
+    """What is planned is what was asked for, and holds what the copies need."""
+    assert not gathered.ranges
+    assert gathered.read_bytes == sum(length for _, length in (*asked.codes, *asked.parameters))
+    assert gathered.num_requests == len(asked.codes) + len(asked.parameters)
+    assert gathered.window_bytes == max(asked.memory)
+    longest = coalesce._TALLEST * staged_bytes
+    assert all(access.pitch * 4 * encoding.elements_per_byte <= longest for access in gathered.windowed)
+    codes = [begin + at for begin, length in asked.codes for at in range(length)]
+    assert len(codes) == len(set(codes))
+    assert needed(encoding, copies) <= gathered.needed_bytes <= gathered.read_bytes
+    assert math.prod(encoding.shape) - encoding.padding == encoding.nbytes * encoding.elements_per_byte

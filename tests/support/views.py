@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import Copy
-from orbax_safetensors.geometry.view import Taken, View
+from orbax_safetensors.geometry.view import TensorCopy, View
 from tests.support.files import random_bits
 
 
@@ -93,6 +93,28 @@ def compositions(draw: Any, *, matrices: bool = False, dtype: Any = np.int32, pr
 
 
 @st.composite
+def seen(draw: Any, view: View, array: np.ndarray) -> tuple[View, np.ndarray]:
+    """Views of up to four operations on `view`, and the same of the array that it means."""
+    for word in draw(st.lists(st.sampled_from(["transpose", "reshape", "slice"]), max_size=4)):
+        if word == "transpose":
+            axes = draw(st.permutations(range(array.ndim)))
+            view, array = view.transpose(axes), array.transpose(axes)
+        elif word == "reshape" and array.size:
+            shape = _factors(draw, array.size)
+            try:
+                view, array = view.reshape(shape), array.reshape(shape)
+            except MappingError:
+                continue
+        elif word == "slice":
+            taken = []
+            for size in array.shape[: draw(st.integers(0, array.ndim))]:
+                start, stop = sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+                taken.append(slice(start, stop, draw(st.sampled_from([1, 2, 3]))))
+            view, array = view.slice(*taken), array[tuple(taken)]
+    return view, array
+
+
+@st.composite
 def boxes(draw: Any, shape: tuple[int, ...]) -> Box:
     """Boxes of an array of `shape`, empty ones among them."""
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
@@ -109,7 +131,7 @@ def _ends(copy: Copy, source: np.ndarray, destination: np.ndarray) -> tuple[np.n
     return taken, filled
 
 
-def run(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
+def run(copies: list[TensorCopy], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
     """Makes the copies, from the stored tensors into `destination`."""
     flat = destination.reshape(-1)
     for name, copy, _ in copies:
@@ -117,7 +139,7 @@ def run(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.
         filled[...] = taken
 
 
-def run_backwards(copies: list[Taken], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
+def run_backwards(copies: list[TensorCopy], sources: Mapping[str, np.ndarray], destination: np.ndarray) -> None:
     """Makes the copies with the arrows reversed, from `destination` into the stored tensors."""
     flat = destination.reshape(-1)
     for name, copy, _ in copies:

@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.geometry.encoding import Encoding, Segments
+from orbax_safetensors.geometry.encoding import Area, Encoding, Parameter, Role
 from orbax_safetensors.transfer.decode import _CHUNK, decode
+from tests.support.quantized import as_bytes, scaled
 
-F8, F4, F32, U8 = (DTYPES[name] for name in ("F8_E4M3", "F4", "F32", "U8"))
+F32, U8, I32 = (DTYPES[name] for name in ("F32", "U8", "I32"))
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -40,49 +42,65 @@ def assert_same_numbers(found, expected):
     assert (same | np.isnan(expected)).all()
 
 
+def decoded(encoding, codes, *parameters, dtype=np.float32, rows=None, columns=None):
+    """Some rows and stretches of columns, decoded from exactly what is to be read for them."""
+    every, width = math.prod(encoding.shape[:-1]), encoding.shape[-1]
+    area = Area(np.arange(every) if rows is None else rows, columns or ((0, width),))
+    matrix = as_bytes(codes).reshape(every, -1)
+    per_byte = encoding.elements_per_byte
+    parts = [matrix[area.rows, begin // per_byte : end // per_byte] for begin, end in area.columns]
+    held = []
+    for parameter, stored in zip(encoding.parameters, map(as_bytes, parameters), strict=True):
+        patch = encoding.patch(parameter, [area], 0)
+        held.append((patch, np.concatenate([stored[begin : begin + nbytes] for begin, nbytes in patch.ranges])))
+    out = np.empty((len(area.rows), area.width), dtype)
+    decode(encoding, area, np.concatenate(parts, axis=1).reshape(-1), held, out.reshape(-1))
+    return out
+
+
+def fp8(shape, block):
+    return scaled(shape, 8, "F8_E4M3", F32, block)
+
+
 @pytest.mark.parametrize("length", [256, 1024])  # without and with tables
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 def test_every_fp8_code_with_scales_of_every_size(dtype, length):
     scales = np.array(
         [0.0, -0.0, 1.0, -1.5, 1 / 3, 1e-45, 2.0**-126, 3.0e-38, 7.6e35, 3.4e38, np.inf, -np.inf, np.nan], np.float32
     )
-    encoding = Encoding((scales.size, length), (1, length), F8, F32)
     codes = np.tile(np.arange(256, dtype=np.uint8), scales.size * length // 256)
-    out = np.empty(codes.size, dtype)
-    decode(encoding, Segments(np.full(scales.size, length), np.arange(scales.size)), codes, scales.view(np.uint8), out)
+    out = decoded(fp8((scales.size, length), (1, length)), codes, scales, dtype=dtype)
     with np.errstate(all="ignore"):
         row = np.array([e4m3(code) for code in range(256)] * (length // 256))
         expected = row * scales.astype(np.float64)[:, None]
-    assert_same_numbers(out, rounded(expected, dtype).reshape(-1))
+    assert_same_numbers(out, rounded(expected, dtype))
 
 
+@pytest.mark.parametrize("repeated", [1, 64])  # without and with tables of all scales
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
-def test_every_mxfp4_code_with_every_scale(dtype):
+def test_every_mxfp4_code_with_every_scale(dtype, repeated):
     """Halves of a byte, the low one first; 255 is an exponent as all others, though it overflows for most codes."""
-    scales = np.arange(256, dtype=np.uint8)
-    codes = np.tile((np.arange(16) | np.arange(16)[::-1] << 4).astype(np.uint8), 256)
-    out = np.empty(256 * 32, dtype)
-    decode(Encoding((256, 32), (1, 32), F4, U8), Segments(np.full(256, 32), np.arange(256)), codes, scales, out)
+    scales = np.tile(np.arange(256, dtype=np.uint8), repeated)
+    codes = np.tile((np.arange(16) | np.arange(16)[::-1] << 4).astype(np.uint8), scales.size)
+    out = decoded(scaled((scales.size, 32), 4, "doubled F4", U8, (1, 32)), codes, scales, dtype=dtype)
     each = [e2m1(code) for pair in zip(range(16), range(15, -1, -1), strict=True) for code in pair]
-    expected = np.array(each) * np.ldexp(1.0, np.arange(256) - 127)[:, None]
-    assert_same_numbers(out, rounded(expected, dtype).reshape(-1))
+    expected = np.array(each) * np.ldexp(1.0, scales.astype(int) - 127)[:, None]
+    assert_same_numbers(out, rounded(expected, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_segments_of_all_lengths_in_several_chunks(dtype, odd):
-    """Segments that the ends of chunks cut, one that is longer, and elements not even in number."""
+@pytest.mark.parametrize("width", [1, 7, 16, 100, 9_999, _CHUNK, 2 * _CHUNK + 1])
+def test_areas_of_rows_of_all_lengths_in_several_chunks(dtype, width):
+    """Rows that chunks cut into groups of rows, one that is longer than a chunk, blocks of any width."""
     rng = np.random.default_rng(0)
-    lengths = np.concatenate([rng.integers(1, 9_999, 100), [2 * _CHUNK + 1, 1], rng.integers(1, 9_999, 50)])
-    lengths[-1] += (lengths.sum() + odd) % 2
-    codes = rng.integers(0, 0x7F, lengths.sum(), np.uint8)
-    scales = rng.random(32, np.float32)
-    which = rng.integers(0, scales.size, lengths.size)
-    out = np.empty(codes.size, dtype)
-    encoding = Encoding((1, codes.size), (1, codes.size), F8, F32)  # its block does not matter here
-    decode(encoding, Segments(lengths, which), codes, scales.view(np.uint8), out)
-    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales[which].repeat(lengths)
-    assert out.tobytes() == values.astype(dtype).tobytes()
+    height = max(2 * _CHUNK // width, 1) + 1
+    codes = rng.integers(0, 0x7F, (height, width), np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    for block in ((1, width), (height, width), (3, 5), (2, 20), (height, 1)):
+        scales = rng.random((-(-height // block[0]), -(-width // block[1])), np.float32)
+        each = scales.repeat(block[0], 0)[:height].repeat(block[1], 1)[:, :width]
+        out = decoded(fp8((height, width), block), codes, scales, dtype=dtype)
+        assert out.tobytes() == (values * each).astype(dtype).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
@@ -90,16 +108,23 @@ def test_segments_of_all_lengths_in_several_chunks(dtype, odd):
 def test_scales_of_few_elements(dtype, length):
     """With and without tables; more tables than an index of 16 bits finds; some scales decode nothing."""
     rng = np.random.default_rng(0)
-    which = np.arange(300) * 2
-    codes = rng.integers(0, 256, which.size * length, np.uint8)
-    scales = rng.random(which.size * 2, np.float32)
-    for kept in (scales, scales[::2].copy()):
-        numbers = which // (2 if kept.size == which.size else 1)
-        out = np.empty(codes.size, dtype)
-        encoding = Encoding((which.size, length), (1, length), F8, F32)
-        decode(encoding, Segments(np.full(which.size, length), numbers), codes, kept.view(np.uint8), out)
-        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * kept[numbers].repeat(length)
-        assert_same_numbers(out, values.astype(dtype))
+    codes = rng.integers(0, 256, (600, length), np.uint8)
+    scales = rng.random(600, np.float32)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales[:, None]
+    for rows in (np.arange(600), np.arange(300) * 2):
+        out = decoded(fp8((600, length), (1, length)), codes, scales, dtype=dtype, rows=rows)
+        assert_same_numbers(out, values[rows].astype(dtype))
+
+
+@pytest.mark.parametrize("columns", [((3, 50), (60, 61)), ((0, 10), (20, 30)), ((0, 5), (95, 100)), ((41, 49),)])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [5], [1, 4, 7, 8, 29], list(range(30))])
+def test_stretches_of_some_rows(rows, columns):
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 0x7F, (30, 100), np.uint8), rng.random((8, 10), np.float32)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    wanted = values * scales.repeat(4, 0)[:30].repeat(10, 1)
+    out = decoded(fp8((30, 100), (4, 10)), codes, scales, rows=np.array(rows), columns=columns)
+    np.testing.assert_array_equal(out, np.concatenate([wanted[rows, begin:end] for begin, end in columns], axis=1))
 
 
 def test_bytes_may_lie_anywhere_in_a_buffer():
@@ -107,6 +132,31 @@ def test_bytes_may_lie_anywhere_in_a_buffer():
     buffer = np.arange(64, dtype=np.uint8)
     buffer[3:11] = np.array([0.5, 2], np.float32).view(np.uint8)
     out = np.empty(9 + 1, np.float32)[1:]
-    encoding = Encoding((3, 3), (2, 3), F8, F32)
-    decode(encoding, Segments(np.array([3, 3, 3]), np.array([0, 0, 1])), buffer[21:30], buffer[3:11], out)
+    encoding = fp8((3, 3), (2, 3))
+    area = Area(np.arange(3), ((0, 3),))
+    patch = encoding.patch(encoding.parameters[0], [area], 0)
+    decode(encoding, area, buffer[21:30], [(patch, buffer[3:11])], out)
     assert out.tolist() == [e4m3(code) * (0.5 if code < 27 else 2) for code in range(21, 30)]
+
+
+def grouped(index):
+    """A matrix of 2 x 8 codes of 4 bits, whose columns are in the groups that an index names; all codes are 9."""
+    encoding = Encoding(
+        (2, 8),
+        4,
+        "offset4",
+        (Parameter(Role.SCALE, F32, (2, 2), (1, 0)), Parameter(Role.GROUP, I32, (1, 8), (2, 1))),
+    )
+    codes, scales = np.full((2, 4), 0x99, np.uint8), np.array([[1, 2], [3, 4]], np.float32)
+    return decoded(encoding, codes, scales, np.array(index, np.int32))
+
+
+def test_a_group_index_selects_the_scales_of_columns():
+    index = [0, 1, 1, 0, 0, 0, 1, 1]
+    assert grouped(index).tolist() == [[1 + group for group in index], [3 + group for group in index]]
+
+
+@pytest.mark.parametrize("index", [[0, 1, 1, 0, 0, 0, 1, 2], [-1, 1, 1, 0, 0, 0, 1, 1], [2**31 - 1] * 8, [-2] * 8])
+def test_a_group_that_there_is_not_is_an_error(index):
+    with pytest.raises(TensorMismatchError, match=f"group index has {min(index)} to {max(index)}, expected 0 to 1"):
+        grouped(index)

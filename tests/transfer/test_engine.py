@@ -1,6 +1,8 @@
 """Transfers of which storage fails: the first error is raised, nothing goes on after it, and all files are closed."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.store import Stamp
+from orbax_safetensors.transfer.engine import Once
 from orbax_safetensors.transfer.plan import Block, Location, transfer_plan
 from orbax_safetensors.transfer.reader import Reader
 from orbax_safetensors.transfer.writer import WholeFileWriter, Writer
@@ -27,12 +30,13 @@ class FakeFile:
     content: bytearray
     does: object = lambda file, offset: None
     stamp: Stamp = FIRST
+    now: Stamp = FIRST
     requests: list = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     closed: int = 0
     answers: bool = False  # whether bytes come in memory of the file's
 
-    def answer(self, offset, nbytes):
+    def fetch(self, offset, nbytes):
         if not self.answers:
             return None
         self._ask(offset)
@@ -55,7 +59,7 @@ class FakeFile:
         self._ask("sync")
 
     def check(self, stamp):
-        if stamp != self.stamp:
+        if stamp != self.now:
             raise StorageError(f"{self.path}: changed while it was in use")
 
     def _ask(self, what):
@@ -283,10 +287,10 @@ def test_files_that_changed_are_noticed_afterwards():
     case = Case()
     with Reader(case.open, 2) as reader:
         case.read(reader)
-        reader.check({number: file.stamp for number, file in enumerate(case.files)})
-        case.files[1].stamp = Stamp(0, "second")
+        reader.check()
+        case.files[1].now = Stamp(0, "second")
         with pytest.raises(StorageError, match="file1: changed"):
-            reader.check(dict.fromkeys(range(2), FIRST))
+            reader.check()
 
 
 def test_a_value_that_a_cast_would_lose_names_file_and_tensor():
@@ -357,3 +361,28 @@ def test_a_whole_file_that_fails_is_given_up_with_all_others():
     assert case.files[0].requests == [0, 16, 32, 48]
     assert case.files[1].requests == []
     assert case.files[0].closed == 1
+
+
+def test_threads_share_what_the_first_of_them_makes():
+    made, once = [], Once()
+
+    def make():
+        time.sleep(0.01)  # others come meanwhile
+        made.append(object())
+        return made[-1]
+
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(lambda _: once.get(make), range(8)))
+    assert len(made) == 1
+    assert got == made * 8
+
+
+def test_threads_try_again_what_the_first_of_them_failed_to_make():
+    once = Once()
+
+    def fail():
+        raise StorageError("no")
+
+    with pytest.raises(StorageError):
+        once.get(fail)
+    assert once.get(lambda: 1) == 1

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.local import LocalFile
-from orbax_safetensors.storage.mapping import LeasedMapping
 from orbax_safetensors.transfer.leases import Leases
 
 

@@ -14,9 +14,10 @@ from orbax_safetensors.mapping import View, tensor
 Config = Mapping[str, Any]
 Leaves = dict[str, View]  # by dotted path
 
-# Gemma 3's tensors for images, and the ways in which some of its files spell `model.` differently.
+# Gemma 3's tensors for images.
 GEMMA3_VISION = r"(model\.)?(vision_tower|multi_modal_projector)\..+"
-GEMMA3_SPELLINGS = (
+# How some files spell the names of a language model that is a part of another: Gemma 3's and Kimi's.
+LANGUAGE_MODEL_SPELLINGS = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
 )

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
 from orbax_safetensors.mapping.families.stored import (
-    GEMMA3_SPELLINGS,
     GEMMA3_TEXT,
     GEMMA3_VISION,
+    LANGUAGE_MODEL_SPELLINGS,
     Config,
     Leaves,
     completed,
@@ -150,6 +150,6 @@ FAMILIES = (
         "tunix.gemma3",
         ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
         _gemma3,
-        renames=GEMMA3_SPELLINGS,
+        renames=LANGUAGE_MODEL_SPELLINGS,
     ),
 )

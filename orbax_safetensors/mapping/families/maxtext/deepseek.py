@@ -1,10 +1,14 @@
 """MaxText's DeepSeek-V2, V3 and V3.2: dense layers, then layers of experts, all with multi-head latent attention.
 
+Kimi K2 is a V3, and so is the language model of Kimi K2.5 and K2.6, which also read images.
+
 From V3 on, the layers after the last decoder layer are for multi-token prediction. `transformers` drops them, so that
 only some checkpoints have them.
 """
 
 from __future__ import annotations
+
+import re
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Tree, tensor
@@ -21,7 +25,18 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
     variants_with,
 )
-from orbax_safetensors.mapping.families.stored import Config, Leaves, biased_norm, completed, kernel, norm
+from orbax_safetensors.mapping.families.stored import (
+    LANGUAGE_MODEL_SPELLINGS,
+    Config,
+    Leaves,
+    biased_norm,
+    completed,
+    kernel,
+    norm,
+    text_config,
+)
+
+_KIMI_VISION = r"(model\.)?(vision_tower|mm_projector)\..+"
 
 
 def _queries(a: str, c: Config) -> Leaves:
@@ -116,14 +131,19 @@ def _tree(
     sparse: Layer,
     mtp: bool | None,
 ) -> Tree:
-    c = completed(config)
+    text, prefix = text_config(config)
+    c = completed(text)
     refuse(c, "attention_bias", "mlp_bias")
     require(c, moe_layer_freq=1)
     first, last = c["first_k_dense_replace"], c["num_hidden_layers"]
-    layers = range(last)
+    layers = range(last)  # not their names: a config may have any number
     decoder = {
-        **alike("dense_layers", [dense(f"model.layers.{i}.", c) for i in layers[:first]], scan_layers, param_scan_axis),
-        **alike("moe_layers", [sparse(f"model.layers.{i}.", c) for i in layers[first:]], scan_layers, param_scan_axis),
+        **alike(
+            "dense_layers", [dense(f"{prefix}layers.{i}.", c) for i in layers[:first]], scan_layers, param_scan_axis
+        ),
+        **alike(
+            "moe_layers", [sparse(f"{prefix}layers.{i}.", c) for i in layers[first:]], scan_layers, param_scan_axis
+        ),
     }
     predictors = range(last, last + (c.get("num_nextn_predict_layers") or 0))
     if len(predictors) > last:
@@ -135,15 +155,16 @@ def _tree(
     beside: Leaves = {}
     if mtp is not False:
         for k, i in enumerate(predictors, 1):
-            beside |= _predictor(k, f"model.layers.{i}.", c, sparse)
+            beside |= _predictor(k, f"{prefix}layers.{i}.", c, sparse)
     # Embedding and head are copies of the model's. MaxText 0.2.4 does not have the norm of the head.
     unused = ".+" if mtp is False else r"(embed_tokens|shared_head)\..+"
     return model(
         c,
         decoder,
         vocab_size,
+        prefix=prefix,
         beside=beside,
-        unused=[rf"model\.layers\.{i}\.{unused}" for i in predictors],
+        unused=[_KIMI_VISION, *(rf"{re.escape(prefix)}layers\.{i}\.{unused}" for i in predictors)],
         optional=[r"params\.mtp_block\..+"] if mtp is None else [],
     )
 
@@ -163,7 +184,10 @@ def deepseek3(
     vocab_size: int | None = None,
     mtp: bool | None = None,
 ) -> Tree:
-    """Return the tree of V3. `mtp` says whether it has the layers of multi-token prediction; if None, if stored."""
+    """Return the tree of V3, or of Kimi's language model.
+
+    `mtp` says whether it has the layers of multi-token prediction; if None, if stored.
+    """
     return _tree(config, scan_layers, param_scan_axis, vocab_size, dense=_dense, sparse=_sparse_v3, mtp=mtp)
 
 
@@ -181,5 +205,11 @@ def deepseek3_2(
 
 _variants = variants_with(mtp="mtp_block.")
 DEEPSEEK2 = family("maxtext.deepseek2", ("DeepseekV2ForCausalLM",), deepseek2)
-DEEPSEEK3 = family("maxtext.deepseek3", ("DeepseekV3ForCausalLM",), deepseek3, variants=_variants)
+DEEPSEEK3 = family(
+    "maxtext.deepseek3",
+    ("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+    deepseek3,
+    renames=LANGUAGE_MODEL_SPELLINGS,
+    variants=_variants,
+)
 DEEPSEEK3_2 = family("maxtext.deepseek3_2", ("DeepseekV32ForCausalLM",), deepseek3_2, variants=_variants)

@@ -27,9 +27,9 @@ from orbax_safetensors.mapping.families.maxtext.common import (
     under,
 )
 from orbax_safetensors.mapping.families.stored import (
-    GEMMA3_SPELLINGS,
     GEMMA3_TEXT,
     GEMMA3_VISION,
+    LANGUAGE_MODEL_SPELLINGS,
     Config,
     Leaves,
     completed,
@@ -97,5 +97,5 @@ GEMMA3 = family(
     "maxtext.gemma3",
     ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     gemma3,
-    renames=GEMMA3_SPELLINGS,
+    renames=LANGUAGE_MODEL_SPELLINGS,
 )

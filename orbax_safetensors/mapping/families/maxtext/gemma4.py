@@ -90,7 +90,7 @@ def _is_small(config: Config) -> bool:
 def _heads(c: Config, i: int) -> Mapping[str, int]:
     """Return the sizes of layer `i` that may differ from the other layers'."""
     if c.get("per_layer_config"):  # as `transformers` writes it
-        sizes = {int(layer): of_layer for layer, of_layer in c["per_layer_config"].items()}.get(i, {})
+        sizes = {int(layer): sizes for layer, sizes in c["per_layer_config"].items()}.get(i, {})
         return {key: sizes[key] for key in ("head_dim", "num_key_value_heads") if key in sizes}
     if c["layer_types"][i] != "full_attention":
         return {}

@@ -1,0 +1,240 @@
+"""A command that takes long: it says on stderr how far it is, may be one of several processes, and ends on signals."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self, TextIO, TypeVar
+
+import jax
+
+from orbax_safetensors import Conversion, Link, SafetensorsError, TensorMismatchError
+from orbax_safetensors.cli.tables import Facts, Printer, human_bytes, human_seconds
+from orbax_safetensors.devices.agreement import new_key, together
+from orbax_safetensors.errors import printable
+from orbax_safetensors.storage.paths import place
+
+# The logger of the package: those of its modules are below it.
+_LOGGER = logging.getLogger(__package__.partition(".")[0])
+# Seconds between two lines of progress in a log.
+_LINE_SECONDS = 5.0
+# The longest that a process which has failed waits for the others, in seconds, if they do not know of it. Then JAX
+# ends all of them. What ends well ends at about the same time in all.
+_LEAVE_SECONDS = 30
+
+_Done = TypeVar("_Done", Conversion, Link)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run that takes long."""
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run of this command")
+    parser.add_argument(
+        "--distributed", action="store_true", help="run as one of several processes, by jax.distributed"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def begin(args: argparse.Namespace) -> None:
+    """Make this process one of several if `args.distributed` is set, and compare what they were started with.
+
+    Raises `SafetensorsError` in every process if paths or options differ, or processes cannot find each other.
+    """
+    if not os.environ.get("JAX_PLATFORMS"):
+        # No array goes to an accelerator, which another program may be using.
+        jax.config.update("jax_platforms", "cpu")
+    if not args.distributed:
+        return
+    default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if default_handler:
+        # Python's handler would run only once the other processes are there, or after minutes.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        jax.distributed.initialize(shutdown_timeout_seconds=_LEAVE_SECONDS)
+    except (ValueError, RuntimeError) as error:
+        raise SafetensorsError(f"jax.distributed cannot be started: {error}") from error
+    finally:
+        if default_handler:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The keys of agreements contain paths, so that processes with other paths would wait for each other in vain.
+    paths: dict[str, str] = {}
+
+    def placed() -> None:
+        paths.update(source=place(args.source), destination=place(args.destination))
+
+    def arguments(_: None) -> str:
+        return repr(sorted((vars(args) | paths).items()))
+
+    try:
+        together(new_key("command"), placed, arguments)
+    except TensorMismatchError as error:
+        raise SafetensorsError(
+            "the processes were started with different paths or options; process "
+            f"{jax.process_index()} has the source {paths['source']} and the destination {paths['destination']}"
+        ) from error
+
+
+def report(
+    args: argparse.Namespace, output: Printer, call: Callable[[Reporter], _Done], facts: Callable[[_Done], Facts]
+) -> int:
+    """Run `call`, say on stderr how far it is, and print what was done; process 0 alone says and prints."""
+    first, processes = jax.process_index() == 0, jax.process_count()
+    label = args.command if processes == 1 else f"{args.command}, process 0 of {processes}"
+    reporter = Reporter(label, sys.stderr if first else None)
+    received: list[signal.Signals] = []
+    try:
+        with _ended_by_signals(received), reporter:
+            done: _Done = call(reporter)
+    except Exception:
+        if not received:
+            raise
+        if first and reporter.begun:
+            print("interrupted: the same command with --resume goes on from here", file=sys.stderr)
+        return 128 + received[-1]  # what a shell says of a program that a signal has ended
+    if not first:
+        return 0
+    if args.json:
+        output.json(done.to_json() | {"processes": processes})
+        return 0
+    shared: Facts = [("processes", processes)] if processes > 1 else []
+    output.facts([*facts(done), *shared])
+    return 0
+
+
+class _SignalError(SafetensorsError):
+    """A signal told this process to end.
+
+    It is a `SafetensorsError`, not a `KeyboardInterrupt`, because the job passes these on to the processes that wait
+    for this one.
+    """
+
+
+@contextmanager
+def _ended_by_signals(received: list[signal.Signals]) -> Iterator[None]:
+    """Raise an error in the main thread on Ctrl-C and SIGTERM, and add the signal to `received`.
+
+    `jax.distributed` would ignore SIGTERM, in favour of programs that ask it for one. The error may arrive as another
+    one that was raised from it.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+        raise _SignalError(f"ended by {received[-1].name}")
+
+    handlers: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # What a shell starts in the background ignores interrupts.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers[number] = signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            # None is a handler that is not Python's, and cannot be set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class Warnings(logging.Handler):
+    """A handler that, while it is entered, passes warnings of the package to `say`, and to no other handler."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        self._say(f"{record.levelname.lower()}: {printable(record.getMessage())}")
+
+    def __enter__(self) -> Self:
+        self._before = _LOGGER.handlers, _LOGGER.propagate
+        _LOGGER.handlers, _LOGGER.propagate = [self], False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOGGER.handlers, _LOGGER.propagate = self._before
+
+
+class Reporter:
+    """Says how many of all bytes have been moved, at what rate, and how long the rest takes at that rate.
+
+    Used as a context manager and called with both numbers, from one thread. Meanwhile warnings are above the bar.
+    """
+
+    def __init__(self, label: str, stream: TextIO | None) -> None:
+        """Nothing is said if `stream` is None."""
+        self._label, self._stream = label, stream
+        self._started: float | None = None
+        self._last_line = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+        self._warnings = Warnings(self.say)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was called, which a job does before it moves the first byte."""
+        return self._started is not None
+
+    def __enter__(self) -> Self:
+        self._warnings.__enter__()
+        if self._stream is not None and self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[state]}"),
+                console=Console(file=self._stream),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=None, state="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._warnings.__exit__()
+        if self._bar is not None:
+            # A bar of what never began would stand above the error that says why.
+            self._bar.live.transient = not self.begun
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Report that `done` bytes of `total` have been moved."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now
+        state = progress_text(done, total, now - self._started)
+        if self._bar is not None:
+            # A bar without a length is full only if it has one.
+            self._bar.update(self._task, completed=done or not total, total=total or 1, state=state)
+        elif self._stream is not None and (done in (0, total) or now - self._last_line >= _LINE_SECONDS):
+            self._last_line = now
+            self.say(f"{self._label}: {state}")
+
+    def say(self, line: str) -> None:
+        """Print one line by itself."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            try:
+                print(line, file=self._stream, flush=True)
+            except OSError:
+                self._stream = None  # nobody reads it any more: the job goes on
+
+
+def progress_text(done: int, total: int, seconds: float) -> str:
+    """Return `1.2 GiB of 4.8 GiB, 310.5 MiB/s, 12.3 s left`, as far as there is something to say."""
+    text = f"{human_bytes(done)} of {human_bytes(total)}"
+    if done and seconds > 0:
+        text += f", {human_bytes(round(done / seconds))}/s"
+        if done < total:
+            text += f", {human_seconds(seconds * (total - done) / done)} left"
+    return text

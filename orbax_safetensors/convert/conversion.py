@@ -1,0 +1,329 @@
+"""From files to files, at any size: `convert` between safetensors and Orbax, `reshard` within either format.
+
+`prepare` makes the `TileJob` of a request, which a plan looks at and a conversion runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Unpack
+
+from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.checkpoint.files import SUFFIX, is_orbax
+from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.convert.convert_request import ConvertArguments, ConvertRequest, ReshardArguments, ReshardRequest
+from orbax_safetensors.convert.into_files import files_from_files, files_from_orbax, plain_files_from_files
+from orbax_safetensors.convert.into_orbax import orbax_from_files, orbax_from_orbax
+from orbax_safetensors.devices.agreement import new_key, same_arguments, together
+from orbax_safetensors.devices.partition import MeshLike, Spec
+from orbax_safetensors.devices.sharding import num_processes
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.format.layout import MAX_FILE_BYTES
+from orbax_safetensors.mapping.families import DEQUANTIZED
+from orbax_safetensors.options import Progress, SafetensorsOptions
+from orbax_safetensors.orbax_store import open_step
+from orbax_safetensors.storage.memory import peak_bytes
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.cost import ConversionPlan
+from orbax_safetensors.streaming.cutting import MEMORY_BYTES
+from orbax_safetensors.streaming.tile_job import TileJob
+from orbax_safetensors.transfer.progress import passing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did in this process.
+
+    ```python
+    done = ost.convert("/models/qwen3", "/models/maxtext", to="orbax", family="maxtext")
+    print(f"{done.path}: {done.nbytes:,} bytes in {done.seconds:.1f} s, at most {done.peak_bytes:,} bytes of memory")
+    ```
+
+    Attributes:
+      path: the new directory: of safetensors files, or what Orbax restores, an item, or a step if it has several.
+      nbytes: bytes of arrays that this process wrote, in the dtypes of the destination, before compression; less than
+        all if other processes shared the work, or if the conversion was resumed.
+      seconds: how long it took.
+      peak_bytes: the most memory that the process had since it began.
+      requests: reads and writes of the storage.
+      family, variant: the family of the tree, by name, and its switches; None and {} without a family.
+    """
+
+    path: str
+    nbytes: int
+    seconds: float
+    peak_bytes: int
+    requests: int
+    family: str | None
+    variant: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as a dict."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    to: str,
+    family: FamilyLike = None,
+    variant: Mapping[str, Any] | None = None,
+    config: Any = None,
+    dtype: Any = None,
+    mesh: MeshLike = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    step: int = 0,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    progress: Progress | None = None,
+    options: SafetensorsOptions | None = None,
+) -> Conversion:
+    """Convert a checkpoint of safetensors files to one of Orbax, or back, in tiles; or make a plain one of quantised.
+
+    ```python
+    ost.convert("/models/qwen3", "/models/maxtext", to="orbax", family="maxtext")
+    ost.convert("/models/maxtext", "/models/back", to="safetensors", family="maxtext", config="/models/qwen3")
+    ost.convert("/models/qwen3", "/models/plain", to="safetensors", family="dequantized")
+    ```
+
+    Memory holds only tiles, within `memory_bytes`. Every process of a program calls this alike and moves its part.
+    Until all is there, no reader can open the destination: the unfinished checkpoint has the name that Orbax gives it,
+    or is in `<destination>.partial`; it stays after a failure, for a call with `resume`.
+
+    Args:
+      source: files, or a directory, as for `open_checkpoint`; or a checkpoint as for `open_orbax`. Either may be a URL.
+      destination: for Orbax, a directory of steps, also as a `gs://` URL, in which `<destination>/<step>/items` is
+        made; for safetensors, a directory that must not be there yet.
+      to: `"orbax"` or `"safetensors"`.
+      family, variant: as for `SafetensorsRestore`. MaxText's families make MaxText's tree with its metadata. To
+        safetensors, switches are those that a conversion has recorded in the checkpoint, and `scan_layers` that which
+        MaxText has, unless `variant` has others. Without a family, arrays are tensors of the same names. From
+        safetensors to safetensors, the family is `"dequantized"`: names stay, quantised tensors become plain ones.
+      config: to safetensors, the content of the `config.json` to write, an object whose `to_dict` returns that, the
+        path of such a file, or a directory with one, of which the tokenizer's files and their like are also copied.
+        From safetensors, by default what stands beside the source, without what it says of quantisation.
+      dtype: to cast floating-point arrays to: one for all of them, which then also enters the config; or dtypes by
+        pattern: the first pattern that matches (`re.search`) the name of an array counts. To Orbax, names are those of
+        `spec`, to safetensors those of the tensors. Arrays that no pattern matches keep their dtype, as all arrays do
+        without `dtype`.
+      mesh, spec: to Orbax, the sizes of the axes of a mesh by name, and by pattern of a name the axes for each of an
+        array's dimensions, as for `reshard`. Names are those of `open_checkpoint(source, family=family).leaves`, for
+        example `params.decoder.decoder_norm.scale`. The chunks of arrays are the shards that devices will have.
+      like: to Orbax, instead of mesh and spec, the target of a restore, as for `reshard`.
+      step: to Orbax, the number of the step.
+      compression: to Orbax, whether chunks are compressed.
+      memory_bytes: for tiles on their way, with all buffers that they need.
+      resume: go on with what a call with the same arguments has left unfinished.
+      progress: called now and then with the bytes that this process has moved, and with those of its whole part. An
+        exception of `progress` ends the conversion and passes to the caller; other processes raise a `StorageError`.
+        By default that of `options`.
+      options: `direct` counts, and `storage_options` for safetensors files behind a URL and for a config. Orbax reaches
+        its checkpoints with credentials of the environment.
+
+    Raises:
+      StorageError: the destination is there already, or something cannot be read or written or changed meanwhile.
+      TensorMismatchError: mesh, spec or dtype does not fit the arrays, or `resume` finds another conversion.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      HeaderError, IndexFileError: the source is not valid.
+    """
+    request = partial(
+        ConvertRequest.of,
+        source,
+        destination,
+        to=to,
+        family=family,
+        variant=variant,
+        config=config,
+        dtype=dtype,
+        mesh=mesh,
+        spec=spec,
+        like=like,
+        step=step,
+        compression=compression,
+        memory_bytes=memory_bytes,
+        options=options,
+    )
+    return _run(request, resume, progress)
+
+
+def reshard(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    mesh: MeshLike = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    compression: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    progress: Progress | None = None,
+    options: SafetensorsOptions | None = None,
+) -> Conversion:
+    """Store a checkpoint anew in the format that it has, as suits another mesh, in tiles; see `convert`.
+
+    ```python
+    ost.reshard("/models/qwen3", "/models/for-4", mesh={"fsdp": 4}, spec={"proj.weight$": ("fsdp", None)})
+    ```
+
+    Of Orbax, all items of a step are stored anew: trees in other chunks, which are the shards that devices will have
+    or smaller chunks that make up these; items that are not trees are copied. Names, metadata and handlers are kept,
+    and without a mesh also the recorded shardings. Safetensors checkpoints get one file for each device of the mesh, as
+    PyTorch's distributed checkpoints have one for each rank, in which each shard is one range; without a mesh, they are
+    laid out anew in files of at most `max_file_bytes`. Files beside them are copied.
+
+    Args:
+      source: the directory of a step of Orbax, of steps (the latest counts) or of one item; or safetensors files.
+      destination: as for `convert`. A step of Orbax keeps the name of its directory, in this directory; an item alone
+        becomes this directory.
+      mesh: sizes of axes by name, as `{"fsdp": 16}`, or a mesh of JAX. No device is needed.
+      spec: by pattern (`re.search`) of the name of an array in its item, for each leading dimension of the array the
+        axis that shards it, several axes in a tuple, or None; a `PartitionSpec` is accepted as well. The first pattern
+        that matches a name counts; arrays that no pattern matches are not sharded. Axes have to divide the dimensions,
+        as JAX requires: arrays that a pattern does not fit are left whole, with a warning, and each pattern has to fit
+        at least one array.
+      like: instead of mesh and spec, the target of a restore: a tree with the names of the checkpoint, of objects with
+        a `sharding` over a mesh, as `jax.ShapeDtypeStruct` and `ArrayRestoreArgs`. Arrays without one are not sharded.
+      max_file_bytes: as for `SafetensorsSave`.
+      compression, memory_bytes, resume, progress, options: as for `convert`.
+
+    Raises: as `convert`.
+    """
+    request = partial(
+        ReshardRequest.of,
+        source,
+        destination,
+        mesh=mesh,
+        spec=spec,
+        like=like,
+        max_file_bytes=max_file_bytes,
+        compression=compression,
+        memory_bytes=memory_bytes,
+        options=options,
+    )
+    return _run(request, resume, progress)
+
+
+def plan_convert(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    process_count: int | None = None,
+    all_processes: bool = False,
+    **arguments: Unpack[ConvertArguments],
+) -> ConversionPlan:
+    """Return the cost of `convert` with the same arguments in each process; make nothing, and read no array.
+
+    ```python
+    plan = ost.plan_convert("/models/qwen3", "/models/maxtext", to="orbax", family="maxtext", process_count=4)
+    print([cost.read_bytes for cost in plan.processes])
+    ```
+
+    The plan has the same tiles, in the same shares and batches. Bytes and requests are exactly those of a conversion
+    that is not resumed, except for headers, indexes, metadata and files beside the tensors. Bytes of an Orbax
+    checkpoint are decoded bytes, see `ConversionPlan`.
+
+    Args:
+      process_count: how many processes share the work; by default those of this program.
+      all_processes: look at all of them; see `plan_restore`.
+      source, destination, arguments: as for `convert`, without `resume` and `progress`.
+
+    Raises: the errors of `convert` before it moves the first byte, also if the destination is there already.
+    """
+    return _plan(ConvertRequest.of(source, destination, **arguments), process_count, all_processes)
+
+
+def plan_reshard(
+    source: PathLike,
+    destination: PathLike,
+    *,
+    process_count: int | None = None,
+    all_processes: bool = False,
+    **arguments: Unpack[ReshardArguments],
+) -> ConversionPlan:
+    """Return the cost of `reshard` with the same arguments in each process; see `plan_convert`.
+
+    ```python
+    plan = ost.plan_reshard("/models/qwen3", "/models/for-4", mesh={"fsdp": 4}, spec={"proj.weight$": ("fsdp", None)})
+    print([file.nbytes for file in plan.files])
+    ```
+    """
+    return _plan(ReshardRequest.of(source, destination, **arguments), process_count, all_processes)
+
+
+def _plan(request: ConvertRequest | ReshardRequest, process_count: int | None, all_processes: bool) -> ConversionPlan:
+    count = num_processes((), process_count)
+    job = prepare(request)
+    try:
+        return job.plan(count, all_processes=all_processes)
+    finally:
+        job.source.close()
+
+
+# Makes the job of a `convert`, by the formats of the source and of the destination.
+_JOBS = {("safetensors", "orbax"): orbax_from_files, ("orbax", "safetensors"): files_from_orbax}
+
+
+def prepare(request: ConvertRequest | ReshardRequest) -> TileJob:
+    """Return the job of a `convert` or `reshard`, with their errors; the caller closes its source."""
+    path = request.source
+    # Orbax reaches its checkpoints with credentials of the environment.
+    from_orbax_only = isinstance(request, ConvertRequest) and request.to == "safetensors"
+    from_orbax = is_orbax(path, None if from_orbax_only else request.options.storage_options)
+    if isinstance(request, ReshardRequest):
+        request.check_for(orbax=from_orbax)
+        return orbax_from_orbax(request) if from_orbax else files_from_files(request)
+    if (job := _JOBS.get(("orbax" if from_orbax else "safetensors", request.to))) is not None:
+        return job(request)
+    if not from_orbax and request.family in (DEQUANTIZED, DEQUANTIZED.name):
+        return plain_files_from_files(request)
+    if from_orbax:
+        open_step(path)  # raises the error of a directory that is neither
+        raise SafetensorsError(f"{path}: has no {SUFFIX} files; reshard makes another checkpoint of one of Orbax")
+    read_checkpoint(path, request.options.storage_options)  # raises the error of a path that is neither
+    raise SafetensorsError(
+        f"{path}: has {SUFFIX} files already, also if it is a link; reshard splits them anew, and "
+        f"family={DEQUANTIZED.name!r} makes plain ones of quantised ones"
+    )
+
+
+def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, progress: Progress | None) -> Conversion:
+    """Build the request and run its job, in all processes or in none; their arguments have to be alike."""
+    started = time.perf_counter()
+    job: TileJob | None = None
+
+    def prepared() -> str:
+        nonlocal job, progress
+        request = build()
+        progress = progress or request.options.progress
+        job = prepare(request)
+        return f"resume={resume!r} {request.facts}"
+
+    try:
+        together(new_key("conversion"), prepared, str, check=same_arguments)
+        assert job is not None
+        with passing(progress) as report:
+            moved = job.run(resume=resume, progress=report)
+    finally:
+        if job is not None:
+            job.source.close()
+    seconds = time.perf_counter() - started
+    most = peak_bytes()
+    logger.info(
+        "Made %s: %d bytes in %.2f s, %.2f GB/s, with at most %d bytes of memory",
+        moved.path,
+        moved.nbytes,
+        seconds,
+        moved.nbytes / max(seconds, 1e-9) / 1e9,
+        most,
+    )
+    return Conversion(moved.path, moved.nbytes, seconds, most, moved.requests, **job.use.record())

@@ -1,0 +1,113 @@
+"""`link`: an index that makes safetensors files a checkpoint of Orbax, where they are; and its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Unpack
+
+from orbax_safetensors.checkpoint.family import FamilyLike
+from orbax_safetensors.devices.agreement import new_key, same_arguments, together
+from orbax_safetensors.devices.partition import MeshLike, Spec
+from orbax_safetensors.errors import SafetensorsError
+from orbax_safetensors.link.link_job import Link, LinkPlan, prepare
+from orbax_safetensors.link.link_request import CHUNK_BYTES, LinkArguments, LinkRequest
+from orbax_safetensors.options import Progress
+from orbax_safetensors.storage.paths import PathLike
+from orbax_safetensors.streaming.cutting import MEMORY_BYTES
+
+
+def link(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    family: FamilyLike = None,
+    variant: Mapping[str, Any] | None = None,
+    mesh: MeshLike = None,
+    spec: Mapping[str, Spec] | None = None,
+    like: Any = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+    hard_links: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Link:
+    """Make safetensors files a checkpoint of Orbax by writing down where each chunk of each array lies in them.
+
+    ```python
+    ost.link("/models/qwen3", "/models/linked", family="maxtext")
+    params = ocp.PyTreeCheckpointer().restore("/models/linked")  # stock Orbax, MaxText's tree
+    ```
+
+    Orbax then restores the arrays, or a family's tree of them, from these files, without this package. Arrays that
+    differ from the files, because they are scaled, cast, decoded or permuted inside of a dimension, are made as
+    `convert` makes them, in `memory_bytes`. The files must not change afterwards, except together with the index;
+    `verify` checks that.
+
+    Every process of a program calls this alike.
+
+    Args:
+      source: files, or a directory, as for `open_checkpoint`, on a file system, or a `gs://` directory.
+      destination: a directory to make, with symbolic links to the files. By default, and always below `gs://`, the
+        index is written beside the files. If the directory is an item of a step, as `ROOT/0/state`, the step's record
+        gets the item, for Orbax's managers of steps; a step without a record gets one only if you pass a destination,
+        which may be the directory of the files.
+      family, variant: as for `SafetensorsRestore`; MaxText's families make MaxText's tree with its metadata.
+      mesh, spec, like: as for `convert`: chunks are cut at the edges of shards if they can be, and shardings recorded.
+      chunk_bytes: the most bytes of a chunk, if its dimensions divide well.
+      memory_bytes: for the arrays that have to be made.
+      hard_links: link the files by hard links.
+      resume: go on with what a call with the same arguments has left unfinished.
+      progress: called now and then with the bytes that this process has made, and with those of its whole part. An
+        exception of `progress` passes to the caller; other processes raise a `StorageError`.
+
+    Raises:
+      StorageError: something is in the way, or cannot be read or written.
+      TensorMismatchError: mesh or spec do not fit the arrays, or `resume` finds another link.
+      MappingError: there is no such family, or it does not fit the checkpoint.
+      HeaderError, IndexFileError: the source is not valid.
+    """
+    started = time.perf_counter()
+    request = partial(
+        LinkRequest.of,
+        source,
+        destination,
+        family=family,
+        variant=variant,
+        mesh=mesh,
+        spec=spec,
+        like=like,
+        chunk_bytes=chunk_bytes,
+        memory_bytes=memory_bytes,
+        hard_links=hard_links,
+    )
+    job = together(new_key("link"), lambda: prepare(request()), lambda job: job.digest, check=same_arguments)
+    done = job.run(resume=resume, progress=progress)
+    return replace(done, seconds=time.perf_counter() - started)
+
+
+def plan_link(
+    source: PathLike,
+    destination: PathLike | None = None,
+    *,
+    process_count: int = 1,
+    **arguments: Unpack[LinkArguments],
+) -> LinkPlan:
+    """Plan a `link` with the same arguments from the headers alone; write nothing.
+
+    ```python
+    plan = ost.plan_link("/models/qwen3", "/models/linked", family="maxtext", mesh={"fsdp": 4}, process_count=2)
+    print(plan.made_bytes, [cost.read_bytes for cost in plan.restore.processes])
+    ```
+
+    Args:
+      process_count: how many processes restore the checkpoint on the mesh; they share its devices in order.
+      source, destination, arguments: as for `link`.
+
+    Raises: the errors of `link` before it writes, also if something is in the way at the destination.
+    """
+    if type(process_count) is not int or process_count < 1:
+        raise SafetensorsError(f"process_count is {process_count!r}, must be an integer of at least 1")
+    return prepare(LinkRequest.of(source, destination, **arguments)).plan(process_count)

@@ -1,0 +1,409 @@
+"""From a row of `mapping.formats` and the shapes of what is stored to the `Encoding` of a quantised tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orbax_safetensors.errors import MappingError
+from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.format.header import shown
+from orbax_safetensors.geometry.encoding import Encoding, Order, Parameter, Role
+from orbax_safetensors.mapping.formats import Format, Layout
+from orbax_safetensors.mapping.quantized_tensor import Quantized
+
+StoredTypes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype as spelled in a header
+Read = Callable[[str], bytes]  # the data of a small tensor by its name
+
+_WORD_BITS = 32
+_BITS = (2, 4, 8)
+_LONGEST_BLOCK = 4096  # elements of bitsandbytes' longest block
+
+
+class Settings(NamedTuple):
+    """What a config says.
+
+    Attributes:
+      method: None if there is no config.
+      block: rows and columns that share a scale.
+      schemes: pairs of the bits of an integer code and the elements of a group, -1 for a whole row.
+      zero_added: to each field of a word of GPTQ's zero points.
+      in_order: whether no groups are permuted; None if it does not say.
+    """
+
+    method: str | None = None
+    block: tuple[int, int] | None = None
+    schemes: frozenset[tuple[int, int]] = frozenset()
+    zero_added: int = 1
+    in_order: bool | None = None
+
+
+def ended(name: str, ending: str, other: str) -> str:
+    """Return `name` with another ending."""
+    return name[: len(name) - len(ending)] + other
+
+
+def quantized(
+    row: Format,
+    name: str,
+    codes: str,
+    names: Mapping[Role, str],
+    stored: StoredTypes,
+    settings: Settings,
+    read: Read,
+) -> Quantized:
+    """Return the tensor `name`, of which a format stores `codes`, and parameters under `names`.
+
+    Raises `MappingError` if shapes do not fit each other.
+    """
+    tensor = _Tensor(row, name, codes, names, stored, settings, read)
+    if 0 in tensor.found:
+        raise MappingError(f"{codes!r}: expected codes of at least one element, found shape {tensor.found}")
+    match row.layout:
+        case Layout.OUTPUTS | Layout.BLOCKS:
+            return tensor.outputs()
+        case Layout.INPUTS:
+            return tensor.inputs()
+        case Layout.INPUT_WORDS:
+            return tensor.input_words()
+        case Layout.FLAT:
+            return tensor.flat()
+
+
+class _Tensor:
+    """One quantised tensor: a row of the formats, and what is stored."""
+
+    def __init__(
+        self,
+        row: Format,
+        name: str,
+        codes: str,
+        names: Mapping[Role, str],
+        stored: StoredTypes,
+        settings: Settings,
+        read: Read,
+    ) -> None:
+        self.row, self.name, self.codes, self.names = row, name, codes, names
+        self.stored, self.settings, self.read = stored, settings, read
+        self.found = stored[codes][0]
+        self.shapes = {role: stored[name][0] for role, name in names.items()}
+        self.dtypes = {role: DTYPES[stored[name][1]] for role, name in names.items()}
+
+    def outputs(self) -> Quantized:
+        """Return the tensor, whose rows are outputs."""
+        row, found = self.row, self.found
+        if row.layout is Layout.BLOCKS:
+            wanted = row.group * row.bits // 8  # type: ignore[operator]
+            if len(found) < 4 or found[-1] != wanted:
+                raise MappingError(f"{self.codes!r}: expected shape (experts, rows, groups, {wanted}), found {found}")
+            if self.shapes[Role.SCALE] != found[:-1]:
+                raise MappingError(
+                    f"{self.names[Role.SCALE]!r}: expected shape {found[:-1]} for {self.codes!r} of shape {found}, "
+                    f"found {self.shapes[Role.SCALE]}"
+                )
+            found = (*found[:-2], found[-2] * found[-1])
+        if len(found) < 2:
+            raise MappingError(f"{self.codes!r}: expected two dimensions or more, found shape {found}")
+        bits, columns = self._bits_and_columns(found)
+        word_bits = DTYPES[row.dtypes[0]].bits if row.bits is None or row.bits < 8 else 8
+        shape = (*found[:-1], found[-1] * word_bits // bits)
+        kept = (*found[:-1], columns)
+        values = row.values.format(bits=bits)
+        grouped = Role.GROUP in self.names and Role.SCALE in self.names
+        block = self._block(kept)
+        parameters = []
+        for role in self.names:
+            dtype, at = self.dtypes[role], self.shapes[role]
+            match role:
+                case Role.SCALE:
+                    grid = -(-kept[-2] // block[0]), -(-columns // block[1])
+                    here = (block[0], 0) if grouped else block
+                    parameters.append(Parameter(role, dtype, grid, here))
+                case Role.ZERO:
+                    values = f"unsigned{bits}"
+                    grid = -(-kept[-2] // block[0]), -(-columns // block[1])
+                    self._expect(role, (-(-grid[0] * bits // _WORD_BITS), grid[1]))
+                    here = (block[0], 0) if grouped else block
+                    parameters.append(Parameter(role, dtype, grid, here, bits, down=True))
+                case Role.GROUP:
+                    self._expect(role, (columns,))
+                    parameters.append(Parameter(role, dtype, (1, columns), (kept[-2], 1)))
+                case _:  # of the whole tensor
+                    if prod(at) != 1 or len(found) > 2:
+                        raise MappingError(
+                            f"{self.names[role]!r}: expected one number for {self.codes!r}, found shape {at}"
+                        )
+                    parameters.append(Parameter(role, dtype, (1, 1), (kept[-2], columns)))
+        encoding = self._encoding(shape, bits, values, parameters)
+        axes = tuple(range(len(shape)))
+        if row.layout is Layout.BLOCKS:
+            axes = (*axes[:-2], axes[-1], axes[-2])
+        kept = tuple(kept[axis] for axis in axes)
+        return self._quantized(encoding, kept, shape, axes, kept)
+
+    def _bits_and_columns(self, found: tuple[int, ...]) -> tuple[int, int]:
+        """Return the bits of a code, and how many of a row are elements: the last word may have fewer."""
+        row = self.row
+        if row.bits is not None:
+            return row.bits, found[-1] * (8 // row.bits)
+        scale = self.shapes[Role.SCALE]
+        groups = scale[-1] if len(scale) == 2 else 1
+        candidates = set()
+        for bits, group in self.settings.schemes or {(bits, -1) for bits in _BITS}:
+            if bits not in _BITS:
+                raise MappingError(
+                    f"{self.codes!r}: expected codes of {_BITS} bits, found {bits} in quantization_config"
+                )
+            per_word = _WORD_BITS // bits
+            if group > 0 and (found[-1] - 1) * per_word < groups * group <= found[-1] * per_word:
+                candidates.add((bits, groups * group))
+            elif group <= 0:
+                candidates.update(
+                    (bits, columns) for columns in range((found[-1] - 1) * per_word + 1, found[-1] * per_word + 1)
+                )
+        if len(candidates) == 1:
+            return candidates.pop()
+        name = ended(self.codes, row.codes, row.facts[0])
+        columns = self._integers(name)[-1]
+        fitting = {bits for bits, fits in candidates if fits == columns}
+        if len(fitting) != 1:
+            raise MappingError(
+                f"{self.codes!r}: expected int32 words for {columns} columns, as {name!r} says, in groups and codes of "
+                f"quantization_config, found shape {found} and scales of shape {scale}"
+            )
+        return fitting.pop(), columns
+
+    def _integers(self, name: str) -> tuple[int, ...]:
+        """Return the two numbers of a stored tensor that has a shape."""
+        data = self.read(name) if name in self.stored else b""
+        if len(data) not in (8, 16):
+            raise MappingError(f"{name!r}: expected two integers, the shape of {self.name!r}, found {len(data)} bytes")
+        return tuple(np.frombuffer(data, f"<i{len(data) // 2}").tolist())
+
+    def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many rows and columns share a scale, according to the shape of the scales."""
+        *leading, rows, columns = shape
+        block, group, found = self.settings.block, self.row.group, self.shapes[Role.SCALE]
+        fitting: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {}
+        if group is not None:
+            fitting[f"groups of {group}"] = (
+                (1, group),
+                [(*leading, rows, columns // group)] if columns % group == 0 else [],
+            )
+        else:
+            if block is not None:
+                high, wide = -(-rows // block[0]), -(-columns // block[1])
+                shapes = [(*leading, high, wide)]
+                if self.settings.method == "modelopt":
+                    shapes.append((*leading, high, 1, wide, 1))
+                fitting[f"blocks of {block[0]} x {block[1]}"] = (block, shapes)
+            fitting["rows"] = ((1, columns), [(*leading, rows, 1), (*leading, rows)])
+            if not leading:
+                fitting["the tensor"] = ((rows, columns), [(), (1,), (1, 1)])
+            for size in self._groups(shape):
+                fitting[f"groups of {size}"] = ((1, size), [(*leading, rows, columns // size)])
+        for chosen, shapes in fitting.values():
+            if found in shapes:
+                return min(chosen[0], rows), min(chosen[1], columns)
+        expected = ", ".join(
+            f"{' or '.join(map(str, shapes)) or 'none'} for {what}" for what, (_, shapes) in fitting.items()
+        )
+        missing = "; quantization_config has no block size" if block is None and group is None else ""
+        raise MappingError(
+            f"{self.names[Role.SCALE]!r}: expected {expected} of {self.codes!r} of shape {self.found}, "
+            f"found shape {found}{missing}"
+        )
+
+    def _groups(self, shape: tuple[int, ...]) -> Iterator[int]:
+        """Yield sizes that groups of a row may have: those of the config, else any for integers and exponents."""
+        found, columns = self.shapes[Role.SCALE], shape[-1]
+        sizes = {group for _, group in self.settings.schemes if group > 0}
+        if not sizes and (self.row.bits is None or self.dtypes[Role.SCALE].name in ("U8", "F8_E8M0")):
+            sizes = {columns // found[-1]} if found and found[-1] else set()
+        return (size for size in sorted(sizes) if size and columns % size == 0)
+
+    def inputs(self) -> Quantized:
+        """Return the tensor, whose rows are inputs."""
+        inputs, words = self._matrix()
+        bits = self.row.bits or 4
+        self._check_bits(bits)
+        outputs = words * (_WORD_BITS // bits)
+        groups, group = self._input_groups(inputs, outputs)
+        self._expect(Role.ZERO, (groups, words))
+        grid = groups, outputs
+        encoding = self._encoding(
+            (inputs, outputs),
+            bits,
+            self.row.values,
+            [
+                Parameter(Role.SCALE, self.dtypes[Role.SCALE], grid, (group, 1)),
+                Parameter(Role.ZERO, self.dtypes[Role.ZERO], grid, (group, 1), bits, self.row.order),
+            ],
+        )
+        shape = outputs, inputs
+        return self._quantized(encoding, shape, encoding.shape, (1, 0), shape)
+
+    def input_words(self) -> Quantized:
+        """Return the tensor, whose rows are words of inputs."""
+        rows, outputs = self._matrix()
+        zeros = self.shapes[Role.ZERO]
+        if (
+            len(zeros) != 2
+            or outputs == 0
+            or zeros[1] * _WORD_BITS % outputs
+            or zeros[1] * _WORD_BITS // outputs not in _BITS
+        ):
+            raise MappingError(
+                f"{self.names[Role.ZERO]!r}: expected shape (groups, {outputs} * bits / 32) for {self.codes!r} of "
+                f"shape {self.found} and {', '.join(map(str, _BITS))} bits, found {zeros}"
+            )
+        bits = zeros[1] * _WORD_BITS // outputs
+        self._check_bits(bits)
+        per_word = _WORD_BITS // bits
+        inputs = rows * per_word
+        groups, group = self._input_groups(inputs, outputs)
+        self._expect(Role.ZERO, (groups, zeros[1]))
+        permuted = Role.GROUP in self.names and not self.settings.in_order
+        if not permuted and group % per_word:
+            raise MappingError(
+                f"{self.codes!r}: expected groups of whole words of {per_word} inputs, found groups of {group}"
+            )
+        block = (0, per_word) if permuted else (group // per_word, per_word)
+        added = sum(1 << at for at in range(0, _WORD_BITS, bits)) if self.settings.zero_added else 0
+        parameters = [
+            Parameter(Role.SCALE, self.dtypes[Role.SCALE], (groups, outputs), block),
+            Parameter(Role.ZERO, self.dtypes[Role.ZERO], (groups, outputs), block, bits, added=added),
+        ]
+        if Role.GROUP in self.names:
+            self._expect(Role.GROUP, (inputs,))
+        if permuted:
+            parameters.append(Parameter(Role.GROUP, self.dtypes[Role.GROUP], (rows, per_word), (1, 0)))
+        values = self.row.values.format(bits=bits)
+        encoding = self._encoding((rows, outputs * per_word), bits, values, parameters, rows_in_word=per_word)
+        kept = outputs, rows, per_word
+        return self._quantized(encoding, (outputs, inputs), (rows, outputs, per_word), (1, 0, 2), kept)
+
+    def _matrix(self) -> tuple[int, int]:
+        if len(self.found) != 2:
+            raise MappingError(f"{self.codes!r}: expected two dimensions, found shape {self.found}")
+        return self.found[0], self.found[1]
+
+    def _check_bits(self, bits: int) -> None:
+        said = {number for number, _ in self.settings.schemes}
+        if said and bits not in said:
+            raise MappingError(
+                f"{self.codes!r}: expected codes of {shown(said)} bits, as in quantization_config, found {bits}"
+            )
+
+    def _input_groups(self, inputs: int, outputs: int) -> tuple[int, int]:
+        """Return how many groups of inputs there are, and the inputs of each."""
+        scale = self.shapes[Role.SCALE]
+        sizes = {group for _, group in self.settings.schemes}
+        groups = scale[0] if len(scale) == 2 else 0
+        group = -(-inputs // groups) if groups else 0
+        if any(size > 0 for size in sizes):
+            group = min(max(sizes), inputs)
+        if scale != (groups, outputs) or group == 0 or -(-inputs // group) != groups:
+            sized = f"{inputs} / {group}" if group else "groups"
+            raise MappingError(
+                f"{self.names[Role.SCALE]!r}: expected shape ({sized}, {outputs}) for {self.codes!r} of shape "
+                f"{self.found}, found {scale}"
+            )
+        return groups, group
+
+    def flat(self) -> Quantized:
+        """Return the tensor, whose blocks go over the ends of rows."""
+        state = self._state()
+        shape, size = tuple(state["shape"]), state["blocksize"]
+        elements = prod(shape)
+        blocks = -(-elements // size)
+        if prod(self.found) != -(-elements // 2):
+            raise MappingError(
+                f"{self.codes!r}: expected {-(-elements // 2)} bytes for shape {shape}, found shape {self.found}"
+            )
+        self._expect(Role.SCALE, (blocks,))
+        self._expect(Role.VALUES, (16,))
+        every = (blocks, size)
+        parameters = [
+            Parameter(Role.SCALE, self.dtypes[Role.SCALE], (blocks, 1), (1, size)),
+            Parameter(Role.VALUES, self.dtypes[Role.VALUES], (1, 16), (blocks, 0)),
+        ]
+        added = 0.0
+        if Role.FACTOR in self.names:
+            nested, offset = state.get("nested_blocksize"), state.get("nested_offset")
+            if type(nested) is not int or not 0 < nested <= _LONGEST_BLOCK:
+                raise MappingError(
+                    f"{self.codes!r}: expected a nested_blocksize of 1 to {_LONGEST_BLOCK}, found {shown(nested)}"
+                )
+            if not isinstance(offset, int | float) or not abs(offset) <= float(np.finfo(np.float32).max):
+                raise MappingError(f"{self.codes!r}: expected a float32 as nested_offset, found {shown(offset)}")
+            self._expect(Role.FACTOR, (-(-blocks // nested),))
+            self._expect(Role.SCALE_VALUES, (256,))
+            parameters += [
+                Parameter(Role.SCALE_VALUES, self.dtypes[Role.SCALE_VALUES], (1, 256), (blocks, 0)),
+                Parameter(Role.FACTOR, self.dtypes[Role.FACTOR], (-(-blocks // nested), 1), (nested, size)),
+            ]
+            added = float(offset)
+        encoding = self._encoding(
+            every, 4, self.row.values, parameters, added=added, padding=prod(every) - 2 * prod(self.found)
+        )
+        return self._quantized(encoding, shape, (prod(every),), (0,), (elements,))
+
+    def _state(self) -> dict[str, Any]:
+        """Return what bitsandbytes says of a tensor, which no shape says: it stores a column of bytes."""
+        names = [ended(self.codes, self.row.codes, ending) for ending in self.row.facts]
+        stored = [name for name in names if name in self.stored]
+        text = self.read(stored[0]) if stored else b""
+        try:
+            state = json.loads(text)
+            fits = (
+                all(type(size) is int and size >= 0 for size in state["shape"])
+                and type(state["blocksize"]) is int
+                and 0 < state["blocksize"] <= _LONGEST_BLOCK
+                and state["blocksize"] % 2 == 0
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            fits = False
+        if not fits:
+            raise MappingError(
+                f"{self.codes!r}: expected its shape and blocksize in {' or '.join(map(repr, names))}, "
+                f"found {shown(text)}"
+            )
+        return dict(state)
+
+    def _expect(self, role: Role, shape: tuple[int, ...]) -> None:
+        if self.shapes[role] != shape:
+            raise MappingError(
+                f"{self.names[role]!r}: expected shape {shape} for {self.codes!r} of shape {self.found}, "
+                f"found {self.shapes[role]}"
+            )
+
+    def _encoding(
+        self, shape: tuple[int, ...], bits: int, values: str, parameters: Sequence[Parameter], **others: Any
+    ) -> Encoding:
+        return _encoding(shape, bits, values, tuple(parameters), self.row.order, final=self.row.final, **others)
+
+    def _quantized(
+        self,
+        encoding: Encoding,
+        shape: tuple[int, ...],
+        unfolded: tuple[int, ...],
+        axes: tuple[int, ...],
+        kept: tuple[int, ...],
+    ) -> Quantized:
+        names = tuple(self.names[parameter.role] for parameter in encoding.parameters)
+        label = self.row.name.format(bits=encoding.bits)
+        return Quantized(self.name, label, self.codes, names, encoding, shape, unfolded, axes, kept)
+
+
+@lru_cache
+def _encoding(
+    shape: tuple[int, ...], bits: int, values: str, parameters: tuple[Parameter, ...], order: Order, **others: Any
+) -> Encoding:
+    """Return an encoding: the same object for all tensors with equal arguments."""
+    return Encoding(shape, bits, values, parameters, order, **others)

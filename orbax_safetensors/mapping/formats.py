@@ -1,0 +1,253 @@
+"""The formats of quantised tensors: a row for each, which says what is stored beside what, and what codes mean.
+
+A row is data. `mapping.quantization` finds the row of each tensor by the names, dtypes and shapes of what is stored,
+and makes an `Encoding` of it, which one decoder executes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from orbax_safetensors.geometry.encoding import Order, Role
+
+FLOATS = ("F32", "BF16", "F16")
+EXPONENTS = ("U8", "F8_E8M0")
+
+
+class Layout(Enum):
+    """How the codes of a matrix of outputs and inputs are arranged."""
+
+    OUTPUTS = auto()  # a row for each output, its inputs from the first word on
+    BLOCKS = auto()  # the same with a dimension for the bytes of a block; models have outputs and inputs swapped
+    INPUTS = auto()  # a row for each input, its outputs in words
+    INPUT_WORDS = auto()  # a row for each word of inputs, with the words of all outputs
+    FLAT = auto()  # all elements one after the other; blocks go over the ends of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A parameter: the endings that its name may have in place of that of the codes, and the dtypes it may have."""
+
+    role: Role
+    endings: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # a row is the same only as itself, and quick to hash
+class Format:
+    """How one format stores a tensor.
+
+    Attributes:
+      name: what users call it; `{bits}` is the size of a code.
+      codes: what the name of the codes ends in, and `tensor` what that of the tensor ends in instead.
+      dtypes: of the codes.
+      values: what a code means, see `Encoding.values`; `{bits}` is the size of a code.
+      bits: of a code; None if shapes or the config say it.
+      parameters: what is stored beside them; the scale first.
+      layout: of the codes.
+      order: of codes in a byte or a word.
+      facts: endings of stored tensors that describe the codes, and are not needed to decode them.
+      group: elements of a row that share a scale; None if shapes or the config say it.
+      final: what a scaled element is multiplied by.
+      method: the `quant_method` of its configs, if another format has the same names and dtypes.
+    """
+
+    name: str
+    codes: str
+    tensor: str
+    dtypes: tuple[str, ...]
+    values: str
+    bits: int | None
+    parameters: tuple[Stored, ...]
+    layout: Layout = Layout.OUTPUTS
+    order: Order = Order.LOW_FIRST
+    facts: tuple[str, ...] = ()
+    group: int | None = None
+    final: float = 1
+    method: str | None = None
+
+    @property
+    def scales(self) -> Stored:
+        """Return the parameter that every format has."""
+        return self.parameters[0]
+
+
+_ZEROS = Stored(Role.ZERO, (".qzeros",), ("I32",))
+_SCALES = Stored(Role.SCALE, (".scales",), FLOATS)
+_PACKED_FACTS = (".weight_shape",)
+_BITSANDBYTES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+
+FORMATS = (
+    # compressed-tensors, as llm-compressor writes it.
+    Format(
+        "int{bits}",
+        ".weight_packed",
+        ".weight",
+        ("I32",),
+        "offset{bits}",
+        None,
+        (
+            Stored(Role.SCALE, (".weight_scale",), FLOATS),
+            Stored(Role.ZERO, (".weight_zero_point",), ("I32",), required=False),
+            Stored(Role.GROUP, (".weight_g_idx",), ("I32",), required=False),
+        ),
+        facts=_PACKED_FACTS,
+    ),
+    Format(
+        "NVFP4",
+        ".weight_packed",
+        ".weight",
+        ("U8",),
+        "F4",
+        4,
+        (
+            Stored(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
+            Stored(Role.DIVISOR, (".weight_global_scale",), ("F32",)),
+        ),
+        facts=_PACKED_FACTS,
+        group=16,
+    ),
+    Format(
+        "MXFP4",
+        ".weight_packed",
+        ".weight",
+        ("U8",),
+        "doubled F4",
+        4,
+        (Stored(Role.SCALE, (".weight_scale",), ("U8",)),),
+        facts=_PACKED_FACTS,
+        group=32,
+    ),
+    # NVIDIA ModelOpt, AMD Quark, DeepSeek-V4, gpt-oss.
+    Format(
+        "NVFP4",
+        ".weight",
+        ".weight",
+        ("U8",),
+        "F4",
+        4,
+        (
+            Stored(Role.SCALE, (".weight_scale",), ("F8_E4M3",)),
+            Stored(Role.FACTOR, (".weight_scale_2",), ("F32",)),
+        ),
+        group=16,
+    ),
+    Format(
+        "MXFP4",
+        ".weight",
+        ".weight",
+        ("U8",),
+        "doubled F4",
+        4,
+        (Stored(Role.SCALE, (".weight_scale",), ("U8",)),),
+        group=32,
+    ),
+    Format(
+        "MXFP4",
+        ".weight",
+        ".weight",
+        ("I8",),
+        "F4",
+        4,
+        (Stored(Role.SCALE, (".scale",), ("F8_E8M0",)),),
+        group=32,
+    ),
+    Format(
+        "MXFP4",
+        "_blocks",
+        "",
+        ("U8",),
+        "doubled F4",
+        4,
+        (Stored(Role.SCALE, ("_scales",), ("U8",)),),
+        Layout.BLOCKS,
+        group=32,
+    ),
+    Format(
+        "fp8",
+        "",
+        "",
+        ("F8_E4M3",),
+        "F8_E4M3",
+        8,
+        (Stored(Role.SCALE, ("_scale_inv", "_scale"), (*FLOATS, *EXPONENTS)),),
+    ),
+    Format(
+        "fp8",
+        ".weight",
+        ".weight",
+        ("F8_E4M3",),
+        "F8_E4M3",
+        8,
+        (Stored(Role.SCALE, (".scale", ".qscale_weight"), (*FLOATS, *EXPONENTS)),),
+    ),
+    Format(
+        "AWQ",
+        ".qweight",
+        ".weight",
+        ("I32",),
+        "unsigned4",
+        4,
+        (_SCALES, _ZEROS),
+        Layout.INPUTS,
+        Order.EVEN_FIRST,
+        method="awq",
+    ),
+    Format(
+        "GPTQ {bits} bits",
+        ".qweight",
+        ".weight",
+        ("I32",),
+        "unsigned{bits}",
+        None,
+        (_SCALES, _ZEROS, Stored(Role.GROUP, (".g_idx",), ("I32",), required=False)),
+        Layout.INPUT_WORDS,
+        method="gptq",
+    ),
+    # bitsandbytes.
+    Format(
+        "bitsandbytes 4 bits",
+        ".weight",
+        ".weight",
+        ("U8",),
+        "F4",
+        4,
+        (
+            Stored(Role.SCALE, (".weight.absmax",), ("U8",)),
+            Stored(Role.VALUES, (".weight.quant_map",), ("F32",)),
+            Stored(Role.SCALE_VALUES, (".weight.nested_quant_map",), ("F32",)),
+            Stored(Role.FACTOR, (".weight.nested_absmax",), ("F32",)),
+        ),
+        Layout.FLAT,
+        Order.HIGH_FIRST,
+        tuple(f".weight{state}" for state in _BITSANDBYTES),
+    ),
+    Format(
+        "bitsandbytes 4 bits",
+        ".weight",
+        ".weight",
+        ("U8",),
+        "F4",
+        4,
+        (
+            Stored(Role.SCALE, (".weight.absmax",), ("F32",)),
+            Stored(Role.VALUES, (".weight.quant_map",), ("F32",)),
+        ),
+        Layout.FLAT,
+        Order.HIGH_FIRST,
+        tuple(f".weight{state}" for state in _BITSANDBYTES),
+    ),
+    Format(
+        "bitsandbytes int8",
+        ".weight",
+        ".weight",
+        ("I8",),
+        "int8",
+        8,
+        (Stored(Role.SCALE, (".SCB",), ("F32",)),),
+        facts=(".weight_format",),
+        final=1 / 127,
+    ),
+)

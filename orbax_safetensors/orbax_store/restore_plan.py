@@ -1,0 +1,134 @@
+"""What a restore of an Orbax checkpoint on a mesh costs, in chunks, counted from metadata alone.
+
+Orbax restores each distinct shard of a process separately. For each shard, it reads and decodes every chunk that the
+shard touches, always whole. The encoded size of a chunk is not known before the read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from orbax_safetensors.devices.partition import Partition
+from orbax_safetensors.devices.sharding import by_process
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.orbax_store import OrbaxCheckpoint, OrbaxLeaf
+from orbax_safetensors.orbax_store.leaf import ARRAYS, STRING, num_chunks, touched_nbytes
+from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, OverRead
+
+
+@dataclass(frozen=True)
+class OrbaxProcessCost(OverRead):
+    """What a restore costs one process: decoded bytes of its distinct shards and of the chunks that they touch."""
+
+    needed_bytes: int
+    read_bytes: int
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class OrbaxLeafOverRead(OverRead):
+    """A leaf whose chunks make processes read far more than they need; the figures are sums over all processes.
+
+    With chunks of `shard_shape`, or of even parts of it, processes would read only what they need.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    needed_bytes: int
+    read_bytes: int
+    num_chunks: int
+
+
+@dataclass(frozen=True)
+class OrbaxRestorePlan:
+    """What a restore will cost.
+
+    Attributes:
+      total_bytes, total_chunks: decoded bytes and chunks of all arrays.
+      num_arrays: the number of arrays, including scalars.
+      file_bytes: of all files of the checkpoint, as stored; None on an object store.
+      processes: the cost for each process.
+      over_reads: the leaves of which processes read more than 1.1 times the needed bytes, the most wasteful first.
+    """
+
+    total_bytes: int
+    total_chunks: int
+    num_arrays: int
+    file_bytes: int | None
+    processes: tuple[OrbaxProcessCost, ...]
+    over_reads: tuple[OrbaxLeafOverRead, ...]
+
+    def to_json(self) -> str:
+        """Return the plan as a JSON object with the names of the attributes."""
+        plan: dict[str, Any] = asdict(self)
+        described = zip(self.processes + self.over_reads, plan["processes"] + plan["over_reads"], strict=True)
+        for cost, document in described:
+            document["over_read"] = cost.over_read
+        return json.dumps(plan)
+
+
+def plan_orbax_restore(checkpoint: OrbaxCheckpoint, sharding: Partition, process_count: int) -> OrbaxRestorePlan:
+    """Count what each of `process_count` processes reads to restore all arrays of a checkpoint.
+
+    Processes share the devices of the mesh evenly and in order. Raises `TensorMismatchError` if the partition does not
+    fit the arrays: each of its patterns must match an array whose dimensions its axes divide.
+    """
+    leaves = {name: leaf for name, leaf in checkpoint.leaves.items() if leaf.kind != STRING}
+    return plan_arrays(leaves, sharding, process_count, checkpoint.stored_bytes())
+
+
+def plan_arrays(
+    leaves: Mapping[str, OrbaxLeaf], sharding: Partition, process_count: int, file_bytes: int | None
+) -> OrbaxRestorePlan:
+    """Plan a restore of arrays by name, in files of `file_bytes` together; see `plan_orbax_restore`."""
+    sharding.check((name, leaf.shape) for name, leaf in leaves.items() if leaf.kind in ARRAYS)
+    devices = prod(sharding.mesh.values())
+    owners = [device * process_count // devices for device in range(devices)]
+    known: dict[tuple[object, ...], tuple[OrbaxProcessCost, ...]] = {}
+    totals = [(0, 0, 0)] * process_count
+    over_reads = []
+    for name, leaf in leaves.items():
+        key = (leaf.shape, leaf.chunk_shape, leaf.dtype, sharding.spec(name, leaf.shape))
+        if key not in known:
+            known[key] = _costs(leaf, by_process(sharding.boxes(name, leaf.shape), owners, process_count))
+        costs = [(cost.needed_bytes, cost.read_bytes, cost.num_chunks) for cost in known[key]]
+        totals = [_sum(both) for both in zip(totals, costs, strict=True)]
+        needed, read, chunks = _sum(costs)
+        if read > REPORTED_OVER_READ * needed:
+            shard = sharding.shard(name, leaf.shape)
+            over_reads.append(OrbaxLeafOverRead(name, leaf.shape, leaf.chunk_shape, shard, needed, read, chunks))
+    return OrbaxRestorePlan(
+        total_bytes=sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values()),
+        total_chunks=sum(prod(leaf.grid) for leaf in leaves.values()),
+        num_arrays=len(leaves),
+        file_bytes=file_bytes,
+        processes=tuple(OrbaxProcessCost(*figures) for figures in totals),
+        over_reads=tuple(sorted(over_reads, key=lambda leaf: leaf.needed_bytes - leaf.read_bytes)),
+    )
+
+
+def _costs(leaf: OrbaxLeaf, boxes: Sequence[Sequence[Box]]) -> tuple[OrbaxProcessCost, ...]:
+    """Return what processes, given the boxes of their devices, read of one leaf."""
+    out = []
+    for process_boxes in boxes:
+        distinct = dict.fromkeys(process_boxes)
+        elements = sum(box.volume for box in distinct)
+        out.append(
+            OrbaxProcessCost(
+                elements * leaf.dtype.itemsize,
+                sum(touched_nbytes(box, leaf) for box in distinct),
+                sum(num_chunks(box, leaf) for box in distinct),
+            )
+        )
+    return tuple(out)
+
+
+def _sum(figures: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
+    needed, read, chunks = zip(*figures, strict=True)
+    return sum(needed), sum(read), sum(chunks)

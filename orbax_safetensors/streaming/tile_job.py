@@ -1,0 +1,160 @@
+"""`TileJob`: a conversion from any source into any sink, which all processes plan or run together.
+
+One batch of tiles is read while the ones before are written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+import jax
+
+from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
+from orbax_safetensors.options import Progress
+from orbax_safetensors.storage.memory import resident, trim
+from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan
+from orbax_safetensors.streaming.tiles import Sink, Tile, TileSource, nbytes
+from orbax_safetensors.transfer.engine import batches
+from orbax_safetensors.transfer.figures import looked_at
+
+_T = TypeVar("_T")
+
+
+class Moved(NamedTuple):
+    """What this process has moved: the destination, bytes of arrays that it wrote, and requests to both sides."""
+
+    path: str
+    nbytes: int
+    requests: int
+
+
+class TileJob:
+    """A conversion: which process moves which units. The caller closes `source`."""
+
+    def __init__(self, source: TileSource, sink: Sink, use: FamilyUse = NO_FAMILY) -> None:
+        """Touch nothing. `use` is the family whose tree is read or written."""
+        self.source, self.sink, self.use = source, sink, use
+
+    def plan(self, process_count: int, *, all_processes: bool = False) -> ConversionPlan:
+        """Return the cost of `run` for `process_count` processes; see `plan_restore`.
+
+        Raises the errors of `run` if something is in the way at the destination.
+        """
+        source, sink = self.source, self.sink
+        sink.check_place()
+        return ConversionPlan(
+            sink.path,
+            process_count,
+            tuple(self._cost(process, process_count) for process in looked_at(process_count, everyone=all_processes)),
+            files=sink.files,
+            arrays=sink.arrays,
+            source_bytes=source.stored_bytes,
+            from_orbax=source.decoded,
+        )
+
+    def _cost(self, process: int, process_count: int) -> ConversionCost:
+        early, last = self._share_of(range(len(self.sink.units)), process, process_count)
+        self.sink.expect([*early, *last])
+        costs = []
+        for tiles, size, overlap in chain(self._batches(early), self._batches(last)):
+            dtypes = [self.source.leaves[tile.name].dtype for tile in tiles]
+            costs.append(Batch(len(tiles), size, self.source.traffic(tiles), self.sink.traffic(tiles, dtypes), overlap))
+        return ConversionCost(process, tuple(costs))
+
+    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
+        """Convert, together with all other processes.
+
+        Raises in every process if one fails; the bytes written so far stay, for a run that resumes.
+        """
+        source = self.source
+        with self.sink.begin(resume=resume) as sink:
+            left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
+            early, last = self._share_of(left, jax.process_index(), jax.process_count())
+            sink.expect([*early, *last])
+            total = sum(map(self._nbytes, (*early, *last)))
+            moved = 0
+
+            def report(nbytes: int) -> None:
+                nonlocal moved
+                moved += nbytes
+                if progress is not None:
+                    progress(moved, total)
+
+            report(0)
+            self._move(early, report)
+            sink.commit(lambda: self._move(last, report) if last else None)
+        return Moved(sink.path, sink.nbytes, source.requests + sink.requests)
+
+    def _move(self, units: Sequence[int], report: Callable[[int], None]) -> None:
+        """Move units. A batch is read while up to `Sink.writers` batches are written, each by a thread.
+
+        With two, one batch is encoded or copied while another waits for the disk. `report` is called after each batch
+        that has been written, with its bytes.
+        """
+        sink = self.sink
+        # Freed memory that libraries keep serves the next batch, as long as the process stays below its limit.
+        most = resident() + 6 * sink.batch_bytes
+        with ThreadPoolExecutor(sink.writers, "writer") as pool:
+            writing: deque[tuple[Future[None], int]] = deque()
+
+            def finish(left: int) -> None:
+                """Wait until at most `left` batches are being written."""
+                while len(writing) > left:
+                    written, size = writing.popleft()
+                    written.result()
+                    report(size)
+
+            for tiles, size, overlap in self._batches(units):
+                finish(overlap)
+                arrays = self.source.read(tiles)
+                finish(overlap - 1)
+                if resident() > most:
+                    trim()
+                # The list passes to the writer with its arrays, so that their memory is free once they are written.
+                writing.append((pool.submit(sink.write, tiles, arrays), size))
+                del arrays
+            finish(0)
+        self.source.check()
+
+    def _batches(self, units: Iterable[int]) -> Iterator[tuple[list[Tile], int, int]]:
+        """Yield the tiles of units in batches of at most `Sink.batch_bytes`, or of one larger bundle.
+
+        With each come its bytes, and the most batches before it that are written while it is read: `Sink.writers`. Next
+        to a larger bundle these are fewer, so that all have the memory of `writers` and one more; but at least one.
+        """
+        writers, limit, leaves = self.sink.writers, self.sink.batch_bytes, self.source.leaves
+        before: deque[int] = deque([0] * writers, writers)
+        bundles = [(bundle, nbytes(bundle, leaves)) for unit in units for bundle in self.sink.units[unit]]
+        for batch in batches(bundles, limit):
+            tiles = [tile for bundle in batch for tile in bundle]
+            size, overlap = nbytes(tiles, leaves), writers
+            while overlap > 1 and size + sum(list(before)[-overlap:]) > (writers + 1) * limit:
+                overlap -= 1
+            yield tiles, size, overlap
+            before.append(size)
+
+    def _nbytes(self, unit: int) -> int:
+        return sum(nbytes(bundle, self.source.leaves) for bundle in self.sink.units[unit])
+
+    def _share_of(self, units: Sequence[int], process: int, count: int) -> tuple[list[int], list[int]]:
+        """Return the units that a process moves with the others; and the last unit, which process 0 moves later."""
+        last = self.sink.last
+        early = share([unit for unit in units if unit != last], self._nbytes, process, count)
+        return early, [unit for unit in units if unit == last and process == 0]
+
+
+def share(items: Sequence[_T], size: Callable[[_T], int], process: int, count: int) -> list[_T]:
+    """Return the share of one of `count` processes: consecutive items, in bytes about as many as each other share."""
+    sizes = [size(item) for item in items]
+    total, before = sum(sizes), 0
+    shared = []
+    for item, item_nbytes in zip(items, sizes, strict=True):
+        # An item belongs to the process in whose part of all bytes its middle lies.
+        if min((2 * before + item_nbytes) * count // max(2 * total, 1), count - 1) == process:
+            shared.append(item)
+        before += item_nbytes
+    return shared

@@ -1,0 +1,142 @@
+"""Tiles, and what sources and sinks do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple, Protocol, Self
+
+import jax
+import numpy as np
+
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.streaming.cost import PlannedArray, Traffic
+from orbax_safetensors.transfer.figures import PlannedFile
+
+
+class Tile(NamedTuple):
+    """A box of one leaf."""
+
+    name: str
+    box: Box
+
+
+Bundle = tuple[Tile, ...]  # tiles that interleave in storage, and are best moved at once
+Unit = tuple[Bundle, ...]  # what one process moves, in this order
+
+
+def nbytes(tiles: Iterable[Tile], leaves: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Return the bytes of tiles in memory."""
+    return sum(prod(tile.box.shape) * leaves[tile.name].dtype.itemsize for tile in tiles)
+
+
+class TileSource(Protocol):
+    """Leaves that are read in tiles."""
+
+    @property
+    def leaves(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """The shape of each leaf, and the dtype that its tiles are read with, by name."""
+
+    @property
+    def path(self) -> str:
+        """The file or directory of the leaves."""
+
+    @property
+    def identity(self) -> str:
+        """A digest of these leaves, of what they are made of and of its state."""
+
+    @property
+    def decoded(self) -> bool:
+        """Whether `traffic` counts decoded bytes."""
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of all files that hold the leaves, None if that is not known."""
+
+    @property
+    def requests(self) -> int:
+        """The number of reads so far."""
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """Return the axes of a leaf, innermost in storage first."""
+
+    def grain(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the boxes that are best read whole; they begin at multiples of it."""
+
+    def read(self, tiles: Sequence[Tile]) -> list[np.ndarray]:
+        """Return the elements of tiles, each as a new row-major array."""
+
+    def traffic(self, tiles: Sequence[Tile]) -> Traffic:
+        """Return the cost in storage of a `read` of the same tiles; read nothing."""
+
+    def check(self) -> None:
+        """Raise `StorageError` if the stored files have changed since they were opened."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+class Sink(Protocol):
+    """The new checkpoint, which is written in tiles. Nothing is touched until `begin`.
+
+    Attributes:
+      path: where the checkpoint will be.
+      units: the units of work that processes share.
+      batch_bytes: the bytes that move at once.
+      writers: the threads that may write batches at once.
+    """
+
+    path: str
+    units: Sequence[Unit]
+    batch_bytes: int
+    writers: int
+
+    @property
+    def last(self) -> int | None:
+        """The number of the unit that is written when all others are, if there is one."""
+
+    @property
+    def files(self) -> tuple[PlannedFile, ...]:
+        """The safetensors files of the checkpoint; empty for Orbax."""
+
+    @property
+    def arrays(self) -> tuple[PlannedArray, ...]:
+        """The arrays of a checkpoint of Orbax; empty for safetensors files."""
+
+    @property
+    def requests(self) -> int:
+        """The number of writes so far."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays that this process has written."""
+
+    def check_place(self) -> None:
+        """Raise `StorageError` if something is in the way; touch nothing."""
+
+    def begin(self, *, resume: bool) -> Self:
+        """Begin the checkpoint. Every process calls this; it succeeds or fails in all of them, as `commit` does."""
+
+    def has(self, unit: int) -> bool:
+        """Return whether a unit was written before this run, which resumes another."""
+
+    def expect(self, units: Sequence[int]) -> None:
+        """Expect this process to write these units, in this order; also without `begin`, for `traffic`."""
+
+    def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
+        """Write tiles, or keep them until the next call, at the latest until `commit`, and write them then.
+
+        A later run that resumes finds a unit written, by `has`, once the sink has written all of its tiles.
+        """
+
+    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
+        """Return the cost in storage of a `write` of the same tiles with these dtypes; write nothing."""
+
+    def commit(self, last: Callable[[], None]) -> None:
+        """See `JointSink`."""
+
+    def __enter__(self) -> Self:
+        """See `JointSink`."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """See `JointSink`."""

@@ -1,0 +1,90 @@
+"""The figures that plans have in common.
+
+*Needed* bytes are those that shards hold, each counted once; *read* and *written* bytes are those that requests cover.
+A request is one storage operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+# Plans report leaves with a higher ratio of read to needed bytes; below it, another sharding would gain little.
+REPORTED_OVER_READ = 1.1
+
+
+class NeededAndRead(Protocol):
+    """An object with needed and read bytes."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the needed bytes."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Return the read bytes."""
+
+
+class OverRead:
+    """A mixin that adds the over-read to a class with needed and read bytes."""
+
+    __slots__ = ()
+
+    @property
+    def over_read(self: NeededAndRead) -> float:
+        """Return the read bytes for each needed byte; 1.0 if none is needed."""
+        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class Reads(OverRead):
+    """Needed and read bytes."""
+
+    needed_bytes: int
+    read_bytes: int
+
+    @staticmethod
+    def total(costs: Iterable[NeededAndRead]) -> Reads:
+        """Return the sums over `costs`."""
+        figures = [(cost.needed_bytes, cost.read_bytes) for cost in costs]
+        return Reads(sum(needed for needed, _ in figures), sum(read for _, read in figures))
+
+
+@dataclass(frozen=True)
+class FileReads(OverRead):
+    """What one process reads of one file."""
+
+    file: str
+    needed_bytes: int
+    read_bytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True)
+class FileWrites:
+    """What one process writes into one file."""
+
+    file: str
+    written_bytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """The name and the size of a file to write, and the bytes of its tensors."""
+
+    file: str
+    nbytes: int
+    data_bytes: int
+
+
+# Of more processes, a plan looks at so many, spread from the first to the last.
+_LOOKED_AT = 4
+
+
+def looked_at(process_count: int, *, everyone: bool) -> tuple[int, ...]:
+    """Return the processes that a plan looks at: all if they are few, or if `everyone` is wanted."""
+    if everyone or process_count <= _LOOKED_AT:
+        return tuple(range(process_count))
+    return tuple(round(number * (process_count - 1) / (_LOOKED_AT - 1)) for number in range(_LOOKED_AT))

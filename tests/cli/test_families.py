@@ -1,0 +1,55 @@
+"""`families`: what there is, and what a checkpoint leads to."""
+
+import json
+import shutil
+
+from orbax_safetensors.mapping import registry
+from tests.support.roots import TESTDATA
+
+QWEN3 = TESTDATA / "maxtext" / "qwen3" / "hf"
+
+
+def test_all(cli):
+    found = json.loads(cli("families", "--json").out)["families"]
+    assert {family["family"] for family in found} >= {"maxtext.qwen3", "tunix.qwen3", "flax.paths", "dequantized"}
+    for family in found:
+        registry.find(family["family"], {"architectures": family["architectures"]}).check_variant(family["switches"])
+    (table,) = cli("families").blocks
+    assert table[0] == ["family", "switches", "architectures"]
+    assert ["maxtext.qwen3", "scan_layers=true param_scan_axis=1 vocab_size=null", "Qwen3ForCausalLM"] in table
+    assert ["flax.paths", "", "any"] in table
+
+
+def test_those_for_an_architecture(cli):
+    (table,) = cli("families", "Qwen3ForCausalLM").blocks
+    assert [row[0] for row in table[1:]] == ["maxtext.qwen3", "tunix.qwen3"]
+
+
+def test_an_architecture_that_is_misspelt(cli):
+    result = cli("families", "Qwen3ForCausal")
+    assert result.status == 2
+    assert (
+        "no family is for 'Qwen3ForCausal' (nearest: 'Qwen3ForCausalLM'); without MODEL, all are listed" in result.err
+    )
+
+
+def test_those_for_a_checkpoint(cli):
+    """The switches are those that `inspect` uses."""
+    maxtext, tunix = json.loads(cli("families", QWEN3, "--json").out)["families"]
+    assert maxtext["switches"] == {"scan_layers": True, "param_scan_axis": 1}
+    assert tunix == {
+        "family": "tunix.qwen3",
+        "architectures": ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
+        "switches": {},
+    }
+
+
+def test_a_checkpoint_that_no_family_is_for(cli, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(QWEN3, model)
+    (model / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
+    result = cli("families", model)
+    assert (result.status, result.out) == (1, "")
+    assert result.err == f"error: {model}: no family is for architectures ['OddForCausalLM']\n"
+    (model / "config.json").unlink()
+    assert cli("families", model).err == f"error: {model}: no family is for a checkpoint without config.json\n"

@@ -1,0 +1,225 @@
+"""The picture of what processes read: each cell is right, and the page whole in itself and safe with any name."""
+
+import re
+from itertools import pairwise
+from math import prod
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from safetensors.numpy import save_file
+
+from orbax_safetensors.checkpoint.open import open_checkpoint
+from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.cli.demo import show
+from orbax_safetensors.cli.picture import Stretches, amounts, picture, stretches
+from orbax_safetensors.cli.tables import Page
+from orbax_safetensors.errors import StorageError
+from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.coalesce import Direct
+from orbax_safetensors.geometry.strided import runs_of
+from orbax_safetensors.transfer.plan import Block, Location, Part, TransferPlan, transfer_plan
+from tests.support import pages
+from tests.support.roots import TESTDATA
+
+QWEN3 = TESTDATA / "qwen3"
+PROCESSES = 4
+
+
+def share(shape, process, axis):
+    """The box of a process if `axis` is cut, or the whole if it cannot be."""
+    cut = range(len(shape))[axis] if shape and axis is not None else None
+    if cut is None or shape[cut] % PROCESSES:
+        return Box.whole(shape)
+    step = shape[cut] // PROCESSES
+    return Box((process * step, process * step + step) if at == cut else (0, size) for at, size in enumerate(shape))
+
+
+def planned(checkpoint, process, axis, max_gap_bytes):
+    boxes = {name: share(view.shape, process, axis) for name, view in checkpoint.leaves.items()}
+    blocks = [Block(view, boxes[name], boxes[name].shape, view.dtype) for name, view in checkpoint.leaves.items()]
+    return transfer_plan(blocks, checkpoint.location, max_gap_bytes)
+
+
+def filled(held, gap):
+    """`held` with each gap of at most `gap` bytes between two bytes filled."""
+    at = np.flatnonzero(held)
+    out = held.copy()
+    for low, high in pairwise(at):
+        if high - low - 1 <= gap:
+            out[low:high] = True
+    return out
+
+
+@pytest.mark.parametrize("axis", [0, -1, None])
+@pytest.mark.parametrize("max_gap_bytes", [0, 50, 10_000])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_cells_are_the_bytes_of_boxes(axis, max_gap_bytes, rows):
+    checkpoint = open_checkpoint(QWEN3)
+    drawn = stretches(checkpoint, rows)
+    assert len(drawn.bands) == (3 if rows == 1 else 1)
+    for process in range(PROCESSES):
+        needed, read = [], []
+        for file in checkpoint.files:
+            for name, entry in sorted(file.header.tensors.items(), key=lambda item: item[1].begin):
+                view = checkpoint.leaves[name]
+                held = np.zeros((*view.shape, view.dtype.itemsize), bool)
+                held[tuple(slice(*edge) for edge in share(view.shape, process, axis))] = True
+                assert held.size == entry.nbytes
+                read.append(filled(held.ravel(), max_gap_bytes))
+                # Spread evenly over what is read of the tensor.
+                needed.append(read[-1] * (np.count_nonzero(held) / np.count_nonzero(read[-1])))
+        expected = [
+            np.add.reduceat(np.concatenate(tensors).astype(float), drawn.cuts[:-1]) for tensors in (needed, read)
+        ]
+        found = amounts(planned(checkpoint, process, axis, max_gap_bytes), drawn)
+        assert found[1].tolist() == expected[1].tolist()
+        np.testing.assert_allclose(found[0], expected[0])
+
+
+def test_full_size_models_encoded_or_not(full_size_model):
+    _, directory = full_size_model
+    checkpoint = open_checkpoint(directory, family="maxtext")
+    plan = planned(checkpoint, 1, -1, 2**14)
+    needed, read = amounts(plan, stretches(checkpoint, PROCESSES))
+    # Of scales, those beside the needed ones are read as well, which is not drawn.
+    assert read.sum() == pytest.approx(plan.moved_bytes, rel=0.02 if checkpoint.quantized else 1e-9)
+    assert needed.sum() == pytest.approx(plan.needed_bytes, rel=0.02 if checkpoint.quantized else 1e-9)
+
+
+@given(st.data())
+def test_runs_are_counted_between_any_cuts(data):
+    length = data.draw(st.integers(1, 5))
+    modes, reach = [], length
+    for _ in range(data.draw(st.integers(0, 3))):
+        size, gap = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 5))
+        modes.append((size, reach + gap))
+        reach += (size - 1) * (reach + gap)
+    runs = runs_of(data.draw(st.integers(0, 9)), length, modes)
+    assert runs.nbytes == length * prod(size for size, _ in modes)
+    held = {begin + at for begin, count in runs.pieces(0, runs.nbytes) for at in range(count)}
+    inner = data.draw(st.sets(st.integers(1, runs.end)))
+    cuts = np.array(sorted({0, runs.end + 2} | inner))
+    part = Part("t", Location(0, 100, np.dtype(np.uint8)), Direct(runs, 0, 0), ())
+    found = amounts(TransferPlan((), (part,), (), ()), Stretches([-100], cuts, []))
+    expected = [sum(low <= byte < high for byte in held) for low, high in pairwise(cuts)]
+    assert found.tolist() == [expected, expected]
+
+
+def test_a_file_is_as_wide_as_it_is_long(directory, tmp_path):
+    first, second = stretches(read_checkpoint(directory), 2).bands
+    assert first == ("model-00001-of-00002.safetensors, 12.2 KiB", 64)
+    assert second == ("model-00002-of-00002.safetensors, 205 Bytes", 1)
+    save_file({"a": np.zeros(3, np.uint8), "none": np.zeros((0, 2), np.int8)}, tmp_path / "few.safetensors")
+    assert stretches(read_checkpoint(tmp_path / "few.safetensors"), 2).cuts.tolist() == [0, 1, 2, 3]
+    save_file({"none": np.zeros((0, 2), np.int8)}, tmp_path / "none.safetensors")
+    assert stretches(read_checkpoint(tmp_path / "none.safetensors"), 2).cuts.tolist() == [0]
+
+
+def test_many_files_are_one_band(cli, tmp_path):
+    (tmp_path / "model").mkdir()
+    for number in range(12):
+        name = f"model-{number:05}-of-12.safetensors"
+        save_file({f"{number}": np.zeros((8, 8), np.float32)}, tmp_path / "model" / name)
+    page = drawn(cli, tmp_path, tmp_path / "model", "--mesh", "x=16", "--processes", "16")
+    assert "\n 12 files, model-00000-of-12.safetensors to model-00011-of-12.safetensors, 3.0 KiB\n" in page.text
+    assert [len(row) for row in page.cells()] == [64] * 4
+    assert "\n process  0 █" in page.text
+    assert "\n process 15 █" in page.text
+
+
+def drawn(cli, tmp_path, path, *argv):
+    """The page of a plan."""
+    result = cli("plan", path, *argv, "--picture", tmp_path / "page.html")
+    assert result.status == 0, result.err
+    assert result.out.endswith(f"\n\nWhich bytes each process reads: {tmp_path}/page.html\n")
+    return pages.Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
+def test_over_reads_have_another_hue_and_an_advice(cli, tmp_path):
+    save_file({"a": np.zeros((64, 16), np.float32), "b": np.zeros((64, 16), np.float32)}, tmp_path / "a.safetensors")
+    argv = ["--mesh", "x=2", "--processes", "2", "--spec", "a=-,x", "--spec", "b=x,-"]
+    page = drawn(cli, tmp_path, tmp_path, *argv)
+    kinds = [[pages.kind(colour) for colour in row] for row in page.cells()]
+    over, exact, nothing = ["over-read"] * 32, ["read"] * 16, ["nothing"] * 16
+    assert kinds == [[*over, *exact, *nothing], [*over, *nothing, *exact]]
+    # The whole is darker than a part of it.
+    assert sum(page.cells()[0][20]) < sum(page.cells()[0][31])
+    assert re.search(r"^ a +4\.0 KiB +\S+ KiB +1\.98 +x,- +1\.00", page.text, re.MULTILINE)
+
+
+def test_a_page_is_complete_in_itself(cli, tmp_path):
+    page = drawn(cli, tmp_path, QWEN3, "--mesh", "x=4", "--processes", "4", "--bandwidth", "1GB/s")
+    html = (tmp_path / "page.html").read_text()
+    assert set(page.tags) == {"html", "head", "meta", "style", "body", "pre", "code", "span"}
+    assert {name for name, _ in page.attributes} == {"charset", "class", "style"}
+    assert "http" not in html
+    assert "url(" not in html
+    assert f"to restore {QWEN3}\n" in page.text
+    assert "estimated time" in page.text
+
+
+def test_names_are_text_and_nothing_else(cli, tmp_path):
+    directory = tmp_path / pages.HOSTILE
+    directory.mkdir()
+    save_file({pages.HOSTILE: np.zeros((64, 16), np.float32)}, directory / f"{pages.HOSTILE}.safetensors")
+    page = drawn(cli, tmp_path, directory, "--mesh", "x=2", "--spec", ".=-,x", "--processes", "2")
+    assert "script" not in page.tags
+    assert f"/{pages.CLEAN}\n" in page.text
+    assert f"\n {pages.CLEAN}.safetensors, 4.0 KiB\n" in page.text
+    assert f"\n {pages.CLEAN} " in page.text.split("leaf ")[1]
+
+
+def test_mistakes(cli, tmp_path, single):
+    result = cli("plan", single, "--mesh", "x=2", "--mesh", "x=4", "--picture", tmp_path / "page.html")
+    assert (result.status, result.out) == (2, "")
+    assert "--picture is for one --mesh" in result.err
+    result = cli("plan", single, "--mesh", "x=2", "--picture", tmp_path / "no" / "page.html")
+    assert (result.status, result.out) == (1, "")
+    assert result.err == f"error: {tmp_path}/no/page.html: there is no directory to write it to\n"
+    with pytest.raises(StorageError, match="there is no directory"):
+        Page(str(tmp_path / "no" / "page.html"))
+
+
+@pytest.fixture
+def restored(tmp_path):
+    """A checkpoint of 64 bytes, of which process 0 reads the first half, process 1 the rest, and both the last two."""
+    save_file({"a": np.zeros(64, np.uint8)}, tmp_path / f"{pages.HOSTILE}.safetensors")
+    reads = [[1] * 32 + [0] * 30 + [1] * 2, [0] * 32 + [1] * 32]
+    reports = [
+        {"process": process, "devices": 4, "arrays": 1, "shards": 8, "planned_bytes": sum(read),
+         "measured_bytes": sum(read), "drawn": [[*read[:-2], 0, 1], read]}
+        for process, read in enumerate(reads)
+    ]  # fmt: skip
+    return read_checkpoint(tmp_path), reports
+
+
+def shown(tmp_path, *restored):
+    page = Page(str(tmp_path / "demo.html"))
+    show(*restored, page)
+    page.write()
+    return pages.Page((tmp_path / "demo.html").read_text(encoding="utf-8"))
+
+
+def test_the_demo_draws_what_was_measured(restored, tmp_path):
+    page = shown(tmp_path, *restored, [])
+    kinds = [[pages.kind(colour) for colour in row] for row in page.cells()]
+    ends = ["over-read", "read"]
+    assert kinds == [["read"] * 32 + ["nothing"] * 30 + ends, ["nothing"] * 32 + ["read"] * 30 + ends]
+    assert f"\n {pages.CLEAN}.safetensors, 64 Bytes\n" in page.text
+    assert "script" not in page.tags
+    assert "All bits are equal: 16 shards" in page.text
+
+
+def test_the_demo_shows_what_went_wrong(restored, tmp_path):
+    page = shown(tmp_path, *restored, ["process 1: <two> of 8 shards differ"])
+    assert "\nprocess 1: <two> of 8 shards differ\n" in page.text
+    assert "All bits are equal" not in page.text
+
+
+def test_a_terminal_of_80_columns_holds_the_picture(restored):
+    checkpoint, reports = restored
+    drawn = stretches(checkpoint, 2)
+    reads = {report["process"] + 998: np.array(report["drawn"]) for report in reports}
+    assert max(map(len, str(picture(drawn, reads, 1000)).splitlines())) <= 80

@@ -1,0 +1,283 @@
+"""Random tensors in every format of quantised checkpoints, written with NumPy, beside the values that they have.
+
+Each function draws codes, scales and the like, stores them as the format does, and computes the values from what it
+drew: nothing is unpacked here.
+"""
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+F8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+FLOATS = (F32, BF16, F16)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+NAME = "m.weight"
+_seeds = st.integers(0, 2**16).map(np.random.default_rng)
+
+
+class Sample(NamedTuple):
+    """A checkpoint of one quantised tensor: its `quantization_config`, what is stored, and the values of `m.weight`."""
+
+    config: dict[str, Any] | None
+    stored: dict[str, np.ndarray]
+    values: np.ndarray
+
+
+def words(fields: np.ndarray, bits: int) -> np.ndarray:
+    """Words of 32 bits of the fields of each row, the first in the lowest bits; the last word may have fewer."""
+    per_word = 32 // bits
+    padded = np.pad(fields.astype(np.uint32), [(0, 0), (0, -fields.shape[1] % per_word)])
+    out = np.zeros((len(fields), padded.shape[1] // per_word), np.uint32)
+    for at in range(per_word):
+        out |= padded[:, at::per_word] << np.uint32(at * bits)
+    return out.view(np.int32)
+
+
+def halves(codes: np.ndarray) -> np.ndarray:
+    """Bytes of two codes of each row, the first in the lower half."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+
+
+def spread(array: np.ndarray, shape: tuple[int, ...], height: int, width: int) -> np.ndarray:
+    """The entry of each element of a matrix, for blocks of `height` x `width`."""
+    return array.repeat(height, -2)[..., : shape[-2], :].repeat(width, -1)[..., : shape[-1]]
+
+
+def scales_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Scales of both signs and of sizes that keep products finite."""
+    return (rng.uniform(0.5, 2, shape) * rng.choice([-1, 1, 0.001, 64], shape)).astype(dtype)
+
+
+def exponents(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Exponents plus 127, the smallest among them, and what they mean."""
+    stored = rng.choice(np.array([0, 1, 100, 126, 127, 128, 140, 240], np.uint8), shape)
+    return stored, np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+
+
+def compressed(kind: str, bits: int, strategy: str, **others: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True} | others
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None},
+        "group_1": {"targets": ["re:.*gate"], "weights": None},
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head", NAME]}
+
+
+@st.composite
+def packed_integers(draw: Any) -> Sample:
+    """compressed-tensors `pack-quantized`, in every strategy, symmetric or not; groups in any order or permuted."""
+    rng, bits, rows = draw(_seeds), draw(st.sampled_from([2, 4, 8])), draw(st.integers(1, 21))
+    strategy = draw(st.sampled_from(["tensor", "channel", "group", "permuted", "not permuted"]))
+    size, groups = draw(st.sampled_from([1, 3, 4, 8, 16, 32])), draw(st.integers(1, 4))
+    columns = draw(st.integers(1, 70)) if strategy in ("tensor", "channel") else size * groups
+    of_column = np.arange(columns) // size
+    if strategy in ("tensor", "channel"):
+        size, groups, of_column = columns, 1, np.zeros(columns, int)
+    elif strategy == "permuted":
+        of_column = rng.permutation(of_column)
+    height = rows if strategy == "tensor" else 1
+    scale = scales_of(rng, (-(-rows // height), groups), draw(st.sampled_from(FLOATS)))
+    codes = rng.integers(0, 2**bits, (rows, columns))
+    zero = np.full(scale.shape, 2 ** (bits - 1))
+    stored = {
+        "m.weight_packed": words(codes, bits),
+        "m.weight_scale": scale.reshape(1) if strategy == "tensor" else scale,
+        "m.weight_shape": np.array([rows, columns], draw(st.sampled_from([np.int32, np.int64]))),
+    }
+    if symmetric := draw(st.booleans()) or strategy == "tensor":
+        pass
+    else:
+        zero = rng.integers(0, 2**bits, scale.shape)
+        stored["m.weight_zero_point"] = np.ascontiguousarray(words(zero.T, bits).T)
+    if strategy.endswith("permuted"):
+        stored["m.weight_g_idx"] = (of_column if strategy == "permuted" else np.full(columns, -1)).astype(np.int32)
+    each = [part.repeat(height, 0)[:rows][:, of_column] for part in (zero, scale.astype(np.float32))]
+    group_size = None if strategy in ("tensor", "channel") else size
+    config = compressed("int", bits, strategy, group_size=group_size, symmetric=symmetric)
+    return Sample(config, stored, (codes - each[0]).astype(np.float32) * each[1])
+
+
+@st.composite
+def nvfp4(draw: Any) -> Sample:
+    """As compressed-tensors or ModelOpt store it: the second scale divides, or multiplies."""
+    rng, rows, columns = draw(_seeds), draw(st.integers(1, 40)), 16 * draw(st.integers(1, 5))
+    codes = rng.integers(0, 16, (rows, columns))
+    scale = rng.uniform(0.01, 448, (rows, columns // 16)).astype(F8)
+    second = rng.uniform(1, 5000, 1).astype(np.float32)
+    beside = {"m.input_scale": np.ones((), F32), "m.k_proj.k_scale": np.ones((), F32)}
+    if draw(st.booleans()):
+        factor = (1 / second).astype(np.float32)
+        floats = scale.astype(np.float32) * factor
+        shape = draw(st.sampled_from([(), (1,)]))
+        stored = {
+            "m.weight": halves(codes),
+            "m.weight_scale": scale,
+            "m.weight_scale_2": factor.reshape(shape),
+        } | beside
+        config = draw(st.sampled_from([{"quant_method": "modelopt", "quant_algo": "NVFP4"}, None]))
+    else:
+        floats = scale.astype(np.float32) / second
+        stored = {"m.weight_packed": halves(codes), "m.weight_scale": scale, "m.weight_global_scale": second}
+        stored["m.input_global_scale"] = np.ones(1, F32)
+        config = compressed("float", 4, "tensor_group", group_size=16)
+    return Sample(config, stored, E2M1[codes] * spread(floats, codes.shape, 1, 16))
+
+
+@st.composite
+def fp8(draw: Any) -> Sample:
+    """Scales for tensors, rows and blocks, of matrices and of experts, in every dtype and under every name."""
+    rng, rows, columns = draw(_seeds), draw(st.integers(1, 30)), draw(st.integers(1, 40))
+    leading = draw(st.sampled_from([(), (), (3,)]))
+    codes = rng.integers(0, 0x7F, (*leading, rows, columns), np.uint8) | rng.choice([0, 128], (*leading, rows, columns))
+    codes = codes.astype(np.uint8).view(F8)
+    grid = draw(st.sampled_from(["rows", "blocks", *([] if leading else ["tensor"])]))
+    block = {"rows": (1, columns), "tensor": (rows, columns)}.get(grid) or draw(
+        st.tuples(st.integers(1, 9), st.integers(1, 9))
+    )
+    shape = (*leading, -(-rows // block[0]), -(-columns // block[1]))
+    dtype = draw(st.sampled_from([*FLOATS, E8M0]))
+    scale = exponents(rng, shape)[0].view(E8M0) if dtype == E8M0 else scales_of(rng, shape, dtype)
+    values = codes.astype(np.float32) * spread(scale.astype(np.float32), codes.shape, *block)
+    config: dict[str, Any] = draw(st.sampled_from([{"quant_method": "fp8"}, {"quant_method": "modelopt"}]))
+    stored_shape = shape
+    if grid == "blocks":
+        stored_shape = (*leading, shape[-2], 1, shape[-1], 1) if config["quant_method"] == "modelopt" else shape
+        config = config | {"weight_block_size": list(block)}
+    elif grid == "tensor":
+        stored_shape = draw(st.sampled_from([(), (1,), (1, 1)]))
+    elif draw(st.booleans()):
+        stored_shape = shape[:-1]
+    name = draw(st.sampled_from(["m.weight_scale_inv", "m.weight_scale", "m.scale", "m.qscale_weight"]))
+    return Sample(config, {"m.weight": codes, name: scale.reshape(stored_shape)}, values)
+
+
+@st.composite
+def powers_of_two(draw: Any) -> Sample:
+    """MXFP8, and MXFP4 of compressed-tensors, AMD Quark, DeepSeek-V4 and gpt-oss."""
+    rng, rows, columns = draw(_seeds), draw(st.integers(1, 30)), 32 * draw(st.integers(1, 4))
+    scale, floats = exponents(rng, (rows, columns // 32))
+    if draw(st.booleans()):
+        codes = (rng.integers(0, 0x7F, (rows, columns)) | rng.choice([0, 128], (rows, columns))).astype(np.uint8)
+        values = codes.view(F8).astype(np.float32) * spread(floats, codes.shape, 1, 32)
+        config: Any = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+        name, dtype = "m.weight_scale_inv", draw(st.sampled_from([np.uint8, E8M0]))
+        if draw(st.booleans()):
+            config, name, dtype = compressed("float", 8, "group", group_size=32), "m.weight_scale", np.uint8
+        return Sample(
+            draw(st.sampled_from([config, None])), {"m.weight": codes.view(F8), name: scale.view(dtype)}, values
+        )
+    codes = rng.integers(0, 16, (rows, columns))
+    values = (E2M1[codes].astype(np.float64) * spread(floats, codes.shape, 1, 32)).astype(np.float32)
+    dialect = draw(st.sampled_from(["compressed-tensors", "quark", "deepseek", "gpt-oss"]))
+    if dialect == "compressed-tensors":
+        stored, config = {"m.weight_packed": halves(codes), "m.weight_scale": scale}, compressed("float", 4, "group")
+    elif dialect == "quark":
+        stored, config = {"m.weight": halves(codes), "m.weight_scale": scale}, {"quant_method": "quark"}
+    elif dialect == "deepseek":
+        stored = {"m.weight": halves(codes).view(np.int8), "m.scale": scale.view(E8M0)}
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    else:
+        experts = draw(st.sampled_from([each for each in (1, 2, 3) if rows % each == 0]))
+        blocks = halves(codes).reshape(experts, rows // experts, -1, 16)
+        stored = {"m.weight_blocks": blocks, "m.weight_scales": scale.reshape(blocks.shape[:-1])}
+        config, values = {"quant_method": "mxfp4"}, values.reshape(experts, -1, columns).swapaxes(1, 2)
+    return Sample(config, stored, values)
+
+
+@st.composite
+def awq(draw: Any) -> Sample:
+    rng, outputs = draw(_seeds), 8 * draw(st.integers(1, 5))
+    size, groups = draw(st.sampled_from([1, 3, 8, 32])), draw(st.integers(1, 4))
+    inputs = size * groups - (draw(st.integers(0, size - 1)) if groups > 1 else 0)  # the last group may be smaller
+    codes, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(0, 16, (groups, outputs))
+    scales = scales_of(rng, (groups, outputs), draw(st.sampled_from(FLOATS)))
+    of_input = np.arange(inputs) // size
+
+    def in_words(fields: np.ndarray) -> np.ndarray:
+        return words(fields.reshape(len(fields), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(fields.shape), 4)
+
+    values = (codes - zeros[of_input]).astype(np.float32) * scales.astype(np.float32)[of_input]
+    stored = {"m.qweight": in_words(codes), "m.qzeros": in_words(zeros), "m.scales": scales}
+    config = {"quant_method": "awq", "bits": 4, "group_size": -1 if groups == 1 else size, "version": "gemm"}
+    return Sample(config, stored, np.ascontiguousarray(values.T))
+
+
+@st.composite
+def gptq(draw: Any) -> Sample:
+    """2, 4 and 8 bits, of both versions, in the order of the inputs and permuted; zeros of v1 borrow."""
+    rng, bits = draw(_seeds), draw(st.sampled_from([2, 4, 8]))
+    per_word = 32 // bits
+    outputs = per_word * draw(st.integers(1, 3))
+    size, groups = per_word * draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    inputs = size * groups
+    of_input = np.arange(inputs) // size
+    permuted = draw(st.booleans())
+    if permuted:
+        of_input = rng.permutation(of_input)
+    codes, zeros = rng.integers(0, 2**bits, (inputs, outputs)), rng.integers(0, 2**bits, (groups, outputs))
+    scales = scales_of(rng, (groups, outputs), draw(st.sampled_from(FLOATS)))
+    qzeros = words(zeros, bits)
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "desc_act": permuted}
+    config["group_size"] = -1 if groups == 1 and draw(st.booleans()) else size
+    if draw(st.booleans()):
+        config["checkpoint_format"] = "gptq_v2"
+    else:
+        one = sum(1 << at for at in range(0, 32, bits))
+        qzeros = (qzeros.view(np.uint32) - np.uint32(one)).view(np.int32)
+    stored = {"m.qweight": np.ascontiguousarray(words(codes.T, bits).T), "m.qzeros": qzeros, "m.scales": scales}
+    if permuted or draw(st.booleans()):
+        stored["m.g_idx"] = of_input.astype(np.int32)
+    values = (codes - zeros[of_input]).astype(np.float32) * scales.astype(np.float32)[of_input]
+    return Sample(config, stored, np.ascontiguousarray(values.T))
+
+
+@st.composite
+def bitsandbytes4(draw: Any) -> Sample:
+    """NF4 and FP4, with scales in float32 or nested; blocks go over the ends of rows, and the last may be short."""
+    rng, size = draw(_seeds), draw(st.sampled_from([32, 64, 128]))
+    shape = draw(st.tuples(st.integers(1, 30), st.integers(1, 40)))
+    count = math.prod(shape)
+    blocks = -(-count // size)
+    codes, table = rng.integers(0, 16, count), np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
+    padded = np.append(codes, [0] * (count % 2)).astype(np.uint8)
+    state = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16", "shape": list(shape)}
+    stored = {"m.weight": (padded[0::2] << 4 | padded[1::2]).reshape(-1, 1), "m.weight.quant_map": table}
+    if draw(st.booleans()):
+        nested = draw(st.sampled_from([1, 4, 256]))
+        numbers, floats = rng.integers(0, 256, blocks, np.uint8), rng.uniform(-1, 1, 256).astype(np.float32)
+        second, offset = scales_of(rng, (-(-blocks // nested),), F32), float(rng.uniform())
+        stored |= {"m.weight.absmax": numbers, "m.weight.nested_quant_map": floats, "m.weight.nested_absmax": second}
+        state |= {"nested_blocksize": nested, "nested_offset": offset, "nested_dtype": "float32"}
+        absmax = floats[numbers] * second.repeat(nested)[:blocks] + np.float32(offset)
+    else:
+        stored["m.weight.absmax"] = absmax = scales_of(rng, (blocks,), F32)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    stored[f"m.weight.quant_state.bitsandbytes__{draw(st.sampled_from(['nf4', 'fp4']))}"] = text
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    return Sample(config, stored, (table[codes] * absmax.repeat(size)[:count]).reshape(shape))
+
+
+@st.composite
+def bitsandbytes8(draw: Any) -> Sample:
+    rng, shape = draw(_seeds), draw(st.tuples(st.integers(1, 30), st.integers(1, 40)))
+    codes, scale = rng.integers(-128, 128, shape).astype(np.int8), scales_of(rng, shape[:1], F32)
+    stored = {"m.weight": codes, "m.SCB": scale, "m.weight_format": np.zeros((), np.uint8)}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return Sample(config, stored, codes.astype(np.float32) * scale[:, None] * np.float32(1 / 127))
+
+
+FORMATS = {
+    "pack-quantized": packed_integers(),
+    "NVFP4": nvfp4(),
+    "fp8": fp8(),
+    "powers of two": powers_of_two(),
+    "AWQ": awq(),
+    "GPTQ": gptq(),
+    "bitsandbytes 4 bits": bitsandbytes4(),
+    "bitsandbytes int8": bitsandbytes8(),
+}
