@@ -312,18 +312,25 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
         together(new_key("conversion"), prepared, str, check=same_arguments)
         assert job is not None
         with passing(progress) as report:
-            moved = job.run(resume=resume, progress=report)
+            job.run(resume=resume, progress=report)
     finally:
         if job is not None:
             job.source.close()
-    seconds = time.perf_counter() - started
-    most = peak_bytes()
+    source, sink = job.source, job.sink
+    done = Conversion(
+        sink.path,
+        sink.nbytes,
+        time.perf_counter() - started,
+        peak_bytes(),
+        source.requests + sink.requests,
+        **job.use.record(),
+    )
     logger.info(
         "Made %s: %d bytes in %.2f s, %.2f GB/s, with at most %d bytes of memory",
-        moved.path,
-        moved.nbytes,
-        seconds,
-        moved.nbytes / max(seconds, 1e-9) / 1e9,
-        most,
+        done.path,
+        done.nbytes,
+        done.seconds,
+        done.nbytes / max(done.seconds, 1e-9) / 1e9,
+        done.peak_bytes,
     )
-    return Conversion(moved.path, moved.nbytes, seconds, most, moved.requests, **job.use.record())
+    return done

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -22,14 +22,6 @@ from orbax_safetensors.transfer.engine import batches
 from orbax_safetensors.transfer.figures import looked_at
 
 _T = TypeVar("_T")
-
-
-class Moved(NamedTuple):
-    """What this process has moved: the destination, bytes of arrays that it wrote, and requests to both sides."""
-
-    path: str
-    nbytes: int
-    requests: int
 
 
 class TileJob:
@@ -65,12 +57,11 @@ class TileJob:
             costs.append(Batch(len(tiles), size, self.source.traffic(tiles), self.sink.traffic(tiles, dtypes), overlap))
         return ConversionCost(process, tuple(costs))
 
-    def run(self, *, resume: bool, progress: Progress | None) -> Moved:
+    def run(self, *, resume: bool, progress: Progress | None) -> None:
         """Convert, together with all other processes.
 
         Raises in every process if one fails; the bytes written so far stay, for a run that resumes.
         """
-        source = self.source
         with self.sink.begin(resume=resume) as sink:
             left = [unit for unit in range(len(sink.units)) if not sink.has(unit)]
             early, last = self._share_of(left, jax.process_index(), jax.process_count())
@@ -87,7 +78,6 @@ class TileJob:
             report(0)
             self._move(early, report)
             sink.commit(lambda: self._move(last, report) if last else None)
-        return Moved(sink.path, sink.nbytes, source.requests + sink.requests)
 
     def _move(self, units: Sequence[int], report: Callable[[int], None]) -> None:
         """Move units. A batch is read while up to `Sink.writers` batches are written, each by a thread.
