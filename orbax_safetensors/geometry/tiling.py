@@ -25,11 +25,6 @@ def storage_order(view: View) -> tuple[int, ...]:
     return tuple(sorted(range(len(view.shape)), key=lambda axis: (distance[axis], -axis)))
 
 
-def row_major_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the order of a row-major array."""
-    return tuple(range(len(shape)))[::-1]
-
-
 # Chunks below this part of their limit are avoided: each chunk costs a request, whatever its size.
 _CRUMBS = 8
 

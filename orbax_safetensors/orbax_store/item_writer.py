@@ -69,9 +69,7 @@ def array_name(items: Collection[str], item: str, name: str) -> str:
 class ItemWriter:
     """Write an item, in its directory, or in that of the checkpoint if it is the only item."""
 
-    def __init__(
-        self, item: OrbaxItem, checkpoint: epath.Path, name: str, where: str, *, compression: bool, fsync: bool
-    ) -> None:
+    def __init__(self, item: OrbaxItem, checkpoint: epath.Path, name: str, where: str, *, compression: bool) -> None:
         """Decide how arrays are stored, and write nothing. Without a `name`, `checkpoint` is the item's directory.
 
         Raises `TensorMismatchError`, which begins with `where`, if a leaf cannot be stored.
@@ -84,9 +82,8 @@ class ItemWriter:
         if not item.ocdbt:  # names of arrays are those of directories
             for leaf in filter(None, named):
                 check_literal(os.path.join(self.directory, leaf))
-        # Orbax's context caches nothing that was written.
-        context = ocp.type_handlers.get_ts_context(use_ocdbt=item.ocdbt).spec.to_json()
-        self._context = ts.Context(context if fsync else {**context, "file_io_sync": False})
+        # It caches nothing that was written.
+        self._context = ocp.type_handlers.get_ts_context(use_ocdbt=item.ocdbt)
         specs = {name: self._write_spec(name, leaf) for name, leaf in leaves.items()}
         self._specs = {name: spec.json for name, spec in specs.items()}
         # Orbax may store an array in smaller chunks than a leaf asks for.

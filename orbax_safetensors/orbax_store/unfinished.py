@@ -67,7 +67,6 @@ class UnfinishedCheckpoint(Workspace):
         metadata: Mapping[str, Any] | None = None,
         others: Mapping[str, str] | None = None,
         compression: bool = True,
-        fsync: bool = True,
         source: str = "",
     ) -> None:
         """Decide how arrays are stored, and write nothing.
@@ -79,8 +78,6 @@ class UnfinishedCheckpoint(Workspace):
             and other keys that it knows. `item_handlers` are by default those of trees.
           others: paths of files and directories to copy beside the items, by their new names.
           compression: compress chunks as Orbax does.
-          fsync: a tile is done once it is on the disk, as in Orbax. Without it, a tile is done once the operating
-            system has it: a loss of power can undo it, a kill of the process cannot.
           source: tells sources of equal shapes apart; compared when a run resumes.
 
         Raises `StorageError` for a path that cannot hold a checkpoint, and `TensorMismatchError` if a leaf cannot be
@@ -91,8 +88,12 @@ class UnfinishedCheckpoint(Workspace):
             raise StorageError(
                 f"{self.destination}: choose a path without {UNFINISHED}, by which Orbax knows unfinished checkpoints"
             )
-        self._others, self.compression, self._fsync = others or {}, compression, fsync
-        self._check_options(items, metadata or {})
+        self._others, self.compression = others or {}, compression
+        for document in (metadata, *(item.custom_metadata for item in items.values())):
+            try:
+                json.dumps(document)
+            except (TypeError, ValueError) as error:
+                raise TensorMismatchError(f"{self.destination}: custom metadata must be JSON: {error}") from error
         handlers = dict.fromkeys(items, HANDLER)
         self._metadata = {"custom_metadata": None, "item_handlers": handlers.get("", handlers), **(metadata or {})}
         self.directory = unfinished_path(epath.Path(self.destination))
@@ -109,7 +110,6 @@ class UnfinishedCheckpoint(Workspace):
                 name,
                 self.destination if len(items) == 1 else os.path.join(self.destination, name),
                 compression=compression,
-                fsync=fsync,
             )
             for name, item in items.items()
         }
@@ -123,26 +123,6 @@ class UnfinishedCheckpoint(Workspace):
         }
         self._record_path = self.directory / RECORD_FILE
         self._run = secrets.token_hex(8)
-
-    def _check_options(self, items: Mapping[str, OrbaxItem], metadata: Mapping[str, Any]) -> None:
-        others = self._others
-        for name in (*items, *others):
-            if not isinstance(name, str) or name in (".", "..", STEP_FILE) or "/" in name or UNFINISHED in name:
-                raise TensorMismatchError(f"{self.destination}: expected the name of an item, found {name!r}")
-        if not items or ("" in (*items, *others) and (len(items) > 1 or others)) or items.keys() & others.keys():
-            raise TensorMismatchError(
-                f"{self.destination}: expected items of different names, or one without, found {[*items, *others]}"
-            )
-        custom_metadata = metadata.get("custom_metadata")
-        if custom_metadata is not None and not isinstance(custom_metadata, dict):
-            raise TensorMismatchError(
-                f"{self.destination}: expected a dict of custom metadata, found {custom_metadata!r}"
-            )
-        for document in (metadata, *(item.custom_metadata for item in items.values())):
-            try:
-                json.dumps(document)
-            except (TypeError, ValueError) as error:
-                raise TensorMismatchError(f"{self.destination}: custom metadata must be JSON: {error}") from error
 
     def named(self, facts: Callable[[ItemWriter], Mapping[str, _T]]) -> dict[str, _T]:
         """Return what `facts` says of the arrays of all items, by names that are unique in the checkpoint."""
@@ -254,7 +234,7 @@ class UnfinishedCheckpoint(Workspace):
     def finish(self) -> None:
         """See `Workspace`. Finishes the items, then Orbax's record of the step, then the whole.
 
-        On a file system, with `fsync`, all is on the disk before it has its name, and the name when this returns.
+        On a file system, all is on the disk before it has its name, and the name when this returns.
         """
         self.check()
         with storage_errors(self.destination):
@@ -264,8 +244,7 @@ class UnfinishedCheckpoint(Workspace):
             (self.directory / STEP_FILE).write_text(record)
             (self.directory / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.destination}")
             if not self._in_place:
-                if self._fsync:
-                    flush(self.directory)
+                flush(self.directory)
                 os.rename(self.path, self.destination)
             # Last: a record does no harm in a finished checkpoint, and an unfinished one cannot be resumed without it.
             (epath.Path(self.destination) / RECORD_FILE).unlink()

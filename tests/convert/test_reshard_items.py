@@ -322,14 +322,6 @@ def test_empty_names(tmp_path, tree, ocdbt, zarr3):
     assert jax.tree.structure(restore(tmp_path / "to")) == jax.tree.structure(restore(tmp_path / "from"))
 
 
-@pytest.mark.parametrize("items", [{}, {"": 1, "a": 1}, {"a/b": 1}, {1: 1}])
-def test_items_that_make_no_checkpoint(tmp_path, items):
-    leaf = OrbaxLeaf((4,), F4, (4,))
-    with pytest.raises(ost.TensorMismatchError, match="expected (items of different names|the name of an item)"):
-        UnfinishedCheckpoint(tmp_path / "to", {name: OrbaxItem({"w": leaf}) for name in items})
-    assert not (tmp_path / "to").exists()
-
-
 def test_errors_name_the_item(tmp_path):
     leaf = OrbaxLeaf((4,), F4, (4,))
     with pytest.raises(ost.TensorMismatchError, match="to/opt: 'w': expected an OrbaxLeaf"):

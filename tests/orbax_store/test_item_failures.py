@@ -29,7 +29,6 @@ from tests.support.orbax_items import (
     file_names,
     fill,
     is_not_there,
-    is_values,
     json_files,
     leaf_of,
     random,
@@ -216,7 +215,7 @@ tile = np.random.default_rng(0).integers(0, 256, chunk, np.uint8)
 out = np.zeros((16, 1000), np.uint8)
 tree = {"a": OrbaxLeaf(shape, tile.dtype, chunk)}
 before = peak_bytes()
-with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes, fsync=False) as sink:
+with step_sink(path, tree, compression=compression, memory_bytes=memory_bytes) as sink:
     for box in missing(sink, "a"):
         sink.write_box("a", box, tile)
     sink.commit()
@@ -273,8 +272,3 @@ def test_larger_chunks_than_orbax_keeps_in_one_file(tmp_path):
     with step_sink(tmp_path, {"a": OrbaxLeaf(shape, np.dtype(np.int8), shape)}) as sink:
         assert np.prod(sink.leaves["a"].chunk_shape) <= 1 << 31
         assert len(missing(sink, "a")) > 1
-
-
-def test_without_waiting_for_the_disk(tmp_path):
-    write(tmp_path, fsync=False)
-    is_values(open_orbax(tmp_path).tree(lambda name, leaf: open_orbax(tmp_path).value(name)))

@@ -20,7 +20,6 @@ def step_sink(
     zarr3=True,
     others=None,
     compression=True,
-    fsync=True,
     source="",
     resume=False,
     **options,
@@ -34,7 +33,6 @@ def step_sink(
         metadata={"custom_metadata": custom_metadata},
         others=others,
         compression=compression,
-        fsync=fsync,
         source=source,
     )
     return OrbaxSink(checkpoint, **options).begin(resume=resume)
