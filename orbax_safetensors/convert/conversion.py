@@ -316,13 +316,13 @@ def _run(build: Callable[[], ConvertRequest | ReshardRequest], resume: bool, pro
     finally:
         if job is not None:
             job.source.close()
-    source, sink = job.source, job.sink
+    read, written = job.source.counters, job.sink.counters
     done = Conversion(
-        sink.path,
-        sink.nbytes,
+        job.sink.path,
+        written.nbytes,
         time.perf_counter() - started,
         peak_bytes(),
-        source.requests + sink.requests,
+        read.num_requests + written.num_requests,
         **job.use.record(),
     )
     logger.info(

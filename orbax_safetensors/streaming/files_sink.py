@@ -60,6 +60,7 @@ class FilesSink(JointSink):
         self._store = LocalStore()
         self._threads = pace(self._store.cost, memory_bytes).requests
         self._writer = Writer(self._create, self._threads)
+        self.counters = self._writer.counters
         self._created = threading.Event()  # a file was created whose name may not be on the disk
         self._recording = threading.Lock()
 
@@ -110,16 +111,6 @@ class FilesSink(JointSink):
 
     def _path(self, number: int) -> str:
         return os.path.join(self._directory.directory, self._files.layout.files[number][0])
-
-    @property
-    def requests(self) -> int:
-        """See `Sink`."""
-        return self._writer.counters.num_requests
-
-    @property
-    def nbytes(self) -> int:
-        """See `Sink`."""
-        return self._writer.counters.nbytes
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `Sink`. The disk has the tiles before the record has them, so the record never says too much.

@@ -73,6 +73,7 @@ class ObjectsSink(JointSink):
         # Parts in flight may take as much as a batch, which is a quarter of this.
         requests = store.cost.pace(None, None, 4 * self.batch_bytes).requests
         self._writer = WholeFileWriter(self._create, requests)
+        self.counters = self._writer.counters
         _, self._requests_of_file = files_at_once(requests)
         self._done: set[int] | None = None  # until the files of an earlier run are known
         self._expected: list[int] = []
@@ -146,16 +147,6 @@ class ObjectsSink(JointSink):
         file = self._store.create(self._paths[number], header.file_bytes, self._requests_of_file)
         file.write(0, [memoryview(header.encoded)])
         return file
-
-    @property
-    def requests(self) -> int:
-        """See `Sink`."""
-        return self._writer.counters.num_requests
-
-    @property
-    def nbytes(self) -> int:
-        """See `Sink`."""
-        return self._writer.counters.nbytes
 
     def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
         """See `Sink`. The last batch is kept until `commit`, and with it the objects that it completes."""

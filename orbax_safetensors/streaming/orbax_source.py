@@ -18,6 +18,7 @@ from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.cost import Traffic
 from orbax_safetensors.streaming.cutting import check_fits
 from orbax_safetensors.streaming.tiles import Tile, nbytes
+from orbax_safetensors.transfer.engine import Counters
 
 Stored = tuple[OrbaxCheckpoint, str]  # an item, and the name of one of its arrays
 
@@ -44,7 +45,7 @@ class OrbaxSource:
         arrays = sorted((name, item.path, array) for name, (item, array) in stored.items())
         moved = (checkpoint.path, sorted(self._state.items()), arrays)
         self.identity = hashlib.sha256(repr(moved).encode("utf-8", "backslashreplace")).hexdigest()
-        self.requests = 0
+        self.counters = Counters()
 
     @property
     def stored_bytes(self) -> int | None:
@@ -74,7 +75,8 @@ class OrbaxSource:
             for tile, array in zip(tiles, arrays, strict=True)
             for item, name in [self._stored[tile.name]]
         )
-        self.requests += sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles)
+        self.counters.num_requests += sum(num_chunks(tile.box, self._arrays[tile.name]) for tile in tiles)
+        self.counters.nbytes += sum(touched_nbytes(tile.box, self._arrays[tile.name]) for tile in tiles)
         return arrays
 
     def traffic(self, tiles: Sequence[Tile]) -> Traffic:

@@ -21,6 +21,7 @@ from orbax_safetensors.orbax_store.operations import finish_all
 from orbax_safetensors.streaming.cost import PlannedArray, Traffic
 from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_fits, check_tiles, tile_bytes
 from orbax_safetensors.streaming.tiles import Tile, TileSource, Unit
+from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.figures import PlannedFile
 
 
@@ -92,7 +93,7 @@ class OrbaxTileSink(OrbaxSink):
             check_fits(name, leaf.chunk_nbytes, memory_bytes)
         grains = {name: leaf.chunk_shape for name, leaf in self.leaves.items()}
         self.units: Sequence[Unit] = [(bundle,) for bundle in bundles(source, grains, {}, groups, memory_bytes)]
-        self.requests = self.nbytes = 0
+        self.counters = Counters()
 
     @property
     def arrays(self) -> tuple[PlannedArray, ...]:
@@ -125,8 +126,8 @@ class OrbaxTileSink(OrbaxSink):
         """See `Sink`."""
         finish_all(self.write_box(tile.name, tile.box, array) for tile, array in zip(tiles, arrays, strict=True))
         with self._lock:
-            self.requests += sum(num_chunks(tile.box, self.leaves[tile.name]) for tile in tiles)
-            self.nbytes += sum(array.nbytes for array in arrays)
+            self.counters.num_requests += sum(num_chunks(tile.box, self.leaves[tile.name]) for tile in tiles)
+            self.counters.nbytes += sum(array.nbytes for array in arrays)
 
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
         """See `Sink`. Bytes count before the encoding, which takes at most as much memory again."""

@@ -62,11 +62,7 @@ class SafetensorsSource:
         self._checkpoint, self._views = replace(checkpoint, store=store), views
         self._pace = pace(store.cost, memory_bytes)
         self._reader = Reader(self._checkpoint.open_file, self._pace.requests)
-
-    @property
-    def requests(self) -> int:
-        """The number of reads so far."""
-        return self._reader.counters.num_requests
+        self.counters = self._reader.counters
 
     def order(self, name: str) -> tuple[int, ...]:
         """See `TileSource`."""

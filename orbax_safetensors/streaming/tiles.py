@@ -11,6 +11,7 @@ import numpy as np
 
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.streaming.cost import PlannedArray, Traffic
+from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.figures import PlannedFile
 
 
@@ -54,8 +55,8 @@ class TileSource(Protocol):
         """Bytes of all files that hold the leaves, None if that is not known."""
 
     @property
-    def requests(self) -> int:
-        """The number of reads so far."""
+    def counters(self) -> Counters:
+        """The reads so far."""
 
     def order(self, name: str) -> tuple[int, ...]:
         """Return the axes of a leaf, innermost in storage first."""
@@ -104,12 +105,8 @@ class Sink(Protocol):
         """The arrays of a checkpoint of Orbax; empty for safetensors files."""
 
     @property
-    def requests(self) -> int:
-        """The number of writes so far."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of arrays that this process has written."""
+    def counters(self) -> Counters:
+        """The writes of this process so far, and the bytes of arrays that it has written."""
 
     def check_place(self) -> None:
         """Raise `StorageError` if something is in the way; touch nothing."""

@@ -91,17 +91,17 @@ def count_transferred(monkeypatch):
     """Bytes that sources and sinks of safetensors will really have been asked for, by their class."""
     transferred = {}
 
-    def closing(kind, name, method):
+    def closing(kind, method):
         close = getattr(kind, method)
 
         def closed(own):
-            transferred[kind] = getattr(own, name).counters.nbytes
+            transferred[kind] = own.counters.nbytes
             close(own)
 
         monkeypatch.setattr(kind, method, closed)
 
-    closing(SafetensorsSource, "_reader", "close")
-    closing(FilesSink, "_writer", "_flush")
+    closing(SafetensorsSource, "close")
+    closing(FilesSink, "_flush")
     return transferred
 
 
@@ -158,9 +158,9 @@ def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
         move = getattr(kind, name)
 
         def moved(own, tiles, *arrays):
-            before = own.requests
+            before = own.counters.num_requests
             result = move(own, tiles, *arrays)
-            out.append((len(tiles), own.requests - before))
+            out.append((len(tiles), own.counters.num_requests - before))
             return result
 
         monkeypatch.setattr(kind, name, moved)

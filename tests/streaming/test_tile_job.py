@@ -29,7 +29,6 @@ class Memory:
     path = identity = "memory"
     stored_bytes = last = None
     files = arrays = ()
-    requests = nbytes = 0
 
     def __init__(self, arrays, grains=None, fail_at=None):
         self.tensors, self.grains, self.fail_at = arrays, grains or {}, fail_at
