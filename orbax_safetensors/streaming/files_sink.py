@@ -24,8 +24,8 @@ from orbax_safetensors.streaming.cost import PlannedArray, Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, pace
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
-from orbax_safetensors.streaming.tiles import Tile, TileSource, Unit
-from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.streaming.tiles import Tile, TileSource, Unit, planned
+from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.writer import Writer
 
 
@@ -147,11 +147,7 @@ class FilesSink(JointSink):
         return traffic_of(plan, final, self._threads, streams=streams)
 
     def _planned(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> tuple[list[Block], TransferPlan]:
-        blocks = [
-            Block(self._files.views[tile.name], tile.box, tile.box.shape, dtype)
-            for tile, dtype in zip(tiles, dtypes, strict=True)
-        ]
-        return blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
+        return planned(tiles, dtypes, self._files.views, self._files.locations.__getitem__)
 
     def _flush(self) -> None:
         """Close the files and the record; a failed write may become known only then."""

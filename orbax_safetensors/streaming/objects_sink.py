@@ -32,9 +32,9 @@ from orbax_safetensors.storage.upload import files_at_once, held_bytes
 from orbax_safetensors.streaming.cost import PlannedArray, Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import bundle_bytes, bundled, check_tiles, interleaved
 from orbax_safetensors.streaming.file_layout import Files
-from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, Unit, nbytes
+from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, Unit, nbytes, planned
 from orbax_safetensors.streaming.unfinished_objects import UnfinishedObjects
-from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.writer import WholeFileWriter
 
 logger = logging.getLogger(__name__)
@@ -183,10 +183,9 @@ class ObjectsSink(JointSink):
 
     def _planned(self, coming: Sequence[tuple[int, Tile, np.dtype]]) -> Iterator[tuple[list[Block], TransferPlan]]:
         """Yield blocks of tiles, and how they are written, file by file."""
-        for number, file_tiles in groupby(coming, key=itemgetter(0)):
-            views = self._views[number]
-            blocks = [Block(views[tile.name], tile.box, tile.box.shape, dtype) for _, tile, dtype in file_tiles]
-            yield blocks, transfer_plan(blocks, self._files.locations.__getitem__, max_gap_bytes=0)
+        for number, of_file in groupby(coming, key=itemgetter(0)):
+            _, tiles, dtypes = zip(*of_file, strict=True)
+            yield planned(tiles, dtypes, self._views[number], self._files.locations.__getitem__)
 
     def _flush(self) -> None:
         """Write the kept batch, and wait until the files are there, also files without tensors."""

@@ -19,8 +19,8 @@ from orbax_safetensors.storage.direct import reading
 from orbax_safetensors.storage.memory import allocate
 from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import pace
-from orbax_safetensors.streaming.tiles import Tile
-from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.streaming.tiles import Tile, planned
+from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
 # Shorter runs are read at a fraction of the speed.
@@ -94,12 +94,8 @@ class SafetensorsSource:
         return traffic_of(plan, [file.path for file in self._checkpoint.files], self._pace.requests, held)
 
     def _planned(self, tiles: Sequence[Tile]) -> tuple[list[Block], TransferPlan]:
-        blocks = [
-            Block(self._views[tile.name], tile.box, tile.box.shape, self.leaves[tile.name].dtype) for tile in tiles
-        ]
-        return blocks, transfer_plan(
-            blocks, self._checkpoint.location, self._pace.max_gap_bytes, self._pace.max_request_bytes
-        )
+        dtypes = [self.leaves[tile.name].dtype for tile in tiles]
+        return planned(tiles, dtypes, self._views, self._checkpoint.location, self._pace)
 
     def check(self) -> None:
         """See `TileSource`."""

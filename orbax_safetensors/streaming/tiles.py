@@ -10,9 +10,12 @@ import jax
 import numpy as np
 
 from orbax_safetensors.geometry.box import Box
+from orbax_safetensors.geometry.view import View
+from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.streaming.cost import PlannedArray, Traffic
 from orbax_safetensors.transfer.engine import Counters
 from orbax_safetensors.transfer.figures import PlannedFile
+from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, transfer_plan
 
 
 class Tile(NamedTuple):
@@ -29,6 +32,25 @@ Unit = tuple[Bundle, ...]  # what one process moves, in this order
 def nbytes(tiles: Iterable[Tile], leaves: Mapping[str, jax.ShapeDtypeStruct]) -> int:
     """Return the bytes of tiles in memory."""
     return sum(prod(tile.box.shape) * leaves[tile.name].dtype.itemsize for tile in tiles)
+
+
+def planned(
+    tiles: Sequence[Tile],
+    dtypes: Iterable[np.dtype],
+    views: Mapping[str, View],
+    locate: Callable[[str], Location],
+    pace: Pace | None = None,
+) -> tuple[list[Block], TransferPlan]:
+    """Return tiles as blocks of `views`, with these dtypes, and the plan of their transfer.
+
+    `locate` is as for `transfer_plan`. Reads go at a `pace`; writes have no gaps.
+    """
+    blocks = [
+        Block(views[tile.name], tile.box, tile.box.shape, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)
+    ]
+    if pace is None:
+        return blocks, transfer_plan(blocks, locate, max_gap_bytes=0)
+    return blocks, transfer_plan(blocks, locate, pace.max_gap_bytes, pace.max_request_bytes)
 
 
 class TileSource(Protocol):
