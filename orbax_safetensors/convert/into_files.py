@@ -34,8 +34,9 @@ from orbax_safetensors.streaming.files_sink import FilesSink
 from orbax_safetensors.streaming.objects_sink import ObjectsSink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
+from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tile_job import TileJob
-from orbax_safetensors.streaming.tiles import Sink, TileSource
+from orbax_safetensors.streaming.tiles import TileSource
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from orbax_safetensors.orbax_store import (
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.streaming.cutting import batch_bytes, interleaved
+from orbax_safetensors.streaming.orbax_sink import orbax_sink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
-from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.tile_job import TileJob
 
@@ -61,7 +61,7 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
         return _leaf(cut, name, view.shape, dtypes[name])
 
     source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes, request.options.direct)
-    sink = OrbaxTileSink(
+    sink = orbax_sink(
         source,
         os.path.join(request.destination, str(request.step)),
         {"items": OrbaxItem(envelope.around(checkpoint.tree(leaf)))},
@@ -100,7 +100,7 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
         record = leaf.sharding if request.partition else facts.sharding
         return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
-    sink = OrbaxTileSink(
+    sink = orbax_sink(
         source,
         request.destination if step.step is None else os.path.join(request.destination, step.step),
         {

@@ -54,7 +54,7 @@ from orbax_safetensors.orbax_store.restore_plan import OrbaxRestorePlan, plan_ar
 from orbax_safetensors.storage.memory import peak_bytes
 from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.streaming.cutting import interleaved
-from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
+from orbax_safetensors.streaming.orbax_sink import orbax_sink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.tile_job import TileJob
 from orbax_safetensors.transfer.progress import passing
@@ -296,7 +296,7 @@ class LinkJob:
             return None
         views = {name: self.checkpoint.leaves[name.removeprefix(self.envelope.above)] for name in self.reasons}
         source = SafetensorsSource(self.checkpoint, views, {}, self.request.memory_bytes, "auto")
-        sink = OrbaxTileSink(
+        sink = orbax_sink(
             source,
             os.path.join(directory, MADE),
             {"": OrbaxItem({name: self.sharded[name] for name in views})},
@@ -306,7 +306,7 @@ class LinkJob:
             chunk_bytes=self.request.chunk_bytes,
             compression=False,
         )
-        return TileJob(source, sink), sink.leaves
+        return TileJob(source, sink), sink.workspace.leaves
 
     def _tree(self, made: Mapping[str, OrbaxLeaf]) -> Any:
         """Return the checkpoint's tree of `OrbaxLeaf`; `made` has the leaves that had to be made."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 
 # Orbax's names of the kinds of leaves, as `_METADATA` has them.
@@ -56,24 +55,6 @@ class OrbaxLeaf:
     def chunk_nbytes(self) -> int:
         """Return the decoded size of a whole chunk."""
         return prod(self.chunk_shape) * self.dtype.itemsize
-
-
-def check_box(box: Box, shape: tuple[int, ...], where: str) -> None:
-    """Raise `TensorMismatchError` if `box` is not a box of an array of `shape`."""
-    if len(box) != len(shape) or any(
-        not 0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=False)
-    ):
-        raise TensorMismatchError(f"{where}: expected a box of shape {shape}, found {box}")
-
-
-def check_memory(array: np.ndarray, box: Box, dtype: np.dtype, where: str) -> None:
-    """Raise `TensorMismatchError` if `array` cannot hold the elements of `box`."""
-    shape = box.shape
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
-        found = f"shape {array.shape} of {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise TensorMismatchError(
-            f"{where}: expected an array of shape {shape} of {dtype} for box {box}, found {found}"
-        )
 
 
 def chunks_of(box: Box, leaf: OrbaxLeaf) -> Box:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from orbax_safetensors.errors import SafetensorsError, StorageError
 
 
@@ -64,9 +66,28 @@ class Budget:
             self._free += nbytes
             self._changed.notify_all()
 
-    def drain(self) -> None:
-        """Wait until nothing is in flight."""
-        self.release(self.acquire(self.nbytes))
+
+# What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.
+_WRITE_OVERHEAD = 32 << 10
+
+
+def begin_write(store: Any, array: np.ndarray, budget: Budget, *, copies: int, where: str) -> Future[None]:
+    """Begin to write an array into a `TensorStore` of its shape, once the budget has the bytes of `copies` of it.
+
+    `array` is not copied: it must not change before the future is done, which is when no kill of the process can undo
+    the write. Raises, or the future does, a `StorageError` that begins with `where`.
+    """
+    operations = Operations(where)
+    taken = budget.acquire(copies * array.nbytes + _WRITE_OVERHEAD)
+    try:
+        with storage_errors(where):
+            operation = store.write(array, can_reference_source_data_indefinitely=True).commit
+    except BaseException:
+        budget.release(taken)
+        raise
+    operations.add(operation, budget, taken)
+    operations.close()
+    return operations.future
 
 
 class Operations:
@@ -74,11 +95,10 @@ class Operations:
 
     def __init__(self, where: str) -> None:
         """Begin with one operation under way, which `close` ends."""
-        self.future: Future[int] = Future()
+        self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()
         self._where = where
         self._under_way = 1
-        self._result = 0
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -101,9 +121,8 @@ class Operations:
         operation.add_done_callback(done)
         operation.force()  # otherwise it begins only when somebody waits for it
 
-    def close(self, result: int, failure: BaseException | None = None) -> None:
-        """Add no further operation, and set the result, or the reason why there is none."""
-        self._result = result
+    def close(self, failure: BaseException | None = None) -> None:
+        """Add no further operation; with a `failure`, the future has it once those under way have ended."""
         self._end(failure)
 
     def _end(self, failure: BaseException | None) -> None:
@@ -113,7 +132,7 @@ class Operations:
             if self._under_way:
                 return
         if self._failure is None:
-            self.future.set_result(self._result)
+            self.future.set_result(None)
         elif isinstance(self._failure, SafetensorsError):
             self.future.set_exception(self._failure)
         else:

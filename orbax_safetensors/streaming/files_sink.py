@@ -12,7 +12,6 @@ from typing import Self
 import numpy as np
 
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.tiling import storage_order
@@ -20,21 +19,18 @@ from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.store import NewFile, write_small
-from orbax_safetensors.streaming.cost import PlannedArray, Traffic, traffic_of
+from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import batch_bytes, bundles, check_tiles, pace
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.partial_directory import PartialDirectory
-from orbax_safetensors.streaming.tiles import Tile, TileSource, Unit, planned
+from orbax_safetensors.streaming.sink import Sink
+from orbax_safetensors.streaming.tiles import Tile, TileSource, planned
 from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.writer import Writer
 
 
-class FilesSink(JointSink):
-    """Files in a directory, into which every process writes its tiles; see `Sink`."""
-
-    last = None
-    writers = 2
-    arrays: tuple[PlannedArray, ...] = ()
+class FilesSink(Sink):
+    """Files in a directory, into which every process writes its tiles."""
 
     def __init__(
         self,
@@ -55,7 +51,7 @@ class FilesSink(JointSink):
         self.batch_bytes = batch_bytes(memory_bytes)
         grains = {name: (1,) * leaf.ndim for name, leaf in source.leaves.items()}
         orders = {name: storage_order(files.views[name]) for name in source.leaves}
-        self.units: Sequence[Unit] = [(bundle,) for bundle in bundles(source, grains, orders, groups, memory_bytes)]
+        self.units = [(bundle,) for bundle in bundles(source, grains, orders, groups, memory_bytes)]
         self._source, self._files, self._model_files = source, files, model_files
         self._store = LocalStore()
         self._threads = pace(self._store.cost, memory_bytes).requests
@@ -100,9 +96,6 @@ class FilesSink(JointSink):
     def has(self, unit: int) -> bool:
         """See `Sink`."""
         return all(self._numbers[tile] in self._done for tile in chain(*self.units[unit]))
-
-    def expect(self, units: Sequence[int]) -> None:
-        """See `Sink`. They may come in any order."""
 
     def _create(self, number: int) -> NewFile:
         file = self._store.create(self._path(number), sync=True)

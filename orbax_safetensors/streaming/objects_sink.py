@@ -19,7 +19,6 @@ from typing import Self
 import numpy as np
 
 from orbax_safetensors.checkpoint.model_files import ModelFiles
-from orbax_safetensors.devices.joint_sink import JointSink
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
@@ -29,9 +28,10 @@ from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.paths import is_below
 from orbax_safetensors.storage.store import NewFile, Store
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
-from orbax_safetensors.streaming.cost import PlannedArray, Traffic, traffic_of
+from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import bundle_bytes, bundled, check_tiles, interleaved
 from orbax_safetensors.streaming.file_layout import Files
+from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, Unit, nbytes, planned
 from orbax_safetensors.streaming.unfinished_objects import UnfinishedObjects
 from orbax_safetensors.transfer.plan import Block, TransferPlan
@@ -44,10 +44,9 @@ logger = logging.getLogger(__name__)
 _PARTS_OF_BATCH = 2
 
 
-class ObjectsSink(JointSink):
-    """A directory of objects, of which this process writes some alone; see `Sink`."""
+class ObjectsSink(Sink):
+    """A directory of objects, of which this process writes some alone."""
 
-    arrays: tuple[PlannedArray, ...] = ()
     writers = 1  # the bytes of an object come in their order
 
     def __init__(
@@ -65,7 +64,7 @@ class ObjectsSink(JointSink):
         self.batch_bytes = max(bundle_bytes(memory_bytes) // _PARTS_OF_BATCH, 1)
         self._source, self._store, self._files, self._model_files = source, store, files, model_files
         file_units = list(_file_units(files, source, self.batch_bytes))
-        self.units: Sequence[Unit] = [unit for unit, _ in file_units]
+        self.units = [unit for unit, _ in file_units]
         self._views = [views for _, views in file_units]
         # The record stands in the place of the last object, the index or a file, until all other objects are there.
         self.last = len(self.units) - 1 if files.layout.index is None else None

@@ -1,10 +1,10 @@
-"""Tiles, and what sources and sinks do with them."""
+"""Tiles, and the sources that they are read from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -12,9 +12,8 @@ import numpy as np
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.storage.store import Pace
-from orbax_safetensors.streaming.cost import PlannedArray, Traffic
+from orbax_safetensors.streaming.cost import Traffic
 from orbax_safetensors.transfer.engine import Counters
-from orbax_safetensors.transfer.figures import PlannedFile
 from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, transfer_plan
 
 
@@ -97,65 +96,3 @@ class TileSource(Protocol):
 
     def close(self) -> None:
         """Close all files."""
-
-
-class Sink(Protocol):
-    """The new checkpoint, which is written in tiles. Nothing is touched until `begin`.
-
-    Attributes:
-      path: where the checkpoint will be.
-      units: the units of work that processes share.
-      batch_bytes: the bytes that move at once.
-      writers: the threads that may write batches at once.
-    """
-
-    path: str
-    units: Sequence[Unit]
-    batch_bytes: int
-    writers: int
-
-    @property
-    def last(self) -> int | None:
-        """The number of the unit that is written when all others are, if there is one."""
-
-    @property
-    def files(self) -> tuple[PlannedFile, ...]:
-        """The safetensors files of the checkpoint; empty for Orbax."""
-
-    @property
-    def arrays(self) -> tuple[PlannedArray, ...]:
-        """The arrays of a checkpoint of Orbax; empty for safetensors files."""
-
-    @property
-    def counters(self) -> Counters:
-        """The writes of this process so far, and the bytes of arrays that it has written."""
-
-    def check_place(self) -> None:
-        """Raise `StorageError` if something is in the way; touch nothing."""
-
-    def begin(self, *, resume: bool) -> Self:
-        """Begin the checkpoint. Every process calls this; it succeeds or fails in all of them, as `commit` does."""
-
-    def has(self, unit: int) -> bool:
-        """Return whether a unit was written before this run, which resumes another."""
-
-    def expect(self, units: Sequence[int]) -> None:
-        """Expect this process to write these units, in this order; also without `begin`, for `traffic`."""
-
-    def write(self, tiles: Sequence[Tile], arrays: Sequence[np.ndarray]) -> None:
-        """Write tiles, or keep them until the next call, at the latest until `commit`, and write them then.
-
-        A later run that resumes finds a unit written, by `has`, once the sink has written all of its tiles.
-        """
-
-    def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
-        """Return the cost in storage of a `write` of the same tiles with these dtypes; write nothing."""
-
-    def commit(self, last: Callable[[], None]) -> None:
-        """See `JointSink`."""
-
-    def __enter__(self) -> Self:
-        """See `JointSink`."""
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """See `JointSink`."""

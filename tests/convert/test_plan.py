@@ -16,8 +16,8 @@ from orbax_safetensors.orbax_store import open_orbax
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.streaming.cost import Batch, ConversionCost, ConversionPlan, Traffic, traffic_of
 from orbax_safetensors.streaming.files_sink import FilesSink
+from orbax_safetensors.streaming.orbax_sink import OrbaxSink
 from orbax_safetensors.streaming.orbax_source import OrbaxSource
-from orbax_safetensors.streaming.orbax_tile_sink import OrbaxTileSink
 from orbax_safetensors.streaming.safetensors_source import SafetensorsSource
 from orbax_safetensors.streaming.tiles import Tile
 from orbax_safetensors.transfer.plan import Gathered, TransferPlan
@@ -149,7 +149,7 @@ def test_what_is_planned_is_what_is_done(kind, memory_bytes, tmp_path, monkeypat
 def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
     """One by one, what a source and a sink count of each."""
     call, source, asked = CALLS[kind]
-    for output in (OrbaxTileSink, FilesSink):  # so that each request is of the batch that is being written
+    for output in (OrbaxSink, FilesSink):  # so that each request is of the batch that is being written
         monkeypatch.setattr(output, "writers", 1)
     (cost,) = getattr(ost, f"plan_{call}")(source, tmp_path / "to", memory_bytes=SMALL, **asked).processes
     read, written = [], []
@@ -167,7 +167,7 @@ def test_batches_are_those_that_are_moved(kind, tmp_path, monkeypatch):
 
     for kind_of in (OrbaxSource, SafetensorsSource):
         counted(kind_of, "read", read)
-    for kind_of in (OrbaxTileSink, FilesSink):
+    for kind_of in (OrbaxSink, FilesSink):
         counted(kind_of, "write", written)
     getattr(ost, call)(source, tmp_path / "to", memory_bytes=SMALL, **asked)
     assert [(batch.num_tiles, batch.read.num_requests) for batch in cost.batches] == read

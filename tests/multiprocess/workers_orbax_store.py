@@ -21,8 +21,8 @@ import numpy as np
 
 from orbax_safetensors.devices.agreement import agree
 from orbax_safetensors.errors import StorageError, TensorMismatchError
-from orbax_safetensors.orbax_store import OrbaxLeaf, OrbaxSink, item_writer, named_sharding, open_orbax, unfinished
-from tests.support.sinks import missing, step_sink, wait
+from orbax_safetensors.orbax_store import OrbaxLeaf, item_writer, named_sharding, open_orbax, unfinished
+from tests.support.sinks import AnySink, missing, step_sink
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
@@ -54,12 +54,12 @@ def tree() -> dict[str, Any]:
     return {"step": 3, "params": leaves, "opt_state": {}}
 
 
-def tiles(sink: OrbaxSink) -> list[tuple[str, Any]]:
+def tiles(sink: AnySink) -> list[tuple[str, Any]]:
     """All that are missing, in the same order in every process."""
     return [(name, box) for name in sorted(sink.leaves) for box in missing(sink, name)]
 
 
-def write(sink: OrbaxSink, own: list[tuple[str, Any]]) -> None:
+def write(sink: AnySink, own: list[tuple[str, Any]]) -> None:
     arrays = values()
     for name, box in own:
         sink.write_box(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)])
@@ -88,7 +88,7 @@ def failed(do: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def dealt(sink: OrbaxSink) -> list[tuple[str, Any]]:
+def dealt(sink: AnySink) -> list[tuple[str, Any]]:
     return tiles(sink)[jax.process_index() :: jax.process_count()]
 
 
@@ -131,7 +131,6 @@ def remote(url: str) -> dict[str, Any]:
             name = f"{ocdbt} {zarr3}"
             with step_sink(f"{url}/{name}", tree(), custom_metadata={"scan_layers": True}, **options) as sink:
                 write(sink, dealt(sink)[::2])
-                wait(sink)
                 agree(f"all have written {name}", None)
             failed(lambda name=name: open_orbax(f"{url}/{name}"))
             found[name] = _written(f"{url}/{name}", resume=True, **options)
@@ -227,7 +226,6 @@ def taken_up_again(root: Path) -> Any:
     with step_sink(root, tree()) as sink:
         if jax.process_index() < jax.process_count() - 1:
             write(sink, dealt(sink))
-        wait(sink)
         agree("written in part", None)  # who leaves first tells the others to give up
     with step_sink(root, tree(), resume=True) as sink:
         missing = tiles(sink)
@@ -242,7 +240,6 @@ def die_together(root: str) -> None:
         own = dealt(sink)
         last = jax.process_index() == jax.process_count() - 1
         write(sink, own[: len(own) // 2] if last else own)
-        wait(sink)
         agree("killed", None)
         if last:
             kill()
@@ -288,7 +285,7 @@ def main(directory: str, when: str, options: str) -> None:
         for name, box in tiles(sink):
             if left == 0:
                 kill()
-            sink.write_box(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)]).result()
+            sink.write_box(name, box, arrays[name][(*(slice(*ends) for ends in box), ...)])
             os.write(1, f"{json.dumps([name, box])}\n".encode())
             left -= 1
         sink.commit()

@@ -94,11 +94,10 @@ def test_boxes(saved, ocdbt, zarr3):
         every_second = (*(slice(1, None, 2) for _ in box), ...)
         outer = np.zeros([2 * (stop - start) + 1 for start, stop in box], LEAVES[name][0])
         out = outer[every_second]
-        nbytes = checkpoint.read(name, box, out).result()
+        checkpoint.read(name, box, out).result()
         expected = np.zeros_like(outer)
         expected[every_second] = arrays[name][index(box)]
         same_bits(outer, expected)
-        assert nbytes >= out.nbytes
 
     check()
 
@@ -108,7 +107,8 @@ def test_many_reads_at_once(saved):
     arrays = values()
     outs = {(name, turn): np.empty_like(arrays[name]) for name in LEAVES for turn in range(20)}
     futures = [checkpoint.read(name, Box.whole(out.shape), out) for (name, _), out in outs.items()]
-    assert sum(future.result() for future in futures) == sum(out.nbytes for out in outs.values())
+    for future in futures:
+        future.result()
     for (name, _), out in outs.items():
         same_bits(out, arrays[name])
 
@@ -293,17 +293,6 @@ def test_chunks_that_are_missing_or_damaged(tmp_path):
     same_bits(kernel[:4], values()["params.kernel"][:4])
 
 
-@pytest.mark.parametrize(
-    ("name", "box", "out", "why"),
-    [
-        ("params.nothing", Box(((0, 4),)), np.zeros(4, BF16), "has no leaf 'params.nothing'"),
-        ("params.mask", Box(((0, 9),)), np.zeros(9, np.bool_), "expected a box of shape"),
-        ("params.mask", Box(((-1, 2),)), np.zeros(3, np.bool_), "expected a box of shape"),
-        ("params.mask", Box(((0, 3),)), np.zeros(4, np.bool_), "expected an array of shape"),
-        ("params.mask", Box(((0, 3),)), np.zeros(3, np.int8), "found shape .* of int8"),
-        ("params.mask", Box(((0, 3),)), np.frombuffer(bytes(3), np.bool_), "is read-only"),
-    ],
-)
-def test_boxes_that_are_not_there(item, name, box, out, why):
-    with pytest.raises(TensorMismatchError, match=why):
-        open_orbax(item).read(name, box, out)
+def test_a_leaf_that_is_not_there(item):
+    with pytest.raises(TensorMismatchError, match="has no leaf 'params.nothing'"):
+        open_orbax(item).value("params.nothing")

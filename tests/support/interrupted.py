@@ -16,9 +16,8 @@ from functools import partial
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import orbax_safetensors as ost
-from orbax_safetensors import orbax_store
 from orbax_safetensors.orbax_store import item_writer
-from orbax_safetensors.streaming import partial_directory
+from orbax_safetensors.streaming import orbax_sink, partial_directory
 
 # Each takes about a dozen batches.
 _ASKED = {
@@ -63,7 +62,7 @@ def main(kind, source, destination, where, name, locks):
         before(item_writer.ItemWriter, "chunks")
     elif where == "before_the_end":
         before(partial_directory.PartialDirectory, "finish")
-        before(orbax_store.OrbaxSink, "commit")
+        before(orbax_sink.OrbaxSink, "commit")
     elif where == "before_the_rename":
         before(os, "rename")
     elif where == "after_the_rename":

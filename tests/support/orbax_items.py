@@ -18,6 +18,7 @@ from orbax_safetensors.orbax_store import (
     named_sharding,
     open_orbax,
 )
+from orbax_safetensors.streaming.tiles import Tile
 from tests.support.sinks import missing, step_sink
 
 SAMPLES = {
@@ -86,8 +87,8 @@ def index(box):
 def fill(sink, arrays, names=None):
     """Writes all chunks of all arrays, the last first."""
     for name in names or sink.leaves:
-        for box in reversed(missing(sink, name)):
-            sink.write_box(name, box, arrays[name][index(box)])
+        left = [Tile(name, box) for box in reversed(missing(sink, name))]
+        sink.write(left, [arrays[name][index(tile.box)] for tile in left])
 
 
 def write(destination, **options):

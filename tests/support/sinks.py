@@ -4,8 +4,31 @@ import os
 from itertools import product
 
 from orbax_safetensors.geometry.box import Box
-from orbax_safetensors.orbax_store import OrbaxItem, OrbaxSink, UnfinishedCheckpoint
-from orbax_safetensors.orbax_store.leaf import box_of
+from orbax_safetensors.orbax_store import OrbaxItem, UnfinishedCheckpoint
+from orbax_safetensors.orbax_store.leaf import box_of, chunks_of
+from orbax_safetensors.orbax_store.operations import Budget
+from orbax_safetensors.streaming.orbax_sink import OrbaxSink
+from orbax_safetensors.streaming.tiles import Tile
+
+
+class AnySink(OrbaxSink):
+    """Takes any boxes of whole chunks rather than the tiles of a source."""
+
+    def __init__(self, checkpoint, memory_bytes=256 << 20):
+        super().__init__(checkpoint, {}, units=(), batch_bytes=1)
+        self.leaves = checkpoint.leaves
+        self._budget = Budget(memory_bytes)
+
+    def write(self, tiles, arrays):
+        super().write(tiles, arrays)
+        for name, box in tiles:
+            self._present[name][chunks_of(box, self.leaves[name]).slices] = True
+
+    def write_box(self, name, box, array):
+        self.write([Tile(name, box)], [array])
+
+    def written(self, name, box):
+        return bool(self._present[name][chunks_of(box, self.leaves[name]).slices].all())
 
 
 def step_sink(
@@ -35,7 +58,7 @@ def step_sink(
         compression=compression,
         source=source,
     )
-    return OrbaxSink(checkpoint, **options).begin(resume=resume)
+    return AnySink(checkpoint, **options).begin(resume=resume)
 
 
 def missing(sink, name):
@@ -43,9 +66,3 @@ def missing(sink, name):
     leaf = sink.leaves[name]
     chunks = (Box((at, at + 1) for at in index) for index in product(*map(range, leaf.grid)))
     return [box for box in (box_of(chunk, leaf) for chunk in chunks) if not sink.written(name, box)]
-
-
-def wait(sink):
-    """Waits until all writes so far are done; raises the error if one has failed."""
-    sink._budget.drain()
-    sink._check()
