@@ -127,7 +127,7 @@ def exchanged(under_way: Filling, batched: Sequence[Sequence[_Leaf]], key: str) 
 def _read(under_way: Filling, batch: Sequence[_Leaf]) -> list[jax.Array]:
     """Read this process's parts."""
     parts = under_way.fill(
-        [leaf.parts.target(leaf.target) for leaf in batch], [leaf.target.local_nbytes for leaf in batch]
+        [leaf.parts.target(leaf.target) for leaf in batch], sum(leaf.target.local_nbytes for leaf in batch)
     )
     # Other processes are about to receive them.
     under_way.reader.check()

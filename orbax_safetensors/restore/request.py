@@ -25,8 +25,6 @@ ShardingOf = Callable[[str, tuple[int, ...]], Any]
 # Whether a tree may leave out tensors, or which leaves to restore, by names and patterns such as `*.layers.0.*`.
 Partial = bool | Iterable[str]
 
-_NO_CASTS = Casts(None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreRequest:
@@ -49,7 +47,7 @@ class RestoreRequest:
     mesh: Mesh | AbstractMesh | None = None
     partial: bool = False
     only: tuple[str, ...] = ()
-    casts: Casts = _NO_CASTS
+    casts: Casts | None = None
     by_name: bool = False
     family: FamilyLike = None
     variant: Mapping[str, Any] | None = None
@@ -74,7 +72,7 @@ class RestoreRequest:
             path=as_text(path),
             partial=partial is True,
             only=_names(partial),
-            casts=Casts(dtype),
+            casts=None if dtype is None else Casts(dtype),
             family=family,
             variant=variant,
             options=options or SafetensorsOptions(),

@@ -82,10 +82,12 @@ def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Match
     fit. A request without a tree is for the one that was saved, or if none is recorded, for everything.
     """
     checkpoint, matched = _seen(request, stored)
-    check_casts(checkpoint, request.casts, request.options.dequantize)
     if request.only:
         matched = matched.only(request.only)
-    return checkpoint, matched.cast(request.casts)
+    if request.casts is not None:
+        check_casts(checkpoint, request.casts, request.options.dequantize)
+        matched = matched.cast(request.casts)
+    return checkpoint, matched
 
 
 def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
