@@ -180,7 +180,7 @@ def filling(
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
-    pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    pace = checkpoint.pace(options)
     sums = None if comparison is None else comparison.sums
     with (
         no_mesh(),

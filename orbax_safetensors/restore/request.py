@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.casts import Casts
 from orbax_safetensors.devices.trees import flatten
-from orbax_safetensors.errors import TargetTypeError
+from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.target import LeafRequest, leaf_request
+from orbax_safetensors.restore.leaf_request import LeafRequest, leaf_request
 from orbax_safetensors.storage.paths import PathLike, as_text
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
@@ -114,12 +115,13 @@ class RestoreRequest:
 
     def leaf_requests(self) -> set[LeafRequest]:
         """Return the distinct requests for leaves of the tree, except wrong ones."""
-        requests = {
-            leaf_request(leaf if self.item is not None else None, args)
-            for leaf, args in self._leaves().values()
-            if leaf is not ocp.PLACEHOLDER and args is not ocp.PLACEHOLDER
-        }
-        return {request for request in requests if request is not None}
+        requests = set()
+        for leaf, args in self._leaves().values():
+            if leaf is not ocp.PLACEHOLDER and args is not ocp.PLACEHOLDER:
+                args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
+                with suppress(TensorMismatchError):
+                    requests.add(leaf_request(leaf if self.item is not None else None, args))
+        return requests
 
     def leaf_shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes that the leaves of the tree must have, by name; None if the request does not say."""

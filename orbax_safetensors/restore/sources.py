@@ -23,7 +23,7 @@ from orbax_safetensors.restore.leases import Leases, Range
 from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
-from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits, transfer_plan
+from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
 # What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
@@ -114,8 +114,8 @@ class Sources:
     def _planned(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block], TransferPlan]:
         """Return the blocks that have no bytes from elsewhere, their numbers first, and the plan of their requests."""
         left = [at for at in range(len(batch.blocks)) if at not in batch.arrays and at not in without]
-        blocks, pace = [batch.blocks[at] for at in left], self._pace
-        plan = transfer_plan(blocks, self._checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
+        blocks = [batch.blocks[at] for at in left]
+        plan = self._checkpoint.transfer(blocks, self._pace)
         self.num_reads += plan.num_requests
         self.needed_bytes += plan.needed_bytes
         return left, blocks, plan
