@@ -100,9 +100,9 @@ class Reader(Transfer[File]):
 
     def _staged(self, window: Window, access: Staged) -> None:
         if isinstance(access, Encoded):
-            per_byte = access.encoding.elements_per_byte
             areas = list(access.encoding.areas(access.runs, window.low, window.high))
-            parts = within(access, window.low * per_byte, window.high * per_byte)
+            low, high = (access.encoding.elements_in(at) for at in (window.low, window.high))
+            parts = within(access, low, high)
             apart = _apart(access.encoding, areas, parts)
             decoded, stored = self._decoded(window, access, areas, apart=apart is not None)
             copies = self._copies(window, access, decoded, stored, apart or parts)
@@ -166,10 +166,11 @@ class Reader(Transfer[File]):
         wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
         dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
         own = access.own(areas)
-        code_bytes, per_byte = window.high - window.low, access.encoding.elements_per_byte
+        code_bytes, encoding = window.high - window.low, access.encoding
+        decoded_bytes = encoding.elements_in(code_bytes) * dtype.itemsize
         sizes = [patch.nbytes for patch in own.values()]
-        buffer = self._staging(code_bytes * per_byte * dtype.itemsize + sum(sizes) + code_bytes)
-        decoded, *held, codes = np.split(buffer, np.cumsum([code_bytes * per_byte * dtype.itemsize, *sizes]))
+        buffer = self._staging(decoded_bytes + sum(sizes) + code_bytes)
+        decoded, *held, codes = np.split(buffer, np.cumsum([decoded_bytes, *sizes]))
         self._runs(window, codes)
         read = dict(window.shared.get(partial(self._shared, window.part, access)))
         for (number, patch), memory in zip(own.items(), held, strict=True):
@@ -180,9 +181,9 @@ class Reader(Transfer[File]):
             end = done + len(area.rows) * area.width
             try:
                 decode(
-                    access.encoding,
+                    encoding,
                     area,
-                    codes[done // per_byte : end // per_byte],
+                    codes[encoding.bytes_of(done) : encoding.bytes_of(end)],
                     parameters,
                     elements[done:end],
                     apart=apart,
