@@ -12,7 +12,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.checkpoint.quantized import quantized_tensors, scales_beside, split, taken_apart
+from orbax_safetensors.checkpoint.quantized import quantized_tensors, scales_beside, split, codes_and_scales
 from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.names import by_path, by_same
@@ -206,7 +206,7 @@ def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequ
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     if dequantize == "split":
         scales = {quantized.scales for quantized in encoded.tensors.values()}
-        return _Decoded(taken_apart(checkpoint, encoded), encoded, encoded.unused | scales)
+        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | scales)
     if dequantize:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)

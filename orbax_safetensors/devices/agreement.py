@@ -252,7 +252,7 @@ def publish(key: str, content: bytes) -> None:
     """Leave bytes for `published` in other processes, in pieces; nothing if these cannot be reached."""
     pieces = [content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES)] or [b""]
     with contextlib.suppress(Exception):  # the others do without
-        # The first piece, which says how many there are, goes last: who finds it finds all of them.
+        # The first piece, which says how many there are, goes last: a process that finds it finds all of them.
         for number, piece in reversed(list(enumerate(pieces))):
             count = b"" if number else len(pieces).to_bytes(_COUNT_BYTES)
             _client().key_value_set_bytes(f"{key}/{number}", count + piece)
