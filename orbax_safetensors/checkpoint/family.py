@@ -12,7 +12,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.checkpoint.quantized import quantized_tensors, scales_beside, split, codes_and_scales
+from orbax_safetensors.checkpoint.quantized import codes_and_scales, quantized_tensors, scales_beside, split
 from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.names import by_path, by_same
