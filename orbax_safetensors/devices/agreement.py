@@ -269,7 +269,7 @@ def withdraw(key: str) -> None:
 def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
     """Return by key what other processes have published, as far as it comes within `seconds` for all keys together."""
     deadline = time.monotonic() + seconds
-    found: dict[str, bytes] = {}
+    values: dict[str, bytes] = {}
 
     def collect() -> None:
         nonlocal deadline
@@ -283,13 +283,13 @@ def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
                     first = client.key_value_try_get_bytes(f"{key}/0")
                 count = int.from_bytes(first[:_COUNT_BYTES])
                 rest = [client.key_value_try_get_bytes(f"{key}/{number}") for number in range(1, count)]
-                found[key] = b"".join((first[_COUNT_BYTES:], *rest))
+                values[key] = b"".join((first[_COUNT_BYTES:], *rest))
             except jax.errors.JaxRuntimeError:
                 deadline = 0.0  # what else is there already still counts; a wait of the last millisecond would miss it
 
     with contextlib.suppress(SafetensorsError):  # there is no client
         _interruptibly(collect)
-    return found
+    return values
 
 
 def _client() -> Any:

@@ -83,7 +83,7 @@ class Encoded(Staged):
     shared: Mapping[int, Patch] = field(compare=False)
     max_gap_bytes: int
 
-    def own(self, areas: Sequence[Area]) -> dict[int, Patch]:
+    def patches(self, areas: Sequence[Area]) -> dict[int, Patch]:
         """Return what a window that consists of `areas` reads of parameters, by their numbers."""
         return {
             number: self.encoding.patch(parameter, areas, self.max_gap_bytes)
@@ -188,7 +188,7 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
         reads = [shared]
         if len(shared) < len(patches):
             lows = range(0, runs.nbytes, pitch)
-            reads += [access.own(list(encoding.areas(runs, low, min(low + pitch, runs.nbytes)))) for low in lows]
+            reads += [access.patches(list(encoding.areas(runs, low, min(low + pitch, runs.nbytes)))) for low in lows]
         sizes = [sum([patch.nbytes for patch in read.values()]) for read in reads]
         read_bytes += runs.nbytes + sum(sizes)
         num_requests += _requests(runs, pitch) + sum([len(patch.ranges) for read in reads for patch in read.values()])

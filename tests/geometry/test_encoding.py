@@ -153,7 +153,7 @@ def test_rows_of_blocks_are_read_in_one_request_for_each_tensor():
     assert (access.runs.begin, access.runs.length, access.runs.modes) == (128 * 384, 128 * 384, ())
     (area,) = access.encoding.areas(access.runs, 0, 128 * 384)
     assert (area.rows[0], area.rows[-1], area.columns) == (128, 255, ((0, 384),))
-    (patch,) = (access.shared | access.own([area])).values()
+    (patch,) = (access.shared | access.patches([area])).values()
     assert patch.ranges == ((3 * 4, 3 * 4),)
     assert gathered.num_requests == 2
 

@@ -36,7 +36,7 @@ def execute(gathered, codes, parameters, destinations, dtype=np.float32):
             packed, done = read(codes, pieces), 0
             decoded = np.empty(encoding.elements_in(high - low), dtype)
             areas = list(encoding.areas(access.runs, low, high))
-            own = held_by(access.own(areas), parameters, asked)
+            own = held_by(access.patches(areas), parameters, asked)
             memory = packed.nbytes + sum(stored.nbytes for _, stored in (*own.values(), *shared.values()))
             held = [(shared | own)[number] for number in range(len(parameters))]
             for area in areas:
