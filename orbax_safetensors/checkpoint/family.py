@@ -37,7 +37,7 @@ def mapped(
     complete: bool,
     dequantize: Dequantize,
 ) -> Checkpoint:
-    """Return `checkpoint` as a family sees it: the one that is asked for, a registered one, or none.
+    """Return `checkpoint` as a family sees it: the caller's, a registered one, or none.
 
     See `SafetensorsOptions` for `dequantize`. With `complete`, each stored tensor has to be used once; without it,
     leaves whose tensors are not all stored are left out, and there may be other tensors. Raises `MappingError` if there
@@ -221,7 +221,7 @@ def stored_leaves(
 ) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
-    The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
+    The family is the caller's, or one that is registered for the config's architecture; without one, each
     leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and the caller names no
     dtype. Raises `MappingError` if there is no such family, or if config, variant and leaves disagree.
     """

@@ -1,4 +1,4 @@
-"""Links to files on HTTP servers: kept, used for all ranges of a file, and asked for again once they have expired."""
+"""Links to files on HTTP servers: kept, used for all ranges of a file, and renewed once they have expired."""
 
 from __future__ import annotations
 

@@ -196,6 +196,6 @@ def _from_environment(scheme: str) -> dict[str, Any]:
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
-    """Whether somebody asked for a server without TLS, by giving its address."""
+    """Return whether an address that the user has set is of a server without TLS."""
     values = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return any(isinstance(value, str) and value.startswith("http://") for value in values)
