@@ -174,7 +174,7 @@ class Checkpoint:
         return plain | {name: tensor.shape for name, tensor in self.quantized.items()}
 
     def view(self, name: str) -> View:
-        """Return the tensor `name` as it is in memory. `location` knows the tensors of the view."""
+        """Return a view of the tensor `name` as it is in memory; `location` says where the view's tensors lie."""
         if name in self.quantized:
             return self.quantized[name].view(self.decoded_dtype)
         tensor = self[name]

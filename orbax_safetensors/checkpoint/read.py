@@ -86,13 +86,13 @@ def _of_one_state(path: PathLike, read: Callable[[], _T]) -> _T:
     for _ in range(_ATTEMPTS):
         before = _identity(place)
         try:
-            found = read()
+            checkpoint = read()
         except SafetensorsError:
             if _identity(place) == before:
                 raise
         else:
             if _identity(place) == before:
-                return found
+                return checkpoint
     raise StorageError(f"{place}: was replaced while it was opened, {_ATTEMPTS} times")
 
 

@@ -53,8 +53,8 @@ def exchange_batches(checkpoint: Checkpoint, targets: Sequence[Target], most: in
 
     All processes make the same batches.
     """
-    found = [(number, target, parts_of(target)) for number, target in enumerate(targets)]
-    leaves = [_Leaf(number, target, parts) for number, target, parts in found if parts is not None]
+    in_parts = [(number, target, parts_of(target)) for number, target in enumerate(targets)]
+    leaves = [_Leaf(number, target, parts) for number, target, parts in in_parts if parts is not None]
     groups = [[leaves[at] for at in group] for group in in_file_order(checkpoint, [leaf.target for leaf in leaves])]
     sized = [(group, sum(map(_nbytes, group))) for group in groups]
     return [[leaf for group in batch for leaf in group] for batch in batches(sized, most)]

@@ -158,13 +158,13 @@ class Sources:
         ranges: list[Range] = []
         first = 0
         for fill in batch.fills:
-            found = self._mappable(fill, leases)
-            brought = joined((rows.file, rows.begin, rows.end) for rows in found.values())
-            needed = sum(fill.blocks[at].nbytes for at in found)
+            mappable = self._mappable(fill, leases)
+            brought = joined((rows.file, rows.begin, rows.end) for rows in mappable.values())
+            needed = sum(fill.blocks[at].nbytes for at in mappable)
             if needed >= _LEAST_NEEDED * sum(end - begin for _, begin, end in brought):
                 ranges += brought
                 self.needed_bytes += needed
-                for at, rows in found.items():
+                for at, rows in mappable.items():
                     block, memory = fill.blocks[at], leases[rows.file].memory
                     batch.arrays[first + at] = np.ndarray(block.shape, block.dtype, memory, rows.begin, rows.strides)
             first += len(fill.blocks)
@@ -176,7 +176,7 @@ class Sources:
 
     def _mappable(self, fill: Fill, leases: dict[int, LeasedMapping]) -> dict[int, Rows]:
         """Return where blocks lie in files that can be mapped, by their number in the fill. Add to `leases`."""
-        found = {}
+        mappable = {}
         for number, block in enumerate(fill.blocks):
             rows = _rows_of(block, self._checkpoint.location)
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
@@ -186,8 +186,8 @@ class Sources:
                     continue
                 leases[rows.file] = mapping
             if leases[rows.file].serves(rows.begin, rows.end):
-                found[number] = rows
-        return found
+                mappable[number] = rows
+        return mappable
 
     def _answered(self, batch: Batch) -> list[tuple[int, Rows]]:
         """Return the blocks that are one long request to a server, by number."""

@@ -116,10 +116,10 @@ def received(all_deliveries: Sequence[Delivery], rank: int) -> list[tuple[Block,
     def arrived() -> Iterator[tuple[Block, np.ndarray]]:
         parts = [(delivery, part) for delivery, part in waiting if delivery.owner == rank]
         shards = [local_shards(part, local_boxes(part.sharding, part.shape)) for _, part in parts]
-        memory = to_host([shard for by_box in shards for shard in by_box.values()])
-        for (delivery, part), by_box in zip(parts, shards, strict=True):
+        memory = to_host([shard for boxes in shards for shard in boxes.values()])
+        for (delivery, part), boxes in zip(parts, shards, strict=True):
             data = np.empty(part.shape, part.dtype)
-            for box in by_box:
+            for box in boxes:
                 data[box.slices] = next(memory)
             yield from _blocks(delivery, data.view(delivery.leaf.value.dtype))
 

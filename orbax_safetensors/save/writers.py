@@ -54,16 +54,16 @@ def written_here(groups: Iterable[Sequence[Leaf]], active: ActiveProcesses) -> I
         local = holders_of(leaf, active.indices, process, None)
         if active.count == jax.process_count() or not isinstance(leaf.value, jax.Array):
             return local
-        by_box = {
-            box: tuple(holder for holder in of_box if holder in active.indices)
-            for box, of_box in all_holders(leaf.value.sharding, leaf.shape, None).items()
+        saving = {
+            box: tuple(holder for holder in box_holders if holder in active.indices)
+            for box, box_holders in all_holders(leaf.value.sharding, leaf.shape, None).items()
         }
-        if not all(by_box.values()):
+        if not all(saving.values()):
             raise TensorMismatchError(
                 f"{leaf.name!r}: parts of it are only on devices of processes that do not save; those that do are "
                 f"{some(active.indices)}, by primary_host and active_processes of MultiprocessingOptions"
             )
-        return {box: by_box[box] for box in local}
+        return {box: saving[box] for box in local}
 
     return written_by(process, groups, held)
 

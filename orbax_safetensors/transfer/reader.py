@@ -70,9 +70,9 @@ class Reader(Transfer[File]):
 
     def _staged(self, window: Window, access: Staged) -> None:
         if isinstance(access, Encoded):
-            per_byte = access.encoding.elements_per_byte
             areas = list(access.encoding.areas(access.runs, window.low, window.high))
-            parts = within(access, window.low * per_byte, window.high * per_byte)
+            low, high = (access.encoding.elements_in(at) for at in (window.low, window.high))
+            parts = within(access, low, high)
             apart = _apart(access.encoding, areas, parts)
             decoded, stored = self._decoded(window, access, areas, apart=apart is not None)
             copies = self._copies(window, access, decoded, stored, apart or parts)
@@ -135,14 +135,15 @@ class Reader(Transfer[File]):
         ends = [window.part.ends[use.buffer] for use in access.uses]
         wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
         dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
-        own = access.own(areas)
-        code_bytes, per_byte = window.high - window.low, access.encoding.elements_per_byte
-        sizes = [patch.nbytes for patch in own.values()]
-        buffer = self._staging(code_bytes * per_byte * dtype.itemsize + sum(sizes) + code_bytes)
-        decoded, *held, codes = np.split(buffer, np.cumsum([code_bytes * per_byte * dtype.itemsize, *sizes]))
+        patches = access.patches(areas)
+        code_bytes, encoding = window.high - window.low, access.encoding
+        decoded_bytes = encoding.elements_in(code_bytes) * dtype.itemsize
+        sizes = [patch.nbytes for patch in patches.values()]
+        buffer = self._staging(decoded_bytes + sum(sizes) + code_bytes)
+        decoded, *held, codes = np.split(buffer, np.cumsum([decoded_bytes, *sizes]))
         self._runs(window, codes)
         read = dict(window.shared.get(partial(self._shared, window.part, access)))
-        for (number, patch), memory in zip(own.items(), held, strict=True):
+        for (number, patch), memory in zip(patches.items(), held, strict=True):
             read[number] = self._parameter(window.part, number, patch, memory)
         parameters = [read[number] for number in range(len(read))]
         elements, done = decoded.view(dtype), 0
@@ -150,9 +151,9 @@ class Reader(Transfer[File]):
             end = done + len(area.rows) * area.width
             try:
                 decode(
-                    access.encoding,
+                    encoding,
                     area,
-                    codes[done // per_byte : end // per_byte],
+                    codes[encoding.bytes_of(done) : encoding.bytes_of(end)],
                     parameters,
                     elements[done:end],
                     apart=apart,
@@ -184,8 +185,8 @@ def _apart(
     if fields == 1 or len(areas) > 1:
         return None
     apart = [[fields_apart(copy, fields, areas[0].width // fields) for copy in copies] for copies in parts]
-    found = [[copy for copy in copies if copy is not None] for copies in apart]
-    return found if found == apart else None
+    possible = [[copy for copy in copies if copy is not None] for copies in apart]
+    return possible if possible == apart else None
 
 
 def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:
