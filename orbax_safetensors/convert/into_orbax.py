@@ -18,8 +18,7 @@ from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import RECORD_KEY
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.family import RECORD_KEY, envelope_of
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
     OrbaxItem,

@@ -34,8 +34,7 @@ from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.link.staging import MADE, ObjectStaging, Staging, staging_of
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import Envelope
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.family import Envelope, envelope_of
 from orbax_safetensors.options import Progress
 from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
 from orbax_safetensors.orbax_store.addressed_array import (
