@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
@@ -17,8 +16,7 @@ from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardReq
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.family import RECORD_KEY, envelope_of
+from orbax_safetensors.mapping.family import RECORD_KEY
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
     OrbaxItem,
@@ -48,7 +46,7 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), checkpoint.use.variant)
+    envelope = checkpoint.envelope
     custom_metadata = envelope.custom_metadata
     if checkpoint.use.family is not None:
         custom_metadata = {**(custom_metadata or {}), RECORD_KEY: checkpoint.use.record()}
