@@ -34,7 +34,7 @@ from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.link.staging import MADE, ObjectStaging, Staging, staging_of
 from orbax_safetensors.mapping.family import Envelope
 from orbax_safetensors.options import Progress
-from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, sharded_leaf
 from orbax_safetensors.orbax_store.addressed_array import (
     AddressedArray,
     addressed_array,
@@ -357,14 +357,10 @@ def prepare(request: LinkRequest) -> LinkJob:
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
+    addressed, reasons, sharded = {}, {}, {}
     for leaf, view in checkpoint.leaves.items():
         name = checkpoint.envelope.above + leaf
-        shard = partition.shard(leaf, view.shape)
-        spec = partition.spec(leaf, view.shape)
-        if spec not in records:
-            records[spec] = named_sharding(partition.mesh, spec)
-        sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
+        sharded[name] = sharded_leaf(partition, leaf, view.shape, view.dtype)
         if reason := misread(name, view.shape):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
