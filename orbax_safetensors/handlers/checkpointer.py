@@ -31,7 +31,7 @@ from orbax_safetensors.handlers.checkpoint_handler import (
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
-from orbax_safetensors.orbax_store.metadata import step_record
+from orbax_safetensors.orbax_store.metadata import finished_text, step_record
 from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.save.new_directory import NewDirectory
 from orbax_safetensors.storage.paths import is_url, place
@@ -97,8 +97,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
         self._handler.save(directory, save_args, existing="replaced" if force else "refused")
-        finished = f"Checkpoint commit was successful to {directory}"
-        files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
+        files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished_text(directory)}
         write_beside(directory, files, options=self._options, active=active)
 
     def _save_to_path(
