@@ -70,7 +70,6 @@ class NewDirectory(Workspace):
                 remove_aside(self.destination)
                 replace(self.path, self.destination)
             self._sync_name()
-        self.release()
 
     def release(self) -> None:
         """See `Workspace`. Deletes what is not the checkpoint, if this process has the place."""
@@ -78,4 +77,3 @@ class NewDirectory(Workspace):
             remove(self._temporary)
             remove(self._beside)
             super().release()
-            self._lock = None
