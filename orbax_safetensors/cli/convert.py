@@ -164,7 +164,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
         refuse(args, _ONLY_FOR_A_PLAN, "is for --plan")
     return {
         "mesh": args.mesh,
-        "spec": given_spec(args),
+        "spec": given_spec(args.spec, args.mesh),
         "compression": not args.no_compression,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
     }

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         "family": args.family,
         "variant": variant(args),
         "mesh": args.mesh,
-        "spec": given_spec(args),
+        "spec": given_spec(args.spec, args.mesh),
         "chunk_bytes": CHUNK_BYTES if args.chunk is None else args.chunk,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
     }

@@ -27,7 +27,7 @@ from orbax_safetensors.orbax_store.discovery import (
     unfinished_path,
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS, SCALAR, OrbaxLeaf, box_of
-from orbax_safetensors.orbax_store.metadata import item_files
+from orbax_safetensors.orbax_store.metadata import finished_text, item_files
 from orbax_safetensors.orbax_store.ocdbt import merge
 from orbax_safetensors.orbax_store.operations import storage_errors
 
@@ -230,7 +230,7 @@ class ItemWriter:
             merge(self._databases(), os.fspath(self.directory))
         self._check_whole()
         if self._final is not None:
-            (self.directory / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self._final}")
+            (self.directory / FINISHED_FILE).write_text(finished_text(self._final))
             if self.directory != self._final:
                 self.directory.rename(self._final)
 

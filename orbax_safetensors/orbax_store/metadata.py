@@ -110,6 +110,11 @@ def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
     return {STEP_FILE: record.encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
 
 
+def finished_text(path: str | os.PathLike[str]) -> str:
+    """Return the content of `FINISHED_FILE` of a checkpoint at `path`, as Orbax writes it."""
+    return f"Checkpoint commit was successful to {path}"
+
+
 def step_record(handlers: str | Mapping[str, str], custom_metadata: Mapping[str, Any] | None, began: int) -> str:
     """Return the content of `STEP_FILE` for a checkpoint that is finished now.
 
@@ -146,7 +151,7 @@ def record_in_step(path: str, handler: str, custom_metadata: Mapping[str, Any] |
             return
         handlers = {name: step_metadata(step / name).get("item_handlers", handler) for name in items}
         _write_in_step(step / STEP_FILE, step_record(handlers, custom_metadata, time.time_ns()))
-        _write_in_step(step / FINISHED_FILE, f"Checkpoint commit was successful to {step}")
+        _write_in_step(step / FINISHED_FILE, finished_text(step))
 
 
 def _write_in_step(path: epath.Path, text: str) -> None:
