@@ -70,6 +70,8 @@ def decode(
     }
     if Role.GROUP in held:
         _check_groups(encoding, area, held)
+    if encoding.word_added:
+        codes = (codes.view("<u4") + np.uint32(encoding.word_added)).view(np.uint8)
     if encoding.order is Order.EVEN_FIRST:
         codes = _in_order(codes)
     codes, out = codes.reshape(len(area.rows), -1), out.reshape(len(area.rows), -1)
