@@ -176,7 +176,9 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
             tuple((size, stride * per_byte) for size, stride in runs.modes),
         )
         uses = tuple(Use(index, packed(copies[index][0], decoded, 1)) for index in members)
-        rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
+        # A window of whole rows of codes is one area.
+        rows = [encoding.shape[-1] // per_byte] if encoding.shape[-1] % encoding.unit == 0 else []
+        rows += [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
         transposed = not all(keeps_order(use.copy) for use in uses)
         pitch = (_tall if transposed else _pitch)(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
         areas = list(encoding.areas(runs, 0, runs.nbytes))
