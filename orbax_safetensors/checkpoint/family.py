@@ -206,8 +206,8 @@ def _described(
 def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     if dequantize == "split":
-        scales = {quantized.scales for quantized in encoded.tensors.values()}
-        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | scales)
+        beside = {name for quantized in encoded.tensors.values() for name in quantized.parameters}
+        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | beside)
     if dequantize:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)

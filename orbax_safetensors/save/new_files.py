@@ -27,9 +27,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.save.request import Existing
-from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.remote import READ_ONLY
-from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store, find_small, write_small
 
 # What says which files of a directory are the checkpoint, to our reader and to Orbax.
