@@ -11,6 +11,7 @@ from orbax_safetensors import MappingError
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, switches_text
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.mapping import Family, registry
@@ -25,7 +26,7 @@ Of a checkpoint, lists the families for the architecture that its config.json
 names, with the switches that its tensors and its config lead to."""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add("families", help="list the trees that a model can become", description=_DESCRIPTION)
     parser.add_argument(
