@@ -90,7 +90,11 @@ def parser() -> Parser:
     root = Parser("orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT)
     root.add_argument("--version", action="version", version=f"%(prog)s {version('orbax_safetensors')}")
     root.add_argument(
-        "--completion", action=Completion, choices=SHELLS, help="print what makes a shell complete commands and names"
+        "--completion",
+        action=Completion,
+        choices=SHELLS,
+        metavar="SHELL",
+        help="print what makes bash, zsh or tcsh complete commands and names",
     )
     subparsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
