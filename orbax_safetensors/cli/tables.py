@@ -287,23 +287,28 @@ class Printer:
         else:
             self._line(text, "")
 
-    def _draw(self, columns: Sequence[str], rows: list[Sequence[Cell]]) -> None:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold", collapse_padding=True)
-        widths = _narrowest(columns, rows)
-        full, room = _widths(columns, rows), self._console.width - sum(widths)
-        for number, name in enumerate(columns):
-            right = bool(rows) and not isinstance(rows[0][number], str)
-            more = max(min(full[number] - widths[number], room), 0)
-            room -= more
-            width = widths[number] + more - _GAP
-            table.add_column(name, justify="right" if right else "left", overflow="fold", width=width)
+    def _draw(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Print a table whose headings wrap as far as the terminal's width asks for; nothing is cut off."""
+        full, widths = _widths(columns, rows), _narrowest(columns, rows)
+        for number, wanted in enumerate(full):
+            room = max(self._console.width - sum(widths), 0)
+            widths[number] += min(wanted - widths[number], room)
+        right = [bool(rows) and not isinstance(cell, str) for cell in (rows[0] if rows else columns)]
+        headings = [textwrap.wrap(name, width - _GAP) for name, width in zip(columns, widths, strict=True)]
+        height = max(map(len, headings))
+        headings = [[""] * (height - len(lines)) + lines for lines in headings]
+        for line in zip(*headings, strict=True):
+            self._row(line, widths, right, "bold")
+        self._line("─" * sum(widths), "")
         for row in rows:
-            table.add_row(*(Text(_for_people(cell)) for cell in row))
-        self._console.print(table)
+            self._row([_for_people(cell) for cell in row], widths, right, "")
+
+    def _row(self, cells: Sequence[str], widths: Sequence[int], right: Sequence[bool], style: str) -> None:
+        aligned = [
+            cell.rjust(width - _GAP) if to_right else cell.ljust(width - _GAP)
+            for cell, width, to_right in zip(cells, widths, right, strict=True)
+        ]
+        self._line(f" {(' ' * _GAP).join(aligned)} ", style)
 
 
 class Page(Printer):
