@@ -38,6 +38,7 @@ from orbax_safetensors.cli.arguments import (
     refuse,
     variant,
 )
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import (
     Axes,
     add_spec,
@@ -89,7 +90,7 @@ examples:
 """
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "plan",
