@@ -157,25 +157,22 @@ def digest(*trees) -> str:
     return out.hexdigest()
 
 
-def train(source: Path, run: Path, steps: int, shape: tuple[int, int]) -> None:
-    """Train from the newest step in `run`, or from `source`, and save every step; note their digests in `run.log`."""
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Llama(nnx.Rngs(0))), nnx.Param)
-    target = jax.tree.map(lambda x: sharded(mesh, x), abstract)
+def train_steps(run: Path, steps: int, mesh: jax.sharding.Mesh, item: str, handler, target, first, loss, frozen, args):
+    """Train to step `steps` and return what is trained; save every step, and note digests in `run.log`.
+
+    Training goes on from the newest step in `run`; without any, it begins with `first()`. `target` describes what is
+    trained, `loss` takes it, what is `frozen`, and tokens. `args` returns how to save it as `item` with `handler`.
+    """
     optimizer = optax.adamw(1e-2)
     states = jax.tree.map(lambda x: sharded(mesh, x), jax.eval_shape(optimizer.init, target))
 
     @jax.jit
-    def update(params, state, tokens):
-        def loss(params):
-            logits = nnx.merge(graph, params)(tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def update(trained, state, frozen, tokens):
+        value, gradients = jax.value_and_grad(loss)(trained, frozen, tokens)
+        updates, state = optimizer.update(gradients, state, trained)
+        return optax.apply_updates(trained, updates), state, value
 
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    handlers = {"params": ost.SafetensorsHandler(family=FAMILY), "optimizer": ocp.StandardCheckpointHandler()}
+    handlers = {item: handler, "optimizer": ocp.StandardCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=True)
     with (
         ocp.CheckpointManager(run, item_handlers=handlers, options=options) as manager,
@@ -183,28 +180,48 @@ def train(source: Path, run: Path, steps: int, shape: tuple[int, int]) -> None:
     ):
         newest = manager.latest_step()
         if newest is None:
-            params = ost.load(source, target, family=FAMILY)
-            state = jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, states))(params)
+            trained = first()
+            state = jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, states))(trained)
         else:
-            items = ocp.args.Composite(
-                params=ost.SafetensorsRestore(target), optimizer=ocp.args.StandardRestore(states)
-            )
-            restored = manager.restore(newest, args=items)
-            params, state = restored["params"], restored["optimizer"]
-            print(json.dumps({"resumed": newest, "digest": digest(params, state)}), file=log, flush=True)
-        # Rounded to the source's bfloat16, parameters would not be those that the next step starts from.
-        exact = jax.tree.map(lambda _: ocp.SaveArgs(dtype=np.float32), params)
+            items = {item: ost.SafetensorsRestore(target), "optimizer": ocp.args.StandardRestore(states)}
+            restored = manager.restore(newest, args=ocp.args.Composite(**items))
+            trained, state = restored[item], restored["optimizer"]
+            print(json.dumps({"resumed": newest, "digest": digest(trained, state)}), file=log, flush=True)
         for step in range((newest or 0) + 1, steps + 1):
             tokens = jax.random.randint(jax.random.key(step), (8, 16), 0, VOCABULARY // 4)
-            params, state, value = update(params, state, tokens)
-            line = {"step": step, "loss": float(value), "digest": digest(params, state), "parameters": digest(params)}
+            trained, state, value = update(trained, state, frozen, tokens)
+            line = {"step": step, "loss": float(value), "digest": digest(trained, state), "trained": digest(trained)}
             print(json.dumps(line), file=log, flush=True)
-            saved = ocp.args.Composite(
-                params=ost.SafetensorsSave(params, save_args=exact, like=source),
-                optimizer=ocp.args.StandardSave(state),
-            )
-            manager.save(step, args=saved)
+            items = {item: args(trained), "optimizer": ocp.args.StandardSave(state)}
+            manager.save(step, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
+    return trained
+
+
+def cross_entropy(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+    """Return how badly a model predicts each token from those before it."""
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train(source: Path, run: Path, steps: int, mesh: jax.sharding.Mesh) -> None:
+    """Train all parameters of `source`, and save the result like it, beside `run`."""
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Llama(nnx.Rngs(0))), nnx.Param)
+    target = jax.tree.map(lambda x: sharded(mesh, x), abstract)
+    # Rounded to the source's bfloat16, parameters would not be those that the next step starts from.
+    exact = jax.tree.map(lambda _: ocp.SaveArgs(dtype=np.float32), target)
+    params = train_steps(
+        run,
+        steps,
+        mesh,
+        "params",
+        ost.SafetensorsHandler(family=FAMILY),
+        target,
+        first=lambda: ost.load(source, target, family=FAMILY),
+        loss=lambda params, _, tokens: cross_entropy(nnx.merge(graph, params), tokens),
+        frozen=None,
+        args=lambda params: ost.SafetensorsSave(params, save_args=exact, like=source),
+    )
     ost.save(run.with_name("tuned"), params, family=FAMILY, like=source, force=True)  # in bfloat16, as the source
 
 
@@ -225,7 +242,7 @@ def start(program: str, source: Path, run: Path, steps: int, shape: tuple[int, i
 
 
 def kill_and_resume(program: str, source: Path, run: Path, kills: int) -> None:
-    """Start `program`, kill it at random moments, and start it again on another mesh each time; compare what it notes."""
+    """Start `program`, kill it at random moments, start it again on other meshes, and compare what it notes."""
     steps = 15 * (kills + 1)
     for number, shape in zip(range(kills + 1), cycle(SHAPES), strict=False):
         process, before = start(program, source, run, steps, shape), len(lines(run))
@@ -263,7 +280,8 @@ def main(program: str, description: str, train_one) -> None:
     if args.train:
         source, run, *numbers = args.train
         steps, *shape = map(int, numbers)
-        train_one(Path(source), Path(run), steps, tuple(shape))
+        mesh = jax.make_mesh(tuple(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        train_one(Path(source), Path(run), steps, mesh)
         return
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary, "source")
