@@ -38,6 +38,7 @@ from orbax_safetensors.cli.arguments import (
     refuse,
     variant,
 )
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import (
     Axes,
     add_spec,
@@ -89,7 +90,7 @@ examples:
 """
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "plan",
@@ -216,7 +217,7 @@ def _run_save(
         options=options,
     )
     time = None
-    streams = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests
+    streams = checkpoint.pace(options).requests
     if args.bandwidth is not None:
         writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
         time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from orbax_safetensors import Checkpoint, SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
 from orbax_safetensors.checkpoint.verify import verified
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
@@ -29,7 +30,7 @@ Of a checkpoint of Orbax, and of files that a link or a save has made one,
 reads everything that Orbax reads, except chunks of arrays."""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add("verify", help="check a checkpoint", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")

@@ -27,9 +27,7 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.save.request import Existing
-from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.remote import READ_ONLY
-from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store, find_small, write_small
 
 # What says which files of a directory are the checkpoint, to our reader and to Orbax.
@@ -80,10 +78,10 @@ class NewFiles:
     file in its place, that is the change.
     """
 
-    def __init__(self, directory: PathLike, names: Iterable[str], options: SafetensorsOptions) -> None:
-        """Touch nothing. The files of `names` are made elsewhere."""
+    def __init__(self, store: Store, path: str, names: Iterable[str], options: SafetensorsOptions) -> None:
+        """Touch nothing in the directory `path` of `store`. The files of `names` are made elsewhere."""
         self._storage_options = options.storage_options
-        self.store, self.path = store_of(directory, self._storage_options)
+        self.store, self.path = store, path
         self.names = set(names)
         self._sync = options.fsync
         self._before: Mapping[str, Stamp] = {}
