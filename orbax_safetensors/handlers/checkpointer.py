@@ -19,7 +19,7 @@ from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError, storage_errors
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
 from orbax_safetensors.handlers.beside import read_beside, write_beside
 from orbax_safetensors.handlers.checkpoint_handler import (
@@ -32,7 +32,6 @@ from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
 from orbax_safetensors.orbax_store.metadata import finished_text, step_record
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.save.new_directory import NewDirectory
 from orbax_safetensors.storage.paths import is_url, place
 from orbax_safetensors.storage.replace import recover

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.orbax_store._compat import InternalTreeMetadata, serialize_step_metadata
 from orbax_safetensors.orbax_store.directories import is_on_gcs, names, parse_json, read_json
 from orbax_safetensors.orbax_store.discovery import (
@@ -35,7 +35,6 @@ from orbax_safetensors.orbax_store.discovery import (
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.leaf import ARRAYS, EMPTY_NODES, JAX_ARRAY, RANDOM_KEY, SCALAR, STRING, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, sharding_file
 from orbax_safetensors.storage.local import write_whole
 

@@ -17,11 +17,10 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from orbax_safetensors.devices.partition import Partition
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.orbax_store._compat import get_sharding_tensorstore_spec
 from orbax_safetensors.orbax_store.directories import parse_json
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
-from orbax_safetensors.orbax_store.operations import storage_errors
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.orbax_store.directories import (
     absolute,
     copy,
@@ -37,7 +37,6 @@ from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, 
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record, finished_text
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.workspace import Workspace, taken

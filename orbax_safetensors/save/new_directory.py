@@ -8,11 +8,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.orbax_store.directories import flush
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
 from orbax_safetensors.orbax_store.metadata import finished_text
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.save.request import check_kept
 from orbax_safetensors.storage.replace import recover, remove, remove_aside, replace
 from orbax_safetensors.storage.workspace import Workspace
