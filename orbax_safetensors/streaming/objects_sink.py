@@ -2,10 +2,15 @@
 
 An object has one writer and appears when all of its bytes have come, best in their order. So each process gets whole
 files, and moves the tiles of each in the order of its bytes as far as possible; tiles that come early wait in memory.
+
+Finished objects record the work done: an object that is there is done. A record of what is converted stands in the
+place of the object that is written last, the index or the last file. No reader accepts it, so nothing opens before the
+end.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,26 +19,29 @@ from functools import cached_property
 from itertools import groupby
 from math import prod
 from operator import itemgetter
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from orbax_safetensors.checkpoint.header_texts import write_header_record
 from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.errors import StorageError
+from orbax_safetensors.format.layout import INDEX_NAME
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.strided import extent
 from orbax_safetensors.geometry.tiling import storage_order, tile_shape, tiles
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store.index_note import fingerprints
 from orbax_safetensors.storage.paths import is_below
-from orbax_safetensors.storage.store import NewFile, Store
+from orbax_safetensors.storage.remote import READ_ONLY
+from orbax_safetensors.storage.store import NewFile, Store, read_small, write_small
 from orbax_safetensors.storage.upload import files_at_once, held_bytes
+from orbax_safetensors.storage.workspace import Workspace
 from orbax_safetensors.streaming.cost import Traffic, traffic_of
 from orbax_safetensors.streaming.cutting import bundle_bytes, bundled, check_tiles, interleaved
 from orbax_safetensors.streaming.file_layout import Files
 from orbax_safetensors.streaming.sink import Sink
 from orbax_safetensors.streaming.tiles import Bundle, Tile, TileSource, Unit, nbytes, planned
-from orbax_safetensors.streaming.unfinished_objects import UnfinishedObjects
 from orbax_safetensors.transfer.plan import Block, TransferPlan
 from orbax_safetensors.transfer.writer import WholeFileWriter
 
@@ -42,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 # A batch is half of its limit, because tiles that come early wait beside it.
 _PARTS_OF_BATCH = 2
+_MAX_RECORD_BYTES = 1 << 20
 
 
 class ObjectsSink(Sink):
@@ -202,6 +211,72 @@ class ObjectsSink(Sink):
     def _release(self) -> None:
         """Give up files that are not whole."""
         self._writer.close()
+
+
+class UnfinishedObjects(Workspace):
+    """An unfinished conversion in a directory."""
+
+    def __init__(self, store: Store, path: str, files: Files, model_files: ModelFiles, digest: str) -> None:
+        """Touch nothing. `digest` identifies the content that is written."""
+        self._store, self._layout = store, files.layout
+        self.destination = self.path = path
+        self._names = [name for name, _ in files.layout.files]
+        self._all_names = sorted({*self._names, *model_files.names, INDEX_NAME})
+        self._last_name = self._names[-1] if files.layout.index is None else INDEX_NAME
+        self._record_path = posixpath.join(path, self._last_name)
+        self.record = {"unfinished": digest, "names": self._all_names}
+
+    def check_place(self) -> None:
+        """See `Workspace`."""
+        if not self._store.writes:
+            raise StorageError(f"{self.path}: {READ_ONLY}")
+        names = set(self._store.list(self.path) or ())
+        begun = self._begun()
+        if other := sorted(names.difference(begun["names"] if begun else ())):
+            # Other layouts have their record in another place: the index, or the last file.
+            last = max((name for name in names if name.endswith(".safetensors")), default=INDEX_NAME)
+            if any(self._read(posixpath.join(self.path, name)) for name in {INDEX_NAME, last} & {*other}):
+                raise StorageError(
+                    f"{self.path}: holds what another conversion has begun, of another layout or with other "
+                    "arguments; finish it with resume (--resume) and the arguments that it was begun with, or delete it"
+                )
+            raise StorageError(f"{self.path}: already exists, and holds {other[0]!r}; move it away")
+
+    def _begun(self) -> dict[str, Any] | None:
+        return self._read(self._record_path)
+
+    def _take_up(self) -> None:
+        """Do nothing: what is there is done."""
+
+    def _make(self) -> None:
+        if self._begun() is not None:
+            self._store.delete(self.path, self._store.below(self.path))
+        write_small(self._store, self._record_path, json.dumps(self.record).encode())
+
+    def finish(self) -> None:
+        """See `Workspace`. The index takes the place of the record, unless the last file has done so."""
+        if (index := self._layout.index) is not None:
+            write_small(self._store, self._record_path, index.encode())
+        write_header_record(self._store, self.path, self._names)
+
+    def _read(self, path: str) -> dict[str, Any] | None:
+        """Return the record in a file; None if the file is not there or is not a record."""
+        file = self._store.find(path)
+        if file is None:
+            return None
+        if file.stamp.nbytes > _MAX_RECORD_BYTES:
+            file.close()
+            return None
+        try:
+            record = json.loads(read_small(file, _MAX_RECORD_BYTES))
+        except ValueError:
+            return None
+        return record if isinstance(record, dict) and {"unfinished", "names"} == record.keys() else None
+
+    def done(self) -> set[int]:
+        """Return the numbers of the files that are there, except the file that is written last."""
+        names = set(self._store.list(self.path) or ())
+        return {number for number, name in enumerate(self._names) if name in names and name != self._last_name}
 
 
 def _file_units(files: Files, source: TileSource, limit: int) -> Iterator[tuple[Unit, Mapping[str, View]]]:
