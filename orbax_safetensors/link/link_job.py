@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
@@ -26,6 +25,7 @@ from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.header_texts import write_header_record
 from orbax_safetensors.checkpoint.model_files import files_of_model
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import StorageError, TensorMismatchError
 from orbax_safetensors.format.index import INDEX_SUFFIX
@@ -232,12 +232,12 @@ class LinkJob:
     def run(self, *, resume: bool, progress: Progress | None) -> Link:
         """Make the link, together with all other processes; raises in every process if one fails."""
         started = time.perf_counter()
-        key = new_key("link")
+        key, active = new_key("link"), ActiveProcesses.all()
         staging = staging_of(self.request, self.digest)
 
         def begun() -> Making | None:
             making = self._making(staging.path)  # first, as it raises if memory does not suffice
-            if jax.process_index() == 0:
+            if active.is_primary:
                 staging.begin(resume=resume)
             return making
 
@@ -249,7 +249,7 @@ class LinkJob:
                     if not together(f"{key}/made", staging.has_made, str):  # an earlier run may have made them
                         with passing(progress) as report:
                             job.run(resume=resume, progress=report)
-            together(f"{key}/write", lambda: self._write(staging, made) if jax.process_index() == 0 else None)
+            together(f"{key}/write", active.by_primary(partial(self._write, staging, made)))
         finally:
             staging.release()
         return Link(

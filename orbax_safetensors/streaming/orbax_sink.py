@@ -82,7 +82,7 @@ class OrbaxSink(Sink):
         return self
 
     def _open(self) -> None:
-        self._stores = self.workspace.named(lambda item: item.open(self._is_first))
+        self._stores = self.workspace.named(lambda item: item.open(self._process == 0))
 
     def _see(self) -> str:
         self._present = self.workspace.named(ItemWriter.chunks)

@@ -13,6 +13,7 @@ from typing import Self
 import jax
 import numpy as np
 
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import agree, all_gather, announce, announced, new_key, together, withdraw
 from orbax_safetensors.errors import StorageError
 from orbax_safetensors.storage.workspace import Workspace
@@ -106,7 +107,7 @@ class Sink:
 
         try:
             self._step("tiles", self._flush)
-            self._step("finish", finish, only_first=True)
+            self._step("finish", ActiveProcesses.all().by_primary(finish))
         finally:
             self._release()
 
@@ -148,27 +149,19 @@ class Sink:
         """Begin in all processes. `plan` must return the same text in each, and must not change any files."""
         self._key = new_key(purpose, self.path)
         self._process = jax.process_index()
-        self._is_first = self._process == 0
         # Distinguishes this run from all others; the same in all processes.
         self._run = all_gather(f"{self._key}/run", secrets.token_hex(8))[0]
         self._step("plan", plan, str)
         try:
-            self._step("begin", partial(self.workspace.begin, resume=resume), only_first=True)
+            self._step("begin", ActiveProcesses.all().by_primary(partial(self.workspace.begin, resume=resume)))
             self._step("open", self._open)
             self._step("see", self._see, str)
         except BaseException:
             self._release()
             raise
 
-    def _step(
-        self,
-        name: str,
-        do: Callable[[], object],
-        facts: Callable[[object], str] | str = "",
-        *,
-        only_first: bool = False,
-    ) -> None:
-        together(f"{self._key}/{name}", do if self._is_first or not only_first else lambda: None, facts)
+    def _step(self, name: str, do: Callable[[], object], facts: Callable[[object], str] | str = "") -> None:
+        together(f"{self._key}/{name}", do, facts)
 
     def _open(self) -> None:
         """Open the place that the first process has made."""
