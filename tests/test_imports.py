@@ -20,7 +20,7 @@ FLOORS = (
     {"geometry"},
     {"devices", "mapping", "transfer"},
     {"checkpoint", "orbax_store", "streaming"},
-    {"convert", "link", "restore", "save"},
+    {"convert", "delta", "link", "restore", "save"},
     {"handlers"},
     {"__init__", "cli"},
 )
