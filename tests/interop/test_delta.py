@@ -1,5 +1,6 @@
 """Deltas as ModelExpress applies them, which others wrote: its receiver for vLLM, from files instead of objects."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_chain_of_deltas_makes_the_bytes_of_each_save(tmp_path, max_file_bytes
     steps = save_steps(tmp_path, STEPS, max_file_bytes=max_file_bytes)
     checkpoint = checkpoint_of(steps[0], tmp_path / "cache", tmp_path / "published")
     changed = 0
-    for version, (old, new) in enumerate(zip(steps, steps[1:], strict=False), 1):
+    for version, (old, new) in enumerate(pairwise(steps), 1):
         done = ost.delta(old, new, tmp_path / "published", version=version)
         changed += done.changed_elements
         made = prepare(checkpoint, version)
