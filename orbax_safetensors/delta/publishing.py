@@ -37,7 +37,7 @@ from orbax_safetensors.delta.version import (
 from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.dtypes import DTYPES
-from orbax_safetensors.format.header import Header, TensorEntry
+from orbax_safetensors.format.header import MAX_HEADER_BYTES, Header, TensorEntry
 from orbax_safetensors.format.layout import INDEX_NAME, file_names
 from orbax_safetensors.format.names import some
 from orbax_safetensors.options import SafetensorsOptions
@@ -268,7 +268,7 @@ class DeltaJob:
         write_small(self.store, place, unfinished)
         (buffer,) = allocate([PIECE_BYTES])
         for name in sorted(os.listdir(directory), key=INDEX_NAME.__eq__):
-            if name == INDEX_NAME and find_small(self.store, place, len(unfinished)) != unfinished:
+            if name == INDEX_NAME and find_small(self.store, place, MAX_HEADER_BYTES) != unfinished:
                 raise taken(path)
             with contextlib.closing(LocalStore().open(os.path.join(directory, name))) as file:
                 source = Range(file, 0, file.stamp.nbytes)
