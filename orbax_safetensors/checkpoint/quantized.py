@@ -105,7 +105,7 @@ def label(tensor: Quantized) -> str:
     return f"{tensor.format}, {shared}"
 
 
-def taken_apart(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
+def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
     """Return `checkpoint` with codes and scales as JAX computes with them, in place of quantised tensors.
 
     Codes are of `_CODES`, or as they are stored; scales of two levels are one, and exponents are `float8_e8m0fnu`.

@@ -37,14 +37,14 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the families for `args.model`, or all."""
-    found = _families(args.model)
+    families = _families(args.model)
     if args.json:
-        output.json({"families": found})
+        output.json({"families": families})
         return 0
     output.listing(
         ("family", "switches", "architectures"),
-        [(family["family"], switches_text(family["switches"])) for family in found],
-        [family["architectures"] or ["any"] for family in found],
+        [(family["family"], switches_text(family["switches"])) for family in families],
+        [family["architectures"] or ["any"] for family in families],
     )
     return 0
 

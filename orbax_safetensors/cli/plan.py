@@ -216,7 +216,7 @@ def _run_save(
         options=options,
     )
     time = None
-    streams = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests
+    streams = checkpoint.pace(options).requests
     if args.bandwidth is not None:
         writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
         time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)

@@ -156,7 +156,7 @@ class Staging(_Staging):
         above = os.path.realpath(os.path.dirname(self.destination))
         for file in files:
             link = os.path.join(self.path, os.path.basename(file))
-            if not os.path.isfile(file):  # who opens a link to a pipe waits for ever
+            if not os.path.isfile(file):  # a reader that opens a link to a pipe waits for ever
                 raise StorageError(f"{file}: is not a regular file")
             try:
                 if self._hard:

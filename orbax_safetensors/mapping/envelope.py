@@ -14,6 +14,11 @@ RECORD_KEY = "orbax_safetensors"
 class Envelope:
     """A checkpoint's tree that holds a family's tree. By default, the checkpoint's tree is the family's tree.
 
+    ```python
+    envelope = ost.mapping.Envelope(key="params", rest={"step": 0})
+    print(envelope.around({"embedding": 1}))  # {'step': 0, 'params': {'embedding': 1}}
+    ```
+
     Attributes:
       key: the key of the family's tree in the checkpoint's tree.
       rest: the other values of the checkpoint's tree, by key: Python scalars and empty nodes.

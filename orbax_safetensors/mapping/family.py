@@ -44,6 +44,11 @@ _stored: ContextVar[_Stored] = ContextVar("stored", default=_NO_CHECKPOINT)
 def tensor(name: str, shape: Sequence[int]) -> View:
     """Return the stored tensor `name`, which has `shape` according to the config.
 
+    ```python
+    query = ost.mapping.tensor("model.layers.0.self_attn.q_proj.weight", (64, 32))
+    print(query.T.reshape((32, 4, 16)).shape)
+    ```
+
     While a checkpoint is opened or saved, the result is the checkpoint's tensor, and the shape is checked.
     """
     if not all(shape):
@@ -53,6 +58,13 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
 def stored_shapes() -> Shapes:
     """Return the shapes of all tensors of the checkpoint, by name, for a tree that follows from them.
+
+    ```python
+    def tree(config):
+        return {name: ost.mapping.tensor(name, shape) for name, shape in ost.mapping.stored_shapes().items()}
+
+    params = ost.load("/models/llama", family=ost.mapping.Family("mine.flat", (), tree))
+    ```
 
     Names are those after `Family.renames`. Quantised tensors have the shape of their values, and what only quantised
     computation needs is left out. Raises `MappingError` without a checkpoint, as in a save without `like`.
@@ -67,6 +79,11 @@ def stored_shapes() -> Shapes:
 
 class Tree(dict[str, View]):
     """Views by tree path. `Family.tree` returns a `Tree` if a plain dict does not say enough.
+
+    ```python
+    views = {"head": ost.mapping.tensor("lm_head.weight", (128, 64)).T}
+    tree = ost.mapping.Tree(views, unused=[r".*\\.inv_freq"], optional=["head"])
+    ```
 
     Attributes:
       unused: regular expressions for the whole names of stored tensors that the views may leave out, wholly or partly.
@@ -120,6 +137,17 @@ NO_FAMILY = FamilyUse(None, {})
 @dataclass(frozen=True)
 class Family:
     """A model family.
+
+    ```python
+    from orbax_safetensors.mapping import Family, Tree, tensor
+
+    def tree(config):
+        embedding = tensor("model.embed_tokens.weight", (config["vocab_size"], config["hidden_size"]))
+        return Tree({"embedding": embedding.T}, unused=[".*"])
+
+    family = Family("mine.llama", ("LlamaForCausalLM",), tree)
+    embedding = ost.load("/models/llama", family=family)["embedding"]
+    ```
 
     Attributes:
       name: `convention.model`, as in `maxtext.qwen3`.

@@ -176,7 +176,7 @@ class OrbaxCheckpoint:
             return file_bytes(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Return what tells whether a file has changed, by its path; raises `StorageError` if that cannot be told."""
+        """Return what tells whether a file has changed, by its path; raises `StorageError` if that is unknown."""
         with storage_errors(self.path):
             return state(self.path)
 

@@ -84,10 +84,10 @@ class NewFiles:
     file in its place, that is the change.
     """
 
-    def __init__(self, directory: PathLike, names: Iterable[str], options: SafetensorsOptions) -> None:
-        """Touch nothing. The files of `names` are made elsewhere."""
+    def __init__(self, store: Store, path: str, names: Iterable[str], options: SafetensorsOptions) -> None:
+        """Touch nothing in the directory `path` of `store`. The files of `names` are made elsewhere."""
         self._storage_options = options.storage_options
-        self.store, self.path = store_of(directory, self._storage_options)
+        self.store, self.path = store, path
         self.names = set(names)
         self._sync = options.fsync
         self._before: Mapping[str, Stamp] = {}

@@ -103,8 +103,8 @@ def decode(
             if encoding.final != 1:
                 np.multiply(elements, np.float32(encoding.final), out=elements)
             into = out[part].reshape((count, fields, width) if apart else (count, width, fields))
-            by_field = elements.reshape(count, fields, width)
-            np.copyto(into, by_field if apart else by_field.swapaxes(1, 2), casting="unsafe")
+            fields_first = elements.reshape(count, fields, width)
+            np.copyto(into, fields_first if apart else fields_first.swapaxes(1, 2), casting="unsafe")
 
 
 class _Held(NamedTuple):

@@ -104,10 +104,12 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
         return prepare(SaveRequest(directory, {"a": array(VALUES["table"], mesh, ("x", "y"))}, options=own))
 
     saving = prepared(options(-1))
-    failing = dataclasses.replace(saving, request=dataclasses.replace(saving.request, options=options(1)))
+    unusable = mock.Mock(wraps=saving.store, is_local=False)
+    if jax.process_index() == 1:
+        unusable.below.side_effect = ost.StorageError("cannot be used with these storage_options")
     return [
         _said(lambda: prepared(options(1))),
-        _said(failing.run),
+        _said(dataclasses.replace(saving, store=unusable).run),
         _said(lambda: write_beside(directory, {"x": ""}, options=options(0))),
     ]
 

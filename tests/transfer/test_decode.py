@@ -47,8 +47,7 @@ def decoded(encoding, codes, *parameters, dtype=np.float32, rows=None, columns=N
     every, width = math.prod(encoding.shape[:-1]), encoding.shape[-1]
     area = Area(np.arange(every) if rows is None else rows, columns or ((0, width),))
     matrix = as_bytes(codes).reshape(every, -1)
-    per_byte = encoding.elements_per_byte
-    parts = [matrix[area.rows, begin // per_byte : end // per_byte] for begin, end in area.columns]
+    parts = [matrix[area.rows, encoding.bytes_of(begin) : encoding.bytes_of(end)] for begin, end in area.columns]
     held = []
     for parameter, stored in zip(encoding.parameters, map(as_bytes, parameters), strict=True):
         patch = encoding.patch(parameter, [area], 0)
