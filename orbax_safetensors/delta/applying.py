@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import posixpath
 import shutil
 import zlib
 from functools import partial
@@ -16,14 +15,12 @@ from functools import partial
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import Recorded
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.delta.frames import PIECE_BYTES, Range, decode, open_files, range_of, zstandard
 from orbax_safetensors.delta.hidden_directory import HiddenDirectory
-from orbax_safetensors.delta.version import DeltaVersion, by_tensor, check, read_delta
+from orbax_safetensors.delta.version import DeltaVersion, check, read_delta
 from orbax_safetensors.errors import ChecksumError, StorageError, TensorMismatchError
-from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
-from orbax_safetensors.format.names import some
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME, encode
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.memory import allocate
@@ -71,7 +68,8 @@ def apply_delta(
         _copy(base, workspace.path)
         _change(read_checkpoint(workspace.path), version, store, options.threads or LocalStore.cost.requests)
         if version.recorded is not None:
-            _check(read_checkpoint(workspace.path), version.recorded, options)
+            recorded = check(read_checkpoint(workspace.path), version.recorded, options, _CAUSES)
+            write_small(LocalStore(), os.path.join(workspace.path, CHECKSUMS_NAME), encode(recorded))
         workspace.finish()
     finally:
         workspace.release()
@@ -116,18 +114,3 @@ def _change(copy: Checkpoint, version: DeltaVersion, store: Store, threads: int)
                 frame = Range(file, stored.header.data_start + entry.begin, entry.nbytes)
                 tasks.append(partial(change, name, frame, stored.header.metadata[name]))
         run_tasks(iter(tasks), threads, lambda: None)
-
-
-def _check(copy: Checkpoint, published: Recorded, options: SafetensorsOptions) -> None:
-    """Compare all tensors with what was published of the version, and record it as the save of these files would."""
-    crcs = by_tensor(published)
-    if missing := sorted(copy.tensors.keys() ^ crcs.keys()):
-        raise TensorMismatchError(f"{copy.path}: {some(missing)}: the published version has other tensors")
-    recorded = {
-        posixpath.basename(file.path): FileChecksums(
-            file.fingerprint, {name: crcs[name] for name in file.header.tensors}
-        )
-        for file in copy.files
-    }
-    check(copy, recorded, options, _CAUSES)
-    write_small(LocalStore(), os.path.join(copy.path, CHECKSUMS_NAME), encode(recorded))

@@ -27,14 +27,13 @@ from orbax_safetensors.delta.version import (
     FRAME_DTYPE,
     MAX_VERSION,
     UNFINISHED,
-    by_tensor,
     check,
     check_follows,
     index_of,
     path_of,
     recorded_at,
 )
-from orbax_safetensors.errors import ChecksumError, SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.format.header import MAX_HEADER_BYTES, Header, TensorEntry
@@ -249,15 +248,18 @@ class DeltaJob:
     def _checked_record(self) -> bytes | None:
         """Return the record of the checksums of `new`; None if its save wrote none.
 
-        Raises `ChecksumError` unless all bytes are those of the saves, and the old ones those of the version before.
+        Raises `ChecksumError` unless the old bytes are those of the version before, or of their save, as far as either
+        is known, and the new ones those of their save.
         """
-        for checkpoint in (self.old, self.new):
-            if recorded := read_checksums(checkpoint):
-                check(checkpoint, recorded, self.request.options, "its bytes are not those of its save")
-        base = path_of(self.publish, self.request.version - 1)
-        published, recorded = recorded_at(self.store, base), read_checksums(self.old)
-        if published and recorded and by_tensor(published) != by_tensor(recorded):
-            raise ChecksumError(f"{self.old.path}: is not the checkpoint that {base} has published")
+        before = path_of(self.publish, self.request.version - 1)
+        published, saved = recorded_at(self.store, before), "its bytes are not those of its save"
+        for checkpoint, recorded, fault in (
+            (self.old, published, f"is not the checkpoint that {before} has published"),
+            (self.old, None if published else read_checksums(self.old), saved),
+            (self.new, read_checksums(self.new), saved),
+        ):
+            if recorded is not None:
+                check(checkpoint, recorded, self.request.options, fault)
         return recorded_content(self.new)
 
     def _upload(self, directory: str, path: str) -> None:

@@ -18,7 +18,7 @@ from orbax_safetensors.checkpoint.data import check_data
 from orbax_safetensors.checkpoint.files import StoredFile
 from orbax_safetensors.checkpoint.header_texts import read_text
 from orbax_safetensors.errors import ChecksumError, HeaderError, IndexFileError, MissingError, StorageError
-from orbax_safetensors.format.checksums import CHECKSUMS_NAME, parse
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, parse
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME
@@ -95,15 +95,23 @@ def recorded_at(store: Store, path: str) -> Recorded | None:
     return None if content is None else parse(content, path=path)
 
 
-def by_tensor(recorded: Recorded) -> dict[str, int]:
-    """Return all recorded checksums by the name of their tensor."""
-    return {name: crc for checksums in recorded.values() for name, crc in checksums.tensors.items()}
+def check(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsOptions, fault: str) -> Recorded:
+    """Raise `ChecksumError`, which says the `fault`, unless all tensors have the recorded bytes.
 
-
-def check(checkpoint: Checkpoint, recorded: Recorded, options: SafetensorsOptions, fault: str) -> None:
-    """Raise `ChecksumError`, which says the `fault`, unless all bytes of a checkpoint are the recorded ones."""
+    They may lie in other files than those that the record is of. Returns the record of the files of this checkpoint.
+    """
+    crcs = {name: crc for checksums in recorded.values() for name, crc in checksums.tensors.items()}
+    if names := sorted(crcs.keys() ^ checkpoint.tensors.keys()):
+        raise ChecksumError(f"{checkpoint.path}: {fault}: it has other tensors: {some(names)}")
+    recorded = {
+        posixpath.basename(file.path): FileChecksums(
+            file.fingerprint, {name: crcs[name] for name in file.header.tensors}
+        )
+        for file in checkpoint.files
+    }
     if faults := check_data(checkpoint, recorded, options).faults:
         raise ChecksumError(f"{checkpoint.path}: {fault}: {some(faults, separator='; ')}")
+    return recorded
 
 
 def read_delta(store: Store, path: str) -> DeltaVersion:
