@@ -38,8 +38,10 @@ def apply_delta(
     """Make the version after `base` at `destination`, and return its number; what is there is all or nothing.
 
     ```python
-    ost.delta("/models/step-2", "/models/step-3", "/models/deltas", version=1)
-    version = ost.apply_delta("/models/step-2", "/models/deltas/weight_v000001", "/models/engine")
+    for step in (1, 2):
+        ost.save(f"/models/rl/{step}", {"w": jnp.full((64, 8), step, jnp.bfloat16)})
+    done = ost.delta("/models/rl/1", "/models/rl/2", "/models/published", version=1)
+    version = ost.apply_delta("/models/rl/1", done.path, "/models/engine")
     ```
 
     Experimental, as `delta`. `base` is a directory of this machine, which may also be the `destination`: it is then

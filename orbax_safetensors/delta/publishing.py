@@ -60,6 +60,13 @@ _MAX_FILES = 16
 class Delta:
     """What was published.
 
+    ```python
+    ost.save("/models/before", {"w": jnp.zeros(64)})
+    ost.save("/models/after", {"w": jnp.ones(64)})
+    done = ost.delta("/models/before", "/models/after", "/models/published", version=1)
+    print(f"{done.changed_tensors} of {done.tensors} tensors changed: {done.path} has {done.delta_bytes:,} bytes")
+    ```
+
     Attributes:
       path: the directory of the new version.
       version: its number.
@@ -106,8 +113,10 @@ def delta(
     """Publish what changed from the checkpoint `old` to the checkpoint `new`, for engines that hold `old`.
 
     ```python
-    done = ost.delta("/models/step-1", "/models/step-2", "/models/published", version=1)
-    print(f"{done.path}: {done.delta_bytes:,} bytes, {done.changed_elements} of {done.elements} elements changed")
+    for step in (1, 2):
+        ost.save(f"/models/rl/{step}", {"w": jnp.full((64, 8), step, jnp.bfloat16)})
+    done = ost.delta("/models/rl/1", "/models/rl/2", "/models/published", version=1)
+    print(f"{done.path}: {done.delta_bytes:,} bytes for {done.changed_elements:,} elements that changed")
     ```
 
     Experimental: the layout belongs to its readers, and may change with them.
