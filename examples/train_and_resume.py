@@ -1,6 +1,6 @@
 """Train a model of Hugging Face in Flax NNX; every step is a model that `transformers` opens, and can be resumed.
 
-    python examples/train_and_resume.py
+    python examples/train_and_resume.py [--kills 1]
 
 The program makes a tiny Llama, starts a process that trains it, kills that process at a random moment, and starts
 another one on a mesh of another shape. That one continues from the newest step with the same bits: parameters come from
@@ -12,6 +12,7 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import argparse
 import hashlib
 import json
 import random
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import cycle
 from pathlib import Path
 
 import flax.nnx as nnx
@@ -35,7 +37,7 @@ import orbax_safetensors as ost
 from orbax_safetensors.mapping import Family, tensor
 
 VOCABULARY, WIDTH, HIDDEN, HEADS, LAYERS = 64, 32, 64, 2, 2
-STEPS = 20
+SHAPES = [(2, 4), (4, 2), (8, 1)]  # of the meshes, one after the other
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -155,25 +157,22 @@ def digest(*trees) -> str:
     return out.hexdigest()
 
 
-def train(source: Path, run: Path, shape: tuple[int, int]) -> None:
-    """Train from the newest step in `run`, or from `source`, and save every step; note their digests in `run.log`."""
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Llama(nnx.Rngs(0))), nnx.Param)
-    target = jax.tree.map(lambda x: sharded(mesh, x), abstract)
+def train_steps(run: Path, steps: int, mesh: jax.sharding.Mesh, item: str, handler, target, first, loss, frozen, args):
+    """Train to step `steps` and return what is trained; save every step, and note digests in `run.log`.
+
+    Training goes on from the newest step in `run`; without any, it begins with `first()`. `target` describes what is
+    trained, `loss` takes it, what is `frozen`, and tokens. `args` returns how to save it as `item` with `handler`.
+    """
     optimizer = optax.adamw(1e-2)
     states = jax.tree.map(lambda x: sharded(mesh, x), jax.eval_shape(optimizer.init, target))
 
     @jax.jit
-    def update(params, state, tokens):
-        def loss(params):
-            logits = nnx.merge(graph, params)(tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def update(trained, state, frozen, tokens):
+        value, gradients = jax.value_and_grad(loss)(trained, frozen, tokens)
+        updates, state = optimizer.update(gradients, state, trained)
+        return optax.apply_updates(trained, updates), state, value
 
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    handlers = {"params": ost.SafetensorsHandler(family=FAMILY), "optimizer": ocp.StandardCheckpointHandler()}
+    handlers = {item: handler, "optimizer": ocp.StandardCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=True)
     with (
         ocp.CheckpointManager(run, item_handlers=handlers, options=options) as manager,
@@ -181,28 +180,48 @@ def train(source: Path, run: Path, shape: tuple[int, int]) -> None:
     ):
         newest = manager.latest_step()
         if newest is None:
-            params = ost.load(source, target, family=FAMILY)
-            state = jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, states))(params)
+            trained = first()
+            state = jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, states))(trained)
         else:
-            items = ocp.args.Composite(
-                params=ost.SafetensorsRestore(target), optimizer=ocp.args.StandardRestore(states)
-            )
-            restored = manager.restore(newest, args=items)
-            params, state = restored["params"], restored["optimizer"]
-            print(json.dumps({"resumed": newest, "digest": digest(params, state)}), file=log, flush=True)
-        # Rounded to the source's bfloat16, parameters would not be those that the next step starts from.
-        exact = jax.tree.map(lambda _: ocp.SaveArgs(dtype=np.float32), params)
-        for step in range((newest or 0) + 1, STEPS + 1):
+            items = {item: ost.SafetensorsRestore(target), "optimizer": ocp.args.StandardRestore(states)}
+            restored = manager.restore(newest, args=ocp.args.Composite(**items))
+            trained, state = restored[item], restored["optimizer"]
+            print(json.dumps({"resumed": newest, "digest": digest(trained, state)}), file=log, flush=True)
+        for step in range((newest or 0) + 1, steps + 1):
             tokens = jax.random.randint(jax.random.key(step), (8, 16), 0, VOCABULARY // 4)
-            params, state, value = update(params, state, tokens)
-            line = {"step": step, "loss": float(value), "digest": digest(params, state), "parameters": digest(params)}
+            trained, state, value = update(trained, state, frozen, tokens)
+            line = {"step": step, "loss": float(value), "digest": digest(trained, state), "trained": digest(trained)}
             print(json.dumps(line), file=log, flush=True)
-            saved = ocp.args.Composite(
-                params=ost.SafetensorsSave(params, save_args=exact, like=source),
-                optimizer=ocp.args.StandardSave(state),
-            )
-            manager.save(step, args=saved)
+            items = {item: args(trained), "optimizer": ocp.args.StandardSave(state)}
+            manager.save(step, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
+    return trained
+
+
+def cross_entropy(model: nnx.Module, tokens: jax.Array) -> jax.Array:
+    """Return how badly a model predicts each token from those before it."""
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train(source: Path, run: Path, steps: int, mesh: jax.sharding.Mesh) -> None:
+    """Train all parameters of `source`, and save the result like it, beside `run`."""
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Llama(nnx.Rngs(0))), nnx.Param)
+    target = jax.tree.map(lambda x: sharded(mesh, x), abstract)
+    # Rounded to the source's bfloat16, parameters would not be those that the next step starts from.
+    exact = jax.tree.map(lambda _: ocp.SaveArgs(dtype=np.float32), target)
+    params = train_steps(
+        run,
+        steps,
+        mesh,
+        "params",
+        ost.SafetensorsHandler(family=FAMILY),
+        target,
+        first=lambda: ost.load(source, target, family=FAMILY),
+        loss=lambda params, _, tokens: cross_entropy(nnx.merge(graph, params), tokens),
+        frozen=None,
+        args=lambda params: ost.SafetensorsSave(params, save_args=exact, like=source),
+    )
     ost.save(run.with_name("tuned"), params, family=FAMILY, like=source, force=True)  # in bfloat16, as the source
 
 
@@ -212,43 +231,63 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def start(source: Path, run: Path, shape: tuple[int, int]) -> subprocess.Popen:
+def finished(run: Path) -> list[int]:
+    """Return the steps that are complete: a step has its name as soon as it is."""
+    return sorted(int(path.name) for path in run.iterdir() if path.name.isdigit()) if run.is_dir() else []
+
+
+def start(program: str, source: Path, run: Path, steps: int, shape: tuple[int, int]) -> subprocess.Popen:
     """Start a process that trains."""
-    return subprocess.Popen([sys.executable, __file__, source, run, *map(str, shape)])
+    return subprocess.Popen([sys.executable, program, *map(str, ("--train", source, run, steps, *shape))])
 
 
-def main() -> None:
-    """Train, kill, resume on another mesh, and compare."""
-    with tempfile.TemporaryDirectory() as temporary:
-        source, run = Path(temporary, "source"), Path(temporary, "run")
-        make_source(source)
-        first = start(source, run, (2, 4))
-        killed_after = random.randint(3, STEPS - 3)
-        while first.poll() is None and len(lines(run)) < killed_after:
+def kill_and_resume(program: str, source: Path, run: Path, kills: int) -> None:
+    """Start `program`, kill it at random moments, start it again on other meshes, and compare what it notes."""
+    steps = 15 * (kills + 1)
+    for number, shape in zip(range(kills + 1), cycle(SHAPES), strict=False):
+        process, before = start(program, source, run, steps, shape), len(lines(run))
+        if number == kills:
+            assert process.wait() == 0
+            break
+        noted = before + random.randint(2, 9)
+        while process.poll() is None and len(lines(run)) < noted:
             time.sleep(0.01)
         time.sleep(random.random() / 20)  # while a step is being saved, or between two
-        first.kill()  # SIGKILL
-        first.wait()
-        print(f"killed after {len(lines(run))} of {STEPS} steps; finished are {sorted(map(int, finished(run)))}")
+        process.kill()  # SIGKILL
+        assert process.wait() < 0, "training ended before it was killed"
+        print(f"killed on a mesh of {shape}, after step {lines(run)[-1]['step']}; finished are {finished(run)}")
 
-        assert start(source, run, (4, 2)).wait() == 0
-        noted = lines(run)
-        (resumed,) = (line for line in noted if "resumed" in line)
-        before = {line["step"]: line for line in noted[: noted.index(resumed)]}
-        assert resumed["digest"] == before[resumed["resumed"]]["digest"]
-        print(f"resumed from step {resumed['resumed']} on another mesh: every bit is the same")
-        assert noted[-1]["step"] == STEPS
-        assert noted[-1]["loss"] < noted[0]["loss"]
-        print(f"the loss went from {noted[0]['loss']:.3f} to {noted[-1]['loss']:.3f}")
+    latest: dict[int, dict] = {}
+    resumed = []
+    for line in lines(run):
+        if "resumed" in line:
+            resumed.append(line["resumed"])
+            assert line["digest"] == latest[line["resumed"]]["digest"]
+        else:
+            latest[line["step"]] = line
+    assert sorted(latest) == list(range(1, steps + 1))
+    assert latest[steps]["loss"] < latest[1]["loss"]
+    print(f"resumed from steps {resumed}, each time on another mesh: every bit is the same")
+    print(f"the loss went from {latest[1]['loss']:.3f} to {latest[steps]['loss']:.3f} in {steps} steps")
 
 
-def finished(run: Path) -> list[str]:
-    """Return the names of the steps that are complete: a step has its name as soon as it is."""
-    return [path.name for path in run.iterdir() if path.name.isdigit()]
+def main(program: str, description: str, train_one) -> None:
+    """Train in processes that this one starts and kills, or be one of them: what examples of training do."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1, help="how often to kill the training")
+    parser.add_argument("--train", nargs=5, metavar=("SOURCE", "RUN", "STEPS", "ROWS", "COLUMNS"), help="train only")
+    args = parser.parse_args()
+    if args.train:
+        source, run, *numbers = args.train
+        steps, *shape = map(int, numbers)
+        mesh = jax.make_mesh(tuple(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        train_one(Path(source), Path(run), steps, mesh)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary, "source")
+        make_source(source)
+        kill_and_resume(program, source, Path(temporary, "run"), args.kills)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        train(Path(sys.argv[1]), Path(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])))
-    else:
-        main()
+    main(__file__, __doc__, train)

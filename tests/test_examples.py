@@ -9,13 +9,14 @@ import pytest
 from tests.support.roots import ROOT
 
 MODELS = ROOT / "examples" / "small_models.py"
-EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {MODELS})
+TRAINING = [ROOT / "examples" / name for name in ("train_and_resume.py", "train_lora.py")]
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {MODELS, *TRAINING})
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 pytestmark = pytest.mark.process
 
 
-def run(directory, *command):
+def run(directory, *command, timeout=150):
     """Run a command of Python's in `directory`, and return what it printed."""
     environment = {
         **os.environ,
@@ -29,7 +30,7 @@ def run(directory, *command):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,6 +41,16 @@ def run(directory, *command):
 def test_an_example(example, tmp_path):
     assert run(tmp_path, example).strip(), "an example says what it has done"
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+@pytest.mark.parametrize("example", TRAINING, ids=lambda path: path.stem)
+def test_training_that_is_killed_again_and_again(example, tmp_path):
+    """The example itself compares what a process resumes from with what the killed one had, bit for bit."""
+    printed = run(tmp_path, example, "--kills", "5", timeout=600).splitlines()
+    assert sum(line.startswith("killed on a mesh of") for line in printed) == 5
+    (resumed,) = (line for line in printed if line.startswith("resumed from steps"))
+    assert resumed.endswith("every bit is the same")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_small_models_are_made(tmp_path):

@@ -19,7 +19,7 @@ from orbax_safetensors.format.header import TensorEntry
 from orbax_safetensors.format.layout import ADAPTER_NAME
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
+from orbax_safetensors.mapping.family import NO_FAMILY, Envelope, FamilyUse
 from orbax_safetensors.mapping.quantized_tensor import Quantized
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.storage.store import File, Pace, Store
@@ -96,6 +96,7 @@ class Checkpoint:
     Attributes:
       mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
       use: that family and its switches.
+      envelope: the tree around its tree in a checkpoint of Orbax.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
       opening: what it takes to open it.
@@ -107,6 +108,7 @@ class Checkpoint:
     store: Store
     mapped: Mapping[str, View] | None = None
     use: FamilyUse = NO_FAMILY
+    envelope: Envelope = field(default_factory=Envelope)
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
     opening: Opening = NO_OPENING

@@ -20,7 +20,7 @@ from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import inference, registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, switches_of
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, envelope_of, switches_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -199,14 +199,15 @@ def _described(
     if complete:
         needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
-    return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree, use=use)
+    seen = split(checkpoint, tree, encoded) if dequantize == "split" else tree
+    return replace(checkpoint, mapped=seen, use=use, envelope=envelope_of(family, use.variant))
 
 
 def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     if dequantize == "split":
-        scales = {quantized.scales for quantized in encoded.tensors.values()}
-        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | scales)
+        beside = {name for quantized in encoded.tensors.values() for name in quantized.parameters}
+        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | beside)
     if dequantize:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)

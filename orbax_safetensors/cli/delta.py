@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from orbax_safetensors import delta
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer, Seconds, Share, Size
 
 # argparse leaves this text as it is.
@@ -18,7 +19,7 @@ Engines that hold OLD then hold NEW. Experimental: see docs/publishing.md.
 A version that exists, or that does not follow the latest one, is refused."""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add("delta", help="publish what changed to running engines", description=_DESCRIPTION)
     parser.add_argument("old", metavar="OLD")

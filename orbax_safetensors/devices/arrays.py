@@ -75,12 +75,14 @@ def on_accelerator(array: jax.Array) -> bool:
 
 def local_shards(array: jax.Array, boxes: Collection[Box]) -> dict[Box, jax.Array]:
     """Return the shards of boxes that this process holds, as arrays of one device each."""
+    # Another array of the same buffers: JAX keeps an array's NumPy copy as long as the array lives.
+    held = [shard.data for shard in array.addressable_shards]
+    again = jax.make_array_from_single_device_arrays(array.shape, array.sharding, held, dtype=array.dtype)
     shards: dict[Box, jax.Array] = {}
-    for shard in array.addressable_shards:
+    for shard in again.addressable_shards:
         box = box_of(shard.index, array.shape)
         if box in boxes and box not in shards:
-            # Another array of the same buffer: JAX keeps an array's NumPy copy as long as the array lives.
-            shards[box] = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
+            shards[box] = shard.data
     return shards
 
 

@@ -176,7 +176,10 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
             tuple((size, encoding.elements_in(stride)) for size, stride in runs.modes),
         )
         uses = tuple(Use(index, packed(copies[index][0], decoded, 1)) for index in members)
-        strides = [stride for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
+        # A window of whole rows of codes is one area.
+        row = encoding.shape[-1]
+        strides = [row] if row % encoding.unit == 0 else []
+        strides += [stride for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
         rows = [encoding.bytes_of(stride) for stride in strides]
         transposed = not all(keeps_order(use.copy) for use in uses)
         pitch = (_tall if transposed else _pitch)(runs, rows, longest)

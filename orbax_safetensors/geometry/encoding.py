@@ -91,6 +91,14 @@ class Parameter:
         """Bytes of all words for one matrix."""
         return prod(self.words) * self.word_bytes
 
+    def alone(self) -> Encoding:
+        """Return entries that share words as the unsigned codes of a tensor, in the order of the words."""
+        (rows, columns), (high, wide) = self.words, self.per_word
+        shape = rows, columns * high * wide
+        return Encoding(
+            shape, self.bits, f"unsigned{self.bits}", (), self.order, rows_in_word=high, word_added=self.added
+        )
+
 
 class Area(NamedTuple):
     """Decoded elements that lie one after the other, row by row: some columns of some rows.
@@ -183,6 +191,7 @@ class Encoding:
       order: of the codes in a byte or a word.
       rows_in_word: rows of a logical matrix whose codes share a word, if they do: an element of column `c` is then in
         column `c // rows_in_word` of that matrix, and its groups are counted by the rows of that matrix.
+      word_added: to each word of 32 bits, modulo 2**32, before its codes are taken.
       added: to each scale.
       final: what a scaled element is multiplied by.
       padding: elements at the end that are not stored.
@@ -194,6 +203,7 @@ class Encoding:
     parameters: tuple[Parameter, ...]
     order: Order = Order.LOW_FIRST
     rows_in_word: int = 1
+    word_added: int = 0
     added: float = 0
     final: float = 1
     padding: int = 0
@@ -202,7 +212,9 @@ class Encoding:
     def unit(self) -> int:
         """Elements that are decoded together: ranges of elements begin and end at multiples of this."""
         columns = self.shape[-1]
-        word = 8 if self.order is Order.EVEN_FIRST else max(self.rows_in_word, lcm(self.bits, 8) // self.bits)
+        word = max(self.rows_in_word, lcm(self.bits, 8) // self.bits)
+        if self.order is Order.EVEN_FIRST or self.word_added:
+            word = 32 // self.bits
         for parameter in self.parameters:
             height, width = parameter.block
             if self.bits == 8 or height != 1 or not 0 < width <= _LONGEST_UNIT:

@@ -13,11 +13,10 @@ from urllib.parse import unquote_to_bytes
 import tensorstore as ts
 from etils import epath
 
-from orbax_safetensors.errors import IndexFileError
+from orbax_safetensors.errors import IndexFileError, storage_errors
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX
 from orbax_safetensors.orbax_store.directories import absolute, kvstore, size
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
-from orbax_safetensors.orbax_store.operations import storage_errors
 
 # Where a value lies, as `ts.ocdbt.dump` writes it: both parts of the path as in a URL, offset and length. The first
 # part is the directory of another database that this one was merged from, if it was.

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.sharding import placement
+from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, avoiding
@@ -303,7 +305,8 @@ class SaveJob:
         if self.index is not None:
             below = [files.path_of(name) for name in (DATA_DIRECTORY, ARRAYS_DIRECTORY)]
             for path in below:
-                store.make(path)
+                with storage_errors(f"{path}: cannot be made", OSError):
+                    os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
             self.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
             for path in below if sync else ():

@@ -317,13 +317,6 @@ class LocalStore:
         """Open the file `path` for writing; create it if it does not exist."""
         return NewLocalFile(path, nbytes, sync=sync)
 
-    def make(self, path: str) -> None:
-        """Make the directory `path` and its parents."""
-        try:
-            os.makedirs(path, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
-
     def below(self, path: str) -> dict[str, Stamp]:
         """Return the states of all files in the directory `path` and in its subdirectories."""
         states = {}

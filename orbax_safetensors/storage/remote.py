@@ -240,9 +240,6 @@ class ServerStore:
         """Refuse."""
         raise StorageError(f"{path}: {READ_ONLY}")
 
-    def make(self, path: str) -> None:
-        """Do nothing: servers have no directories without files."""
-
     def below(self, path: str) -> dict[str, Stamp]:
         """Refuse: the caller is about to write."""
         raise StorageError(f"{path}: {READ_ONLY}")

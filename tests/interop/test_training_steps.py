@@ -1,6 +1,9 @@
-"""Every step of a training run is a whole model as soon as it has its name, for programs that read meanwhile."""
+"""Every step of a training run is a whole model as soon as it has its name, for programs that read meanwhile.
 
-import importlib.util
+The models and adapters of the examples, in `transformers` and PEFT, while other processes train and delete them.
+"""
+
+import importlib
 import time
 
 import flax.nnx as nnx
@@ -14,71 +17,136 @@ from tests.support.roots import ROOT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.process
+pytestmark = [
+    pytest.mark.process,
+    # PEFT asks models of `transformers` by a name that these give up.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 TOKENS = np.arange(12).reshape(2, 6)
+STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("train_and_resume", ROOT / "examples" / "train_and_resume.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def examples(monkeypatch):
+    """The modules of both examples, one of which imports the other as a program beside it does."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("train_and_resume"), importlib.import_module("train_lora")
 
 
-def logits_of_nnx(example, path):
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: example.Llama(nnx.Rngs(0))), nnx.Param)
+def logits_of_nnx(make, *states):
+    graph = nnx.graphdef(nnx.eval_shape(make))
     with jax.numpy_dtype_promotion("standard"):
-        return nnx.merge(graph, ost.load(path, abstract, family=example.FAMILY))(TOKENS)
+        return np.asarray(nnx.merge(graph, *states)(TOKENS))
 
 
-def logits_of_transformers(path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def logits_of_torch(model):
     with torch.no_grad():
         return model(torch.from_numpy(TOKENS)).logits.numpy()
 
 
-def test_a_reader_that_polls_sees_whole_steps_only(example, tmp_path):
+def causal_lm(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def seen_while_training(example, program, tmp_path, look):
+    """Train in another process; return by step what `look` returns of its directory as soon as that has its name."""
     source, run = tmp_path / "source", tmp_path / "run"
     example.make_source(source)
-    training = example.start(source, run, (2, 4))
+    training = example.start(ROOT / "examples" / program, source, run, STEPS, (2, 4))
     seen = {}
     try:
         while training.poll() is None:
-            for name in example.finished(run) if run.is_dir() else []:
-                path = run / name / "params"
-                if name in seen:
-                    continue
+            for step in set(example.finished(run)) - seen.keys():
                 try:
-                    faults = ost.verify(path, data=True)
-                    seen[name] = (faults, example.digest(ost.load(path, family=example.FAMILY)))
-                except ost.StorageError:
+                    seen[step] = look(run / str(step))
+                except OSError:
                     # Only what `max_to_keep` has deleted cannot be read.
                     deadline = time.monotonic() + 5
-                    while (run / name).exists() and time.monotonic() < deadline:
+                    while (run / str(step)).exists() and time.monotonic() < deadline:
                         time.sleep(0.01)
-                    assert not (run / name).exists()
+                    assert not (run / str(step)).exists()
             time.sleep(0.001)
     finally:
         training.kill()
         training.wait()
     assert training.returncode == 0
-    expected = {str(line["step"]): line["parameters"] for line in example.lines(run)}
-    assert seen
-    assert all(found == ([], expected[name]) for name, found in seen.items())
-    assert sorted(map(int, example.finished(run))) == [18, 19, 20]
-    for name in example.finished(run):
-        path = run / name / "params"
-        np.testing.assert_allclose(logits_of_transformers(path), logits_of_nnx(example, path), rtol=1e-4, atol=1e-5)
+    assert example.finished(run) == [STEPS - 2, STEPS - 1, STEPS]
+    seen |= {step: look(run / str(step)) for step in example.finished(run)}
+    assert len(seen) > 3, "the training ended before a step was read"
+    digests = {line["step"]: line["trained"] for line in example.lines(run)}
+    return {step: (found, digests[step]) for step, found in seen.items()}
+
+
+def test_steps_are_models_of_transformers(examples, tmp_path):
+    example, _ = examples
+
+    def look(step):
+        path = step / "params"
+        assert ost.verify(path, data=True) == []
+        weights = ost.load(path, family=example.FAMILY, options=ost.SafetensorsOptions(checksums=True))
+        return example.digest(weights), causal_lm(path).state_dict(), weights
+
+    def make():
+        return example.Llama(nnx.Rngs(0))
+
+    for (digest, state, weights), expected in seen_while_training(
+        example, "train_and_resume.py", tmp_path, look
+    ).values():
+        assert digest == expected
+        embedding = np.asarray(weights["embedding"]["embedding"])
+        assert state["model.embed_tokens.weight"].numpy().tobytes() == embedding.tobytes()
+    abstract = nnx.state(nnx.eval_shape(make), nnx.Param)
+    path = tmp_path / "run" / str(STEPS) / "params"
+    found = logits_of_nnx(make, ost.load(path, abstract, family=example.FAMILY))
+    np.testing.assert_allclose(logits_of_torch(causal_lm(path)), found, rtol=1e-4, atol=1e-5)
+
     # The model at the end is like the source.
-    tuned, before = (load_file(at / "model.safetensors") for at in (tmp_path / "tuned", source))
-    assert {name: (x.dtype, x.shape) for name, x in tuned.items()} == {
+    source, tuned = tmp_path / "source", tmp_path / "tuned"
+    before, after = (load_file(at / "model.safetensors") for at in (source, tuned))
+    assert {name: (x.dtype, x.shape) for name, x in after.items()} == {
         name: (x.dtype, x.shape) for name, x in before.items()
     }
-    assert (tmp_path / "tuned" / "config.json").read_bytes() == (source / "config.json").read_bytes()
-    trained = load_file(run / "20" / "params" / "model.safetensors")
-    for name, array in tuned.items():
+    assert (tuned / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    trained = load_file(path / "model.safetensors")
+    for name, array in after.items():
         assert array.tobytes() == trained[name].astype(array.dtype).tobytes()
-    assert np.isfinite(logits_of_transformers(tmp_path / "tuned")).all()
+    assert np.isfinite(logits_of_torch(causal_lm(tuned))).all()
+
+
+def test_steps_are_adapters_of_peft(examples, tmp_path):
+    example, lora = examples
+    source, run = tmp_path / "source", tmp_path / "run"
+
+    def look(step):
+        path = step / "adapters"
+        assert ost.verify(path, data=True) == []
+        loaded = peft.PeftModel.from_pretrained(causal_lm(source), path).eval()
+        return example.digest(ost.load(path, family=lora.adapter_family(source))), logits_of_torch(loaded)
+
+    seen = seen_while_training(example, "train_lora.py", tmp_path, look)
+    for (digest, _), expected in seen.values():
+        assert digest == expected
+    assert not list(run.glob("*/base*")), "a step has the base model in it"
+    assert {path.parent.name for path in run.rglob("*.safetensors")} == {"adapters"}
+
+    targets = nnx.split_state(nnx.state(nnx.eval_shape(lora.adapted_llama)), nnx.LoRAParam, nnx.Param)
+    base = ost.load(source, targets[1], family=example.FAMILY)
+    adapters = ost.load(run / str(STEPS) / "adapters", targets[0], family=lora.adapter_family(source))
+    (_, by_peft), _ = seen[STEPS]
+    by_nnx = logits_of_nnx(lora.adapted_llama, adapters, base)
+    np.testing.assert_allclose(by_peft, by_nnx, rtol=1e-4, atol=1e-5)
+    assert np.abs(by_peft - logits_of_torch(causal_lm(source))).max() > 0.01
+
+    # Merged, in bfloat16 as the source: what PEFT merges, rounded.
+    model = peft.PeftModel.from_pretrained(causal_lm(source), run / str(STEPS) / "adapters").merge_and_unload()
+    after, before = (load_file(at / "model.safetensors") for at in (tmp_path / "merged", source))
+    assert after.keys() == before.keys()
+    merged = {name: array.float().numpy() for name, array in model.state_dict().items() if name in after}
+    for name, array in after.items():
+        assert array.dtype == before[name].dtype
+        np.testing.assert_allclose(array.astype(np.float32), merged[name], rtol=2**-7, atol=1e-6)
+    changed = {name.split(".")[-2] for name in after if after[name].tobytes() != before[name].tobytes()}
+    assert changed == {"q_proj", "v_proj"}
