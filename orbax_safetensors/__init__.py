@@ -10,6 +10,8 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.open import open_checkpoint
 from orbax_safetensors.checkpoint.verify import verify
 from orbax_safetensors.convert.conversion import Conversion, convert, plan_convert, plan_reshard, reshard
+from orbax_safetensors.delta.applying import apply_delta
+from orbax_safetensors.delta.publishing import Delta, delta
 from orbax_safetensors.errors import (
     ChecksumError,
     HeaderError,
@@ -42,6 +44,7 @@ __all__ = [
     "ChecksumError",
     "Conversion",
     "ConversionPlan",
+    "Delta",
     "HeaderError",
     "IndexFileError",
     "Link",
@@ -61,7 +64,9 @@ __all__ = [
     "StorageError",
     "TensorMismatchError",
     "TimeEstimate",
+    "apply_delta",
     "convert",
+    "delta",
     "estimate_time",
     "link",
     "load",

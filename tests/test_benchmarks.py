@@ -1,4 +1,4 @@
-"""The programs in `benchmarks/`, as far as they get before they measure, and one that measures a little."""
+"""The programs in `benchmarks/`, as far as they get before they measure, and two that measure a little."""
 
 import json
 import os
@@ -45,3 +45,19 @@ def test_a_quick_run_of_restores_onto_accelerators_finds_every_byte_right(tmp_pa
     (package,), (mapping,) = runs["this package"], runs["mapping loop"]
     assert package["loaded_bytes"] == mapping["loaded_bytes"] > 50e6
     assert package["seconds"] > 0
+
+
+def test_a_quick_run_of_deltas_makes_the_newer_checkpoint(tmp_path):
+    pytest.importorskip("zstandard", reason="needs the extra delta")
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "delta.py", "--quick", "--directory", tmp_path, "--json", report],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(report.read_text())
+    assert 0.009 < found["changed"] < 0.011
+    assert {name: len(runs) for name, runs in found["runs"].items()} == {"delta": 1, "apply_delta": 1, "identical": 1}

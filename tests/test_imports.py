@@ -20,12 +20,12 @@ FLOORS = (
     {"geometry"},
     {"devices", "mapping", "transfer"},
     {"checkpoint", "orbax_store", "streaming"},
-    {"convert", "link", "restore", "save"},
+    {"convert", "delta", "link", "restore", "save"},
     {"handlers"},
     {"__init__", "cli"},
 )
 JOBS = FLOORS[5]
-WITHOUT_JAX = ("errors", "format", "geometry", "mapping", "options", "storage", "transfer")
+WITHOUT_JAX = ("delta", "errors", "format", "geometry", "mapping", "options", "storage", "transfer")
 OF_STORES = {"boto3", "botocore", "fsspec", "huggingface_hub", "obstore"}
 MOST_LINES = 450
 MOST_LINES_OF_TESTS = 600

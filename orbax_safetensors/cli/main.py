@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 
 from orbax_safetensors import SafetensorsError
-from orbax_safetensors.cli import convert, demo, diff, families, inspect, link, plan, reshard, verify
+from orbax_safetensors.cli import convert, delta, demo, diff, families, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.arguments import UsageError
 from orbax_safetensors.cli.long_run import Warnings
 from orbax_safetensors.cli.parser import SHELLS, Completion, Parser
@@ -27,6 +27,7 @@ COMMANDS = {
     "link": link,
     "convert": convert,
     "reshard": reshard,
+    "delta": delta,
     "demo": demo,
 }
 
@@ -37,7 +38,8 @@ _BROKEN_PIPE = 141
 # argparse leaves these texts as they are.
 _DESCRIPTION = """\
 Inspects .safetensors checkpoints, plans what restoring them as sharded JAX
-arrays costs, links them to Orbax, and converts them to Orbax and back.
+arrays costs, links them to Orbax, converts them to Orbax and back, and
+publishes what changed between two of them.
 
 A PATH is a .safetensors file, a directory with such files, or a checkpoint of
 Orbax; on disk, at a URL (gs://, s3://, az://, https://), or on the Hugging

@@ -1,0 +1,299 @@
+"""`delta`: what changed between two saved checkpoints, published as the next version.
+
+Threads write a file each, tensor by tensor, on a local disk. Nothing says what the files are before all checksums have
+been compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import os
+import posixpath
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from orbax_safetensors.checkpoint.checkpoint import Checkpoint
+from orbax_safetensors.checkpoint.checksums import read_checksums, recorded_content
+from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.delta.frames import PIECE_BYTES, Range, encode, open_files, range_of, zstandard
+from orbax_safetensors.delta.hidden_directory import HiddenDirectory
+from orbax_safetensors.delta.version import (
+    FRAME_DTYPE,
+    MAX_VERSION,
+    UNFINISHED,
+    check,
+    check_follows,
+    index_of,
+    path_of,
+    recorded_at,
+)
+from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.dtypes import DTYPES
+from orbax_safetensors.format.header import MAX_HEADER_BYTES, Header, TensorEntry
+from orbax_safetensors.format.layout import INDEX_NAME, file_names
+from orbax_safetensors.format.names import some
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.storage.local import LocalStore
+from orbax_safetensors.storage.memory import allocate
+from orbax_safetensors.storage.paths import PathLike, check_one_store, place
+from orbax_safetensors.storage.remote import READ_ONLY
+from orbax_safetensors.storage.schemes import store_of
+from orbax_safetensors.storage.store import File, Store, find_small, write_small
+from orbax_safetensors.storage.upload import PARTS
+from orbax_safetensors.storage.workspace import taken
+from orbax_safetensors.transfer.threads import run_tasks
+
+logger = logging.getLogger(__name__)
+
+# Files of a delta, each of one thread, unless the caller says otherwise.
+_MAX_FILES = 16
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What was published.
+
+    ```python
+    ost.save("/models/before", {"w": jnp.zeros(64)})
+    ost.save("/models/after", {"w": jnp.ones(64)})
+    done = ost.delta("/models/before", "/models/after", "/models/published", version=1)
+    print(f"{done.changed_tensors} of {done.tensors} tensors changed: {done.path} has {done.delta_bytes:,} bytes")
+    ```
+
+    Attributes:
+      path: the directory of the new version.
+      version: its number.
+      tensors, changed_tensors: of the model, and how many of them changed.
+      elements, changed_elements: likewise; packed elements of less than a byte count as bytes.
+      model_bytes: of all tensors, which a receiver keeps a copy of.
+      delta_bytes: of the files that a receiver fetches.
+      seconds: how long it took.
+    """
+
+    path: str
+    version: int
+    tensors: int
+    changed_tensors: int
+    elements: int
+    changed_elements: int
+    model_bytes: int
+    delta_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeltaRequest:
+    """The arguments of `delta`; `old`, `new` and `publish` are absolute paths or URLs.
+
+    Raises `SafetensorsError` if they are not valid, or do not go together.
+    """
+
+    old: str
+    new: str
+    publish: str
+    version: int
+    options: SafetensorsOptions = field(default_factory=SafetensorsOptions)
+
+    def __post_init__(self) -> None:
+        if type(self.version) is not int or not 1 <= self.version <= MAX_VERSION:
+            raise SafetensorsError(f"version is {self.version!r}, must be an integer from 1 to {MAX_VERSION}")
+        check_one_store(self.options.storage_options, self.old, self.new, self.publish)
+
+
+def delta(
+    old: PathLike, new: PathLike, publish: PathLike, *, version: int, options: SafetensorsOptions | None = None
+) -> Delta:
+    """Publish what changed from the checkpoint `old` to the checkpoint `new`, for engines that hold `old`.
+
+    ```python
+    for step in (1, 2):
+        ost.save(f"/models/rl/{step}", {"w": jnp.full((64, 8), step, jnp.bfloat16)})
+    done = ost.delta("/models/rl/1", "/models/rl/2", "/models/published", version=1)
+    print(f"{done.path}: {done.delta_bytes:,} bytes for {done.changed_elements:,} elements that changed")
+    ```
+
+    Experimental: the layout belongs to its readers, and may change with them.
+
+    Writes the directory `weight_v000001` below `publish`, which readers see once it is complete. `version` is the one
+    after the latest version there; version 1 changes the model that the engines started with. Each path is of a file
+    system or the URL of an object store; `old` and `new` may also be on other servers. Of `options`, `threads` and
+    `storage_options` count. Needs the extra `orbax-safetensors[delta]`, and no device.
+
+    Raises:
+      TensorMismatchError: names, dtypes or shapes differ, so that only a full version can follow.
+      ChecksumError: a checkpoint differs from the checksums of its save, or `old` from those of the version before.
+      StorageError: the version exists or does not follow, or something cannot be read or written. Nothing is published.
+    """
+    return prepare(DeltaRequest(place(old), place(new), place(publish), version, options or SafetensorsOptions())).run()
+
+
+def prepare(request: DeltaRequest) -> DeltaJob:
+    """Read both headers and look at what is published; raises the errors of `delta` that this shows."""
+    zstandard()
+    storage_options = request.options.storage_options
+    old, new = (read_checkpoint(path, storage_options) for path in (request.old, request.new))
+    _check_alike(old, new)
+    store, publish = store_of(request.publish, storage_options)
+    if not store.writes:
+        raise StorageError(f"{publish}: {READ_ONLY}")
+    check_follows(store, publish, request.version)
+    return DeltaJob(request, old, new, store, publish)
+
+
+def _check_alike(old: Checkpoint, new: Checkpoint) -> None:
+    if names := sorted(old.tensors.keys() ^ new.tensors.keys()):
+        raise TensorMismatchError(
+            f"{new.path}: {some(names)}: in only one of it and {old.path}; publish a full version"
+        )
+    for name, before in old.tensors.items():
+        after = new[name]
+        if before[:2] != after[:2] or len(before.pieces) != 1 or len(after.pieces) != 1:
+            raise TensorMismatchError(
+                f"{new.path}: {name!r}: expected {before.stored_dtype.name} {before.stored_shape} in one piece, as in "
+                f"{old.path}, found {after.stored_dtype.name} {after.stored_shape}; publish a full version"
+            )
+
+
+@dataclass(frozen=True)
+class DeltaJob:
+    """A delta that is prepared."""
+
+    request: DeltaRequest
+    old: Checkpoint
+    new: Checkpoint
+    store: Store
+    publish: str
+
+    def run(self) -> Delta:
+        """Compare, write and publish; see `delta`."""
+        started = time.perf_counter()
+        path = path_of(self.publish, self.request.version)
+        with contextlib.ExitStack() as stack:
+            if self.store.is_local:
+                workspace = HiddenDirectory(path)
+                stack.callback(workspace.release)
+                workspace.begin(resume=False)
+                changed, nbytes = self._write(workspace.path, "model")
+                workspace.finish()
+            else:
+                directory = stack.enter_context(tempfile.TemporaryDirectory())
+                # Another run has files of other names, so that none of them ends up in the delta of this index.
+                changed, nbytes = self._write(directory, f"model-{secrets.token_hex(4)}")
+                self._upload(directory, path)
+        tensors = self.new.tensors.values()
+        done = Delta(
+            path,
+            self.request.version,
+            tensors=len(tensors),
+            changed_tensors=sum(elements > 0 for elements in changed.values()),
+            elements=sum(8 * tensor.nbytes // max(8, tensor.stored_dtype.bits) for tensor in tensors),
+            changed_elements=sum(changed.values()),
+            model_bytes=self.new.nbytes,
+            delta_bytes=nbytes,
+            seconds=time.perf_counter() - started,
+        )
+        logger.info("%s", done)
+        return done
+
+    def _write(self, directory: str, stem: str) -> tuple[Mapping[str, int], int]:
+        """Write all files of the delta; return how many elements of each tensor changed, and the bytes of tensors."""
+        changed: dict[str, int] = {}
+        headers: dict[str, Header] = {}
+        groups = _balanced(self.new, self.request.options.threads or min(_MAX_FILES, self.new.store.cost.requests))
+        with contextlib.ExitStack() as stack:
+            old, new = open_files(self.old, stack), open_files(self.new, stack)
+
+            def write(name: str, tensors: Sequence[str]) -> None:
+                headers[name] = self._write_file(os.path.join(directory, name), tensors, old, new, changed)
+
+            names = [name.replace("model", stem) for name in file_names(len(groups))]
+            tasks = [partial(write, name, group) for name, group in zip(names, groups, strict=True)]
+            run_tasks(iter(tasks), len(tasks), lambda: None)
+            for file, stored in zip([*old, *new], [*self.old.files, *self.new.files], strict=True):
+                file.check(stored.stamp)
+        record = self._checked_record()
+        if record is not None:
+            write_small(LocalStore(), os.path.join(directory, CHECKSUMS_NAME), record)
+        weight_map = {tensor: name for name, header in headers.items() for tensor in header.tensors}
+        index = index_of(self.request.version, weight_map)
+        write_small(LocalStore(), os.path.join(directory, INDEX_NAME), index.encode())
+        return changed, sum(headers[name].file_bytes for name in index.files)
+
+    def _write_file(
+        self, path: str, tensors: Sequence[str], old: Sequence[File], new: Sequence[File], changed: dict[str, int]
+    ) -> Header:
+        """Write the frames of the `tensors` that changed, and the header last, into the room that was left for it."""
+        dtype, buffers = DTYPES[FRAME_DTYPE], allocate([PIECE_BYTES] * 2)
+        longest = [(name, dtype, (2 * self.new[name].nbytes + PIECE_BYTES,)) for name in tensors]
+        data_start = Header.layout(longest, dict.fromkeys(tensors, "checksum")).data_start
+        entries, checksums, end = {}, {}, 0
+        with contextlib.closing(LocalStore().create(path)) as file:
+
+            def write(content: bytes) -> None:
+                nonlocal end
+                file.write(data_start + end, [memoryview(content)])
+                end += len(content)
+
+            for name in tensors:
+                begin, bits = end, self.new[name].stored_dtype.bits
+                before, after = range_of(self.old, name, old), range_of(self.new, name, new)
+                changed[name], checksum = encode(before, after, bits, buffers, write)
+                if changed[name]:
+                    entries[name] = TensorEntry(name, dtype, (end - begin,), begin, end)
+                    checksums[name] = checksum
+                else:
+                    end = begin
+        header = Header(entries, checksums, data_start)
+        write_small(LocalStore(), path, header.encoded, nbytes=header.file_bytes)
+        return header
+
+    def _checked_record(self) -> bytes | None:
+        """Return the record of the checksums of `new`; None if its save wrote none.
+
+        Raises `ChecksumError` unless the old bytes are those of the version before, or of their save, as far as either
+        is known, and the new ones those of their save.
+        """
+        before = path_of(self.publish, self.request.version - 1)
+        published, saved = recorded_at(self.store, before), "its bytes are not those of its save"
+        for checkpoint, recorded, fault in (
+            (self.old, published, f"is not the checkpoint that {before} has published"),
+            (self.old, None if published else read_checksums(self.old), saved),
+            (self.new, read_checksums(self.new), saved),
+        ):
+            if recorded is not None:
+                check(checkpoint, recorded, self.request.options, fault)
+        return recorded_content(self.new)
+
+    def _upload(self, directory: str, path: str) -> None:
+        """Write the files as objects, the index last; until then, what is in its place makes readers fail."""
+        check_follows(self.store, self.publish, self.request.version)
+        self.store.delete(path, self.store.below(path))
+        place, unfinished = posixpath.join(path, INDEX_NAME), UNFINISHED + f'"{secrets.token_hex(8)}"}}'.encode()
+        write_small(self.store, place, unfinished)
+        (buffer,) = allocate([PIECE_BYTES])
+        for name in sorted(os.listdir(directory), key=INDEX_NAME.__eq__):
+            if name == INDEX_NAME and find_small(self.store, place, MAX_HEADER_BYTES) != unfinished:
+                raise taken(path)
+            with contextlib.closing(LocalStore().open(os.path.join(directory, name))) as file:
+                source = Range(file, 0, file.stamp.nbytes)
+                object_path = posixpath.join(path, name)
+                with contextlib.closing(self.store.create(object_path, source.nbytes, PARTS, sync=True)) as new:
+                    for number, piece in enumerate(source.pieces(buffer)):
+                        new.write(number * buffer.nbytes, [piece.data])
+                    new.sync()
+
+
+def _balanced(checkpoint: Checkpoint, count: int) -> list[list[str]]:
+    """Return the names of all tensors in up to `count` groups of about as many bytes, each sorted."""
+    groups: list[tuple[int, int, list[str]]] = [(0, number, []) for number in range(count)]
+    for name in sorted(checkpoint.tensors, key=lambda name: (-checkpoint[name].nbytes, name)):
+        nbytes, number, names = heapq.heappop(groups)
+        heapq.heappush(groups, (nbytes + checkpoint[name].nbytes, number, [*names, name]))
+    return [sorted(names) for _, _, names in sorted(groups, key=lambda group: group[1]) if names]

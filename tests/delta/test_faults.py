@@ -1,0 +1,213 @@
+"""Damaged deltas, other bases, kills and full disks: never half a version, and never a wrong model in silence."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import orbax_safetensors as ost
+from orbax_safetensors.format.checksums import CHECKSUMS_NAME
+from orbax_safetensors.format.layout import INDEX_NAME
+from tests.support import killed_deltas
+from tests.support.damage import damages
+from tests.support.deltas import changed, copied, save_steps, tensor_files
+from tests.support.roots import ROOT
+
+TREE = {"a": np.arange(300, dtype=np.float16).reshape(3, 100), "b": np.arange(40, dtype=np.int32)}
+NEW = {"a": changed(TREE["a"], 20), "b": TREE["b"]}
+DELTA, FILE = "weight_v000001", "model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def delta(tmp_path):
+    """The directory of a delta of `old` and `new`, in one file."""
+    for name, tree in (("old", TREE), ("new", NEW)):
+        ost.save(tmp_path / name, tree)
+    options = ost.SafetensorsOptions(threads=1)
+    ost.delta(tmp_path / "old", tmp_path / "new", tmp_path / "published", version=1, options=options)
+    return tmp_path / "published" / DELTA
+
+
+def is_refused(delta, base, expected, destinations=("made", None)):
+    """Whether a delta is refused, and changes nothing; if it is not, it makes the expected checkpoint.
+
+    It is applied to `base`, for each name of `destinations`; None stands for `base` itself.
+    """
+    before = tensor_files(base)
+    made = base.parent / "made"
+    for name in destinations:
+        try:
+            ost.apply_delta(base, delta, made if name else base)
+        except ost.SafetensorsError:
+            assert tensor_files(base) == before
+            assert not made.exists()
+            return True
+        finally:
+            assert not [path for path in base.parent.iterdir() if path.name.startswith(".")]
+        assert tensor_files(made if name else base) == expected
+        shutil.rmtree(made, ignore_errors=True)
+    return False
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, CHECKSUMS_NAME, FILE])
+def test_a_damaged_delta_changes_nothing(delta, tmp_path, name):
+    expected = tensor_files(tmp_path / "new")
+    refused = []
+    for what, damaged in damages((delta / name).read_bytes(), 30):
+        (delta / name).unlink(missing_ok=True)
+        if damaged is not None:
+            (delta / name).write_bytes(damaged)
+        if name == CHECKSUMS_NAME and damaged is None:  # as other publishers leave it
+            del expected[name]
+        if is_refused(delta, tmp_path / "old", expected, ["made"]):
+            refused.append(what)
+        expected = tensor_files(tmp_path / "new")
+    assert len(refused) >= 30
+    assert ("deleted" in refused) == (name != CHECKSUMS_NAME)
+
+
+def test_each_flipped_byte_of_a_frame_is_noticed_without_a_record(delta, tmp_path):
+    """As in deltas of other publishers: only the checksums of what changed."""
+    (delta / CHECKSUMS_NAME).unlink()
+    (tmp_path / "old" / CHECKSUMS_NAME).unlink()
+    path = delta / FILE
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    accepted = 0
+    expected = tensor_files(tmp_path / "new")
+    del expected[CHECKSUMS_NAME]
+    for at in range(begin, len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        accepted += not is_refused(delta, tmp_path / "old", expected, ["made"])
+    assert accepted <= 8  # bits of a frame's header that mean nothing
+
+
+def test_a_missing_or_another_file_is_refused(delta, tmp_path):
+    path = delta / FILE
+    base = tmp_path / "old"
+    other = copied(delta, tmp_path / "published" / "weight_v000002")
+    with pytest.raises(ost.IndexFileError, match="the version of the directory, 000002"):
+        ost.apply_delta(base, other, tmp_path / "made")
+    path.write_bytes((tmp_path / "new" / "model.safetensors").read_bytes())
+    with pytest.raises(ost.HeaderError, match="not those that the index names"):
+        ost.apply_delta(base, delta, tmp_path / "made")
+    path.unlink()
+    with pytest.raises(ost.MissingError):
+        ost.apply_delta(base, delta, tmp_path / "made")
+    with pytest.raises(ost.MissingError):
+        ost.apply_delta(base, tmp_path / "published" / "weight_v000003", tmp_path / "made")
+    with pytest.raises(ost.MissingError, match="a delta has an index"):
+        ost.apply_delta(base, tmp_path / "new", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("delta_encoding", "overwrite"),
+        ("compression_format", "lz4"),
+        ("checksum_format", "xxh3-128"),
+        ("base_version", "000001"),
+        ("version", "1"),
+        ("version", 1),
+        ("version", "000000"),
+    ],
+)
+def test_other_encodings_and_versions_are_refused(delta, tmp_path, key, value):
+    index = json.loads((delta / INDEX_NAME).read_text())
+    index["metadata"][key] = value
+    (delta / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ost.IndexFileError, match=key):
+        ost.apply_delta(tmp_path / "old", delta, tmp_path / "made")
+
+
+def test_a_full_version_is_not_a_delta(tmp_path):
+    (step,) = save_steps(tmp_path, 0, max_file_bytes=20_000)
+    with pytest.raises(ost.IndexFileError, match="is of a full version"):
+        ost.apply_delta(step, step, tmp_path / "made")
+
+
+def test_another_base_is_refused(delta, tmp_path):
+    """Also if it differs only in a tensor that did not change."""
+    for number, tree in enumerate(
+        [{"a": NEW["a"], "b": TREE["b"]}, {"a": TREE["a"], "b": changed(TREE["b"])}, {"a": TREE["a"]}]
+    ):
+        base = tmp_path / f"base-{number}"
+        ost.save(base, tree)
+        assert is_refused(delta, base, None)
+    # What a step changed it does not change once more.
+    ost.apply_delta(tmp_path / "old", delta, tmp_path / "old")
+    assert is_refused(delta, tmp_path / "old", None)
+
+
+def test_what_is_at_the_destination_stays(delta, tmp_path):
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ost.StorageError, match="already exists"):
+        ost.apply_delta(tmp_path / "old", delta, tmp_path / "made")
+    for base, destination in (("gs://bucket/old", tmp_path / "new"), (tmp_path / "old", "gs://bucket/new")):
+        with pytest.raises(ost.StorageError, match="a directory of this machine"):
+            ost.apply_delta(base, delta, destination)
+    file = tmp_path / "old" / "model.safetensors"
+    with pytest.raises(ost.StorageError):
+        ost.apply_delta(file, delta, file)
+    assert file.is_file()
+
+
+def test_a_link_stays_a_link(delta, tmp_path):
+    (tmp_path / "current").symlink_to(tmp_path / "old")
+    ost.apply_delta(tmp_path / "current", delta, tmp_path / "current")
+    assert (tmp_path / "current").is_symlink()
+    assert tensor_files(tmp_path / "old") == tensor_files(tmp_path / "new")
+
+
+def runs(call, folder, limit):
+    """What readers see after each run of `killed_deltas`."""
+    done = subprocess.run(
+        [sys.executable, killed_deltas.__file__, call, folder, str(limit)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("limit", [0, 40])
+def test_a_killed_or_failed_publisher_leaves_nothing_to_see(tmp_path, limit):
+    for name, tree in (("old", TREE), ("new", NEW)):
+        ost.save(tmp_path / name, tree)
+    found, told = runs("publish", tmp_path, limit)
+    hidden = [how for how, seen, _ in found if not seen]
+    assert hidden == ["limited" if limit else "killed"] * len(hidden)
+    assert len(hidden) > 8
+    # Once there is a version, it is this one, also if its publisher was killed right then.
+    assert all(set(seen) == {DELTA} for _, seen, _ in found[len(hidden) :])
+    if limit:
+        assert found[-1][0] == "done"
+        assert found[-1][2] == [DELTA]
+        assert "File too large" in told
+    ost.apply_delta(tmp_path / "old", tmp_path / "made" / DELTA, tmp_path / "applied")
+    assert tensor_files(tmp_path / "applied") == tensor_files(tmp_path / "new")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_killed_or_failed_apply_leaves_the_old_or_the_new_version(delta, tmp_path, limit):
+    copied(tmp_path / "old", tmp_path / "made" / "engine")
+    shutil.copytree(delta, tmp_path / "delta")
+    versions = [killed_deltas.visible(tmp_path)[name] for name in ("old", "new")]
+    found, told = runs("apply", tmp_path, limit)
+    seen = [versions.index(run[1]["engine"]) for run in found]
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
+    assert seen.count(0) > 8
+    if limit:
+        assert found[-1][0] == "done"
+        assert found[-1][2] == ["engine"]
+        assert "File too large" in told
