@@ -92,7 +92,10 @@ def look_numbered(directory: Path, source: Mapping[str, np.ndarray], one_device:
         if faults := ost.verify(step / ITEM, data=True):
             raise faults[0]
         tensors = ost.load(step / ITEM, one_device, options=ost.SafetensorsOptions(checksums=True))
-        return int(step.name), steps_of(tensors, source) | steps_of(by_safetensors(step / ITEM), source)
+        theirs = by_safetensors(step / ITEM)
+        if theirs.keys() != source.keys():  # files are deleted one by one
+            raise FileNotFoundError(step)
+        return int(step.name), steps_of(tensors, source) | steps_of(theirs, source)
     except OSError:
         gone = time.monotonic() + DELETION_SECONDS
         while step.exists():

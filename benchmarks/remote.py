@@ -4,7 +4,7 @@
 
 The server is a process of its own on this machine (`serve.py`), which waits before each answer. In every round the
 package comes first, and what it asked the server for is what the others then ask it for: by the server's count, all
-make the same requests but for those that open files. They leave the bytes in the order of the files, and make no
+make the same requests except those that open files. They leave the bytes in the order of the files, and make no
 arrays: shards that are not contiguous there are more work, which only the package does. What is saved is held by the
 server, read back from it and compared. `README.md` says more.
 """

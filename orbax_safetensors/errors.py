@@ -1,8 +1,13 @@
-"""The package's exceptions, and nothing else.
+"""The package's exceptions, and what makes them of those of other libraries.
 
 Every message names the file, the tensor, the expected and the found value, as far as each applies. No exception of
 `json`, `struct`, `numpy` or a storage library leaves the package bare: it is the `__cause__` of one of these.
 """
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 # Characters of a message. A file's names, shapes and JSON can be a hundred megabytes long.
 _MAX_MESSAGE = 4000
@@ -129,3 +134,18 @@ class MissingError(StorageError, FileNotFoundError):
         print(error)
     ```
     """
+
+
+@contextlib.contextmanager
+def storage_errors(where: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise errors of a `kind`, except this package's, as a `StorageError` that begins with `where`.
+
+    TensorStore and Orbax raise whatever pybind11 and asyncio make of a status, so no narrower list of exceptions would
+    be complete for them.
+    """
+    try:
+        yield
+    except SafetensorsError:
+        raise
+    except kind as error:
+        raise StorageError(f"{where}: {error or type(error).__name__}") from error

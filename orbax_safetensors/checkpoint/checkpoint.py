@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,10 +19,11 @@ from orbax_safetensors.format.header import TensorEntry
 from orbax_safetensors.format.layout import ADAPTER_NAME
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse
+from orbax_safetensors.mapping.family import NO_FAMILY, Envelope, FamilyUse
 from orbax_safetensors.mapping.quantized_tensor import Quantized
-from orbax_safetensors.storage.store import File, Store
-from orbax_safetensors.transfer.plan import Location
+from orbax_safetensors.options import SafetensorsOptions
+from orbax_safetensors.storage.store import File, Pace, Store
+from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, transfer_plan
 
 # Between a tensor's name and the number of its piece, if a view has several. No header can hold this character, so no
 # tensor has the name of a piece.
@@ -95,9 +96,9 @@ class Checkpoint:
     Attributes:
       mapped: what a family makes of the tensors, by path in the model's tree; None without a family.
       use: that family and its switches.
+      envelope: the tree around its tree in a checkpoint of Orbax.
       quantized: tensors that are decoded, by name.
       decoded_dtype: the dtype of decoded tensors, unless a caller asks for another.
-      is_partial: whether files may be missing, because the caller has said so.
       opening: what it takes to open it.
     """
 
@@ -107,9 +108,9 @@ class Checkpoint:
     store: Store
     mapped: Mapping[str, View] | None = None
     use: FamilyUse = NO_FAMILY
+    envelope: Envelope = field(default_factory=Envelope)
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     decoded_dtype: np.dtype = _BFLOAT16
-    is_partial: bool = False
     opening: Opening = NO_OPENING
 
     @cached_property
@@ -175,7 +176,7 @@ class Checkpoint:
         return plain | {name: tensor.shape for name, tensor in self.quantized.items()}
 
     def view(self, name: str) -> View:
-        """Return the tensor `name` as it is in memory. `location` knows the tensors of the view."""
+        """Return a view of the tensor `name` as it is in memory; `location` says where the view's tensors lie."""
         if name in self.quantized:
             return self.quantized[name].view(self.decoded_dtype)
         tensor = self[name]
@@ -229,6 +230,14 @@ class Checkpoint:
         with closing(self.open_file(number)) as file:
             file.read([(self._data_starts[number] + entry.begin, [memoryview(content)])])
         return bytes(content)
+
+    def pace(self, options: SafetensorsOptions) -> Pace:
+        """Return the pace of the requests of a restore."""
+        return self.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+
+    def transfer(self, blocks: Sequence[Block], pace: Pace) -> TransferPlan:
+        """Plan the reading of blocks, whose views are of tensors that `location` knows."""
+        return transfer_plan(blocks, self.location, pace.max_gap_bytes, pace.max_request_bytes)
 
     def open_file(self, index: int) -> File:
         """Open a file to read tensors; raises `StorageError` if it has changed since its header was read."""

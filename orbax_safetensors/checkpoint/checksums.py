@@ -26,13 +26,13 @@ Recorded = Mapping[str, FileChecksums]  # by the name of a file
 class Comparison:
     """Of a restore: the tensors that this process reads whole, with the checksums of their save."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, partial: bool) -> None:
         """Raise `ChecksumError` if there are no checksums of a file, or if a file is not the one that was saved.
 
-        Raises `MissingError` if a file is missing that the save wrote, unless the checkpoint is partial.
+        Raises `MissingError` if a file is missing that the save wrote, unless the restore is `partial`.
         """
         recorded = read_checksums(checkpoint) or {}
-        for missing in () if checkpoint.is_partial else missing_files(checkpoint, recorded):
+        for missing in () if partial else missing_files(checkpoint, recorded):
             raise missing
         self.sums = Sums(with_gaps=False)
         self._checkpoint = checkpoint

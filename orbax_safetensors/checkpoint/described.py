@@ -81,10 +81,10 @@ def read_for_plan(
     config_path = posixpath.join(directory, CONFIG_NAME)
     config = parse_config(store.open(config_path))
     try:
-        found = registry.find(family, config)
-        if found is None:
+        chosen = registry.find(family, config)
+        if chosen is None:
             raise MissingError(f"{directory}: holds no {SUFFIX} file; a plan of its {CONFIG_NAME} alone needs a family")
-        return _described(store, directory, config, found, switches_of(variant))
+        return _described(store, directory, config, chosen, switches_of(variant))
     except MappingError as error:
         raise MappingError(f"{config_path}: {error}") from error
 

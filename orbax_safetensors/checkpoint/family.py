@@ -12,7 +12,7 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.config import read_config, stored_dtype
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.checkpoint.quantized import quantized_tensors, scales_beside, split, taken_apart
+from orbax_safetensors.checkpoint.quantized import codes_and_scales, quantized_tensors, scales_beside, split
 from orbax_safetensors.checkpoint.record import recalled
 from orbax_safetensors.errors import MappingError, SafetensorsError, TensorMismatchError
 from orbax_safetensors.format.names import by_path, by_same
@@ -20,7 +20,7 @@ from orbax_safetensors.geometry.elementwise import Cast
 from orbax_safetensors.geometry.view import UNKNOWN, View
 from orbax_safetensors.mapping import inference, registry
 from orbax_safetensors.mapping.coverage import check_leaves, check_shapes, check_use, present
-from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, switches_of
+from orbax_safetensors.mapping.family import Family, LeafShapes, Tree, Variant, envelope_of, switches_of
 from orbax_safetensors.mapping.quantization import Quantization
 from orbax_safetensors.options import Dequantize
 
@@ -37,7 +37,7 @@ def mapped(
     complete: bool,
     dequantize: Dequantize,
 ) -> Checkpoint:
-    """Return `checkpoint` as a family sees it: the one that is asked for, a registered one, or none.
+    """Return `checkpoint` as a family sees it: the caller's, a registered one, or none.
 
     See `SafetensorsOptions` for `dequantize`. With `complete`, each stored tensor has to be used once; without it,
     leaves whose tensors are not all stored are left out, and there may be other tensors. Raises `MappingError` if there
@@ -199,14 +199,15 @@ def _described(
     if complete:
         needed = {name: shape for name, shape in shapes.items() if name in bound or stored[name] not in spared}
         check_use(family.name, tree, needed, lambda name: described_as[checkpoint.whole(name)])
-    return replace(checkpoint, mapped=split(checkpoint, tree, encoded) if dequantize == "split" else tree, use=use)
+    seen = split(checkpoint, tree, encoded) if dequantize == "split" else tree
+    return replace(checkpoint, mapped=seen, use=use, envelope=envelope_of(family, use.variant))
 
 
 def _decoded(checkpoint: Checkpoint, config: Mapping[str, Any], dequantize: Dequantize) -> _Decoded:
     encoded = quantized_tensors(checkpoint, config) if dequantize else Quantization({})
     if dequantize == "split":
-        scales = {quantized.scales for quantized in encoded.tensors.values()}
-        return _Decoded(taken_apart(checkpoint, encoded), encoded, encoded.unused | scales)
+        beside = {name for quantized in encoded.tensors.values() for name in quantized.parameters}
+        return _Decoded(codes_and_scales(checkpoint, encoded), encoded, encoded.unused | beside)
     if dequantize:
         dtype = stored_dtype(config, checkpoint.decoded_dtype)
         checkpoint = replace(checkpoint, quantized=encoded.tensors, decoded_dtype=dtype)
@@ -221,7 +222,7 @@ def stored_leaves(
 ) -> tuple[list[Leaf], TensorTypes]:
     """Return `leaves` with the views that a family has for them, and dtype and shape of the tensors to store, by name.
 
-    The family is the one that is asked for, or one that is registered for the config's architecture; without one, each
+    The family is the caller's, or one that is registered for the config's architecture; without one, each
     leaf is a tensor. A tensor has the dtype of its leaf, or the config's if the family casts and the caller names no
     dtype. Raises `MappingError` if there is no such family, or if config, variant and leaves disagree.
     """

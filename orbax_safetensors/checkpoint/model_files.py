@@ -103,6 +103,8 @@ class ModelFiles:
 
     def storing(self, tensors: TensorTypes) -> ModelFiles:
         """Return the same files for these tensors: without what says how some are quantised, if none of them is."""
+        if self.config is None and not self.copies:
+            return self
         return self if stores_codes(tensors, self.config or {}) else self.plain()
 
     def plain(self) -> ModelFiles:

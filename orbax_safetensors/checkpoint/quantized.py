@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from orbax_safetensors.devices.bits import is_float
 from orbax_safetensors.devices.casts import Casts
 from orbax_safetensors.errors import MappingError, TensorMismatchError
 from orbax_safetensors.format.dtypes import DTYPES, from_numpy
-from orbax_safetensors.geometry.encoding import Encoding, Parameter, Role
+from orbax_safetensors.geometry.encoding import Encoding, Role
 from orbax_safetensors.geometry.scales import scales_view
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping.quantization import CODE_DTYPES, Quantization, quantization
@@ -28,9 +28,14 @@ _CODES = {
     "offset2": ml_dtypes.int2,
     "offset4": ml_dtypes.int4,
     "offset8": np.int8,
+    "unsigned2": ml_dtypes.uint2,
+    "unsigned4": ml_dtypes.uint4,
+    "unsigned8": np.uint8,
     "F4": ml_dtypes.float4_e2m1fn,
     "doubled F4": ml_dtypes.float4_e2m1fn,
 }
+# The leaves of a quantised tensor that are not its codes, as `qwix.QArray` names them, by what they are.
+_LEAVES = {Role.SCALE: "scale", Role.ZERO: "zero_point"}
 _LONGEST_GROUP = 256  # of published models; rows of short codes with one scale are longer
 _SECOND_LEVEL = {Role.FACTOR, Role.DIVISOR}
 _DECODE = "decode it with SafetensorsOptions(dequantize=True)"
@@ -105,11 +110,11 @@ def label(tensor: Quantized) -> str:
     return f"{tensor.format}, {shared}"
 
 
-def taken_apart(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
-    """Return `checkpoint` with codes and scales as JAX computes with them, in place of quantised tensors.
+def codes_and_scales(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
+    """Return `checkpoint` with codes, scales and zero points as JAX computes with them, in place of quantised tensors.
 
-    Codes are of `_CODES`, or as they are stored; scales of two levels are one, and exponents are `float8_e8m0fnu`.
-    Raises `MappingError` if a tensor is not codes times scales.
+    Codes and zero points are of `_CODES`, or as they are stored; scales of two levels are one, and exponents are
+    `float8_e8m0fnu`. Raises `MappingError` if a tensor is not codes times scales.
     """
     quantized: dict[str, Quantized] = {}
     tensors = dict(checkpoint.tensors)
@@ -118,11 +123,11 @@ def taken_apart(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
         scale, *others = encoding.parameters
         is_stored = encoding.values == checkpoint[tensor.codes].stored_dtype.name
         dtype = _CODES.get(encoding.values)
-        roles = {parameter.role for parameter in others}
-        if encoding.final != 1 or encoding.padding or roles - _SECOND_LEVEL or not (is_stored or dtype):
+        is_scaled = {each.role for each in others} <= {*_SECOND_LEVEL, Role.ZERO}
+        if encoding.final != 1 or encoding.padding or not is_scaled or not (is_stored or dtype):
             raise MappingError(
-                f"{tensor.codes!r} is {label(tensor)}: expected int or MXFP4 without zero points and group indexes, "
-                f"NVFP4, fp8 or MXFP8, which are codes times scales; {_DECODE}"
+                f"{tensor.codes!r} is {label(tensor)}: expected int, AWQ, GPTQ or MXFP4 without group indexes, NVFP4, "
+                f"fp8 or MXFP8, which are codes, perhaps less zero points, times scales; {_DECODE}"
             )
         if not is_stored:
             values = encoding.values.removeprefix("doubled ")
@@ -130,33 +135,27 @@ def taken_apart(checkpoint: Checkpoint, encoded: Quantization) -> Checkpoint:
             quantized[name] = tensor._replace(parameters=(), encoding=codes, dtype=np.dtype(dtype))
         if scale.dtype.name == "U8":
             tensors[tensor.scales] = tensors[tensor.scales]._replace(stored_dtype=DTYPES["F8_E8M0"])
-        if others:
-            quantized[tensor.scales] = _joint(tensor, others)
+        for parameter, stored in zip(others, tensor.parameters[1:], strict=True):
+            if parameter.role is Role.ZERO:
+                zeros = parameter.alone()
+                quantized[stored] = _alone(tensor, stored, zeros, _CODES[zeros.values])
+            else:
+                joint = Encoding(scale.grid, 8, "F8_E4M3", (replace(parameter, block=scale.grid),))
+                quantized[tensor.scales] = _alone(tensor, tensor.scales, joint, np.float32, (stored,))
     return replace(checkpoint, tensors=tensors, quantized=quantized)
 
 
-def _joint(tensor: Quantized, others: Sequence[Parameter]) -> Quantized:
-    """Return the scales of a tensor as one that others scale."""
-    grid = tensor.encoding.parameters[0].grid
-    above = tuple(replace(parameter, block=grid) for parameter in others)
-    encoding = Encoding(grid, 8, "F8_E4M3", above)
-    axes = (0, 1)
-    names = tensor.parameters[1:]
-    return Quantized(
-        tensor.scales, tensor.format, tensor.scales, names, encoding, grid, grid, axes, grid, np.dtype(np.float32)
-    )
+def _alone(tensor: Quantized, name: str, encoding: Encoding, dtype: Any, parameters: tuple[str, ...] = ()) -> Quantized:
+    """Return a parameter of a tensor as a tensor of its own, in the order of its codes."""
+    shape = encoding.shape
+    return Quantized(name, tensor.format, name, parameters, encoding, shape, shape, (0, 1), shape, np.dtype(dtype))
 
 
 def split(checkpoint: Checkpoint, tree: Mapping[str, View], encoded: Quantization) -> dict[str, View]:
-    """Return `tree` with two leaves, `qvalue` and `scale`, in place of each leaf of quantised tensors.
+    """Return `tree` with `qvalue` and `scale`, and perhaps `zero_point`, in place of each leaf of quantised tensors.
 
     `tree` is of the stored codes. Raises `MappingError` if a leaf also has other tensors, or is computed.
     """
-
-    def encoding_of(name: str) -> tuple[str, Encoding]:
-        quantized = encoded.tensors[name]
-        return quantized.scales, quantized.encoding
-
     leaves: dict[str, View] = {}
     for path, view in tree.items():
         if encoded.tensors.keys().isdisjoint(view.tensors):
@@ -164,9 +163,14 @@ def split(checkpoint: Checkpoint, tree: Mapping[str, View], encoded: Quantizatio
             continue
         if any(piece.tensor not in encoded.tensors or piece.ops for piece in view.pieces):
             raise MappingError(f"{path!r} is not made of the codes of quantised tensors alone: {_DECODE}")
-        dtypes = {checkpoint.view(encoded.tensors[name].scales).dtype for name in view.tensors}
-        if len(dtypes) > 1:
-            raise MappingError(f"{path!r} has scales of several dtypes, {sorted(map(str, dtypes))}: {_DECODE}")
         leaves[f"{path}.qvalue"] = view
-        leaves[f"{path}.scale"] = scales_view(view, encoding_of, dtypes.pop())
+        for role, part in _LEAVES.items():
+            found = {name: encoded.tensors[name].parameter(role) for name in view.tensors}
+            described = {name: (*each, encoded.tensors[name].encoding.shape) for name, each in found.items() if each}
+            if not described:
+                continue
+            dtypes = {checkpoint.view(name).dtype for name, *_ in described.values()}
+            if len(dtypes) > 1:
+                raise MappingError(f"{path!r} has {part}s of several dtypes, {sorted(map(str, dtypes))}: {_DECODE}")
+            leaves[f"{path}.{part}"] = scales_view(view, described, dtypes.pop())
     return leaves

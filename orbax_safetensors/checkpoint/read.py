@@ -7,7 +7,6 @@ import os
 import posixpath
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar
@@ -55,7 +54,7 @@ def read_checkpoint(
     checkpoint = _of_one_state(path, lambda: _read(path, storage_options, fail, shared_by=shared_by))
     if not checkpoint.files:
         raise MissingError(f"{checkpoint.path}: has none of the files that the index names")
-    return replace(checkpoint, is_partial=partial)
+    return checkpoint
 
 
 def examine(path: PathLike, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | list[SafetensorsError]:
@@ -87,13 +86,13 @@ def _of_one_state(path: PathLike, read: Callable[[], _T]) -> _T:
     for _ in range(_ATTEMPTS):
         before = _identity(place)
         try:
-            found = read()
+            checkpoint = read()
         except SafetensorsError:
             if _identity(place) == before:
                 raise
         else:
             if _identity(place) == before:
-                return found
+                return checkpoint
     raise StorageError(f"{place}: was replaced while it was opened, {_ATTEMPTS} times")
 
 

@@ -44,16 +44,16 @@ def shared_texts(store: Store, paths: Sequence[str], key: str) -> dict[str, Stor
     parts = [paths[process::count] for process in range(count)]
     # Processes that find other files have another key.
     key = f"{key}/{hashlib.sha256(repr(list(paths)).encode('utf-8', 'backslashreplace')).hexdigest()}"
-    found: dict[str, StoredText] = {}
+    texts_by_path: dict[str, StoredText] = {}
     if here < len(parts):
-        found = {
+        texts_by_path = {
             path: text
             for path, text in zip(parts[here], read_all(store, parts[here], read_text), strict=True)
             if not isinstance(text, SafetensorsError)
         }
         while len(_published) > 1:
             withdraw(_published.popleft())
-        publish(f"{key}/{here}", encode(found))
+        publish(f"{key}/{here}", encode(texts_by_path))
         _published.append(f"{key}/{here}")
     # Each begins with the part after its own, so that they do not all ask for the same.
     after = here % len(parts) + 1
@@ -65,5 +65,5 @@ def shared_texts(store: Store, paths: Sequence[str], key: str) -> dict[str, Stor
             continue
         with contextlib.suppress(ValueError):
             texts = decode(content)
-            found |= {path: texts[path] for path in parts[process] if path in texts}
-    return found
+            texts_by_path |= {path: texts[path] for path in parts[process] if path in texts}
+    return texts_by_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from typing import NamedTuple
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.checksums import missing_files, read_checksums
@@ -42,35 +43,46 @@ def verify(path: PathLike, *, data: bool = False, options: SafetensorsOptions | 
     Raises `StorageError` if there is no checkpoint or it was never finished, and `ChecksumError` if `data` is set and
     `path` is a checkpoint of Orbax.
     """
-    return verified(path, data=data, options=options or SafetensorsOptions())[0]
+    return verified(path, data=data, options=options or SafetensorsOptions()).faults
 
 
-def verified(
-    path: PathLike, *, data: bool, options: SafetensorsOptions
-) -> tuple[list[SafetensorsError], DataCheck | None]:
-    """Return the faults that `verify` returns, and what was compared with what, if data was read."""
+class Verified(NamedTuple):
+    """What `verify` finds.
+
+    Attributes:
+      data: what was compared with what, if data was read.
+      checkpoint: what was verified; None if it is one of Orbax, or if its headers are not valid.
+    """
+
+    faults: list[SafetensorsError]
+    data: DataCheck | None = None
+    checkpoint: Checkpoint | None = None
+
+
+def verified(path: PathLike, *, data: bool, options: SafetensorsOptions) -> Verified:
+    """Return the faults that `verify` returns, and what they were looked for in."""
     if is_orbax(place(path), options.storage_options):
         if data:
             raise ChecksumError(f"{path}: is a checkpoint of Orbax, and data is verified only of safetensors files")
         faults = []
         for item in step_items(path):
-            faults += item_faults(item) if is_orbax(item) else verified(item, data=False, options=options)[0]
-        return faults, None
+            faults += item_faults(item) if is_orbax(item) else verified(item, data=False, options=options).faults
+        return Verified(faults)
     checkpoint = examine(path, options.storage_options)
     if isinstance(checkpoint, list):
-        return checkpoint, None
+        return Verified(checkpoint)
     # TensorStore finds an object store without options only.
     index_opens = checkpoint.store.is_local or (is_on_gcs(checkpoint.path) and not options.storage_options)
     faults = [*_index_faults(checkpoint, index_opens), *record_faults(checkpoint)]
     try:
         recorded = read_checksums(checkpoint) or {}
     except (ChecksumError, StorageError) as fault:  # nothing to compare data with
-        return [fault, *faults], None
+        return Verified([fault, *faults], None, checkpoint)
     faults = [*missing_files(checkpoint, recorded), *faults]
     if not data:
-        return faults, None
+        return Verified(faults, None, checkpoint)
     check = check_data(checkpoint, recorded, options)
-    return [*faults, *check.faults], check
+    return Verified([*faults, *check.faults], check, checkpoint)
 
 
 def _index_faults(checkpoint: Checkpoint, index_opens: bool) -> list[SafetensorsError]:

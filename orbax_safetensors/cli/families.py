@@ -11,6 +11,7 @@ from orbax_safetensors import MappingError
 from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, switches_text
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.mapping import Family, registry
@@ -22,10 +23,11 @@ its switches with their defaults, as --variant takes them. null leaves the
 choice to the checkpoint.
 
 Of a checkpoint, lists the families for the architecture that its config.json
-names, with the switches that its tensors and its config lead to."""
+names, with the switches that its tensors and its config lead to, and says
+which of them each shorter name stands for."""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add("families", help="list the trees that a model can become", description=_DESCRIPTION)
     parser.add_argument(
@@ -37,34 +39,55 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the families for `args.model`, or all."""
-    found = _families(args.model)
+    model = args.model
+    if model is not None and ("/" in model or os.path.exists(model)):
+        document = _of_checkpoint(model)
+    else:
+        document = {"families": [_described(family, family.switches) for family in _for_architecture(model)]}
     if args.json:
-        output.json({"families": found})
+        output.json(document)
         return 0
-    output.listing(
-        ("family", "switches", "architectures"),
-        [(family["family"], switches_text(family["switches"])) for family in found],
-        [family["architectures"] or ["any"] for family in found],
-    )
+    found = document["families"]
+    names = [family["family"] for family in found]
+    switches = [switches_text(family["switches"]) for family in found]
+    architectures = [", ".join(family["architectures"]) or "any" for family in found]
+    if output.for_people:
+        notes = [list(texts) for texts in zip(architectures, switches, strict=True)]
+        output.listing(("family", "architectures, switches"), [(name,) for name in names], notes)
+    else:
+        output.table(("family", "switches", "architectures"), zip(names, switches, architectures, strict=True))
+    if "config" in document:
+        shorter = [(f"--family {name}", family) for name, family in document["names"].items()]
+        output.facts([("config.json has", document["config"]), *shorter])
     return 0
 
 
-def _families(model: str | None) -> list[dict[str, Any]]:
-    if model is None:
-        return [_described(family, family.switches) for family in registry.known()]
-    if "/" in model or os.path.exists(model):
-        checkpoint = read_checkpoint(model)
-        config = read_config(checkpoint)
-        try:
-            families = registry.known_for(config)
-        except MappingError as error:
-            raise MappingError(f"{checkpoint.path}: {error}") from error
-        return [_described(family, family.use(config, checkpoint.shapes, {}).variant) for family in families]
-    families = [family for family in registry.known() if model in family.architectures]
+def _for_architecture(architecture: str | None) -> list[Family]:
+    if architecture is None:
+        return registry.known()
+    families = [family for family in registry.known() if architecture in family.architectures]
     if not families:
-        architectures = sorted({name for family in registry.known() for name in family.architectures})
-        raise UsageError(f"no family is for {model!r}{hint(model, architectures)}; without MODEL, all are listed")
-    return [_described(family, family.switches) for family in families]
+        known = sorted({name for family in registry.known() for name in family.architectures})
+        raise UsageError(f"no family is for {architecture!r}{hint(architecture, known)}; without MODEL, all are listed")
+    return families
+
+
+def _of_checkpoint(path: str) -> dict[str, Any]:
+    """Return the families for a checkpoint, what its config says, and the family that each shorter name stands for."""
+    checkpoint = read_checkpoint(path)
+    config = read_config(checkpoint)
+    try:
+        families = registry.known_for(config)
+    except MappingError as error:
+        raise MappingError(f"{checkpoint.path}: {error}") from error
+    shorter = [family.name.partition(".")[0] for family in families if "." in family.name]
+    # Two families of one convention are told apart by their whole names alone.
+    names = {name: f"{name}.{rest}" for name, _, rest in (family.name.partition(".") for family in families)}
+    return {
+        "families": [_described(family, family.use(config, checkpoint.shapes, {}).variant) for family in families],
+        "config": registry.described(config),
+        "names": {name: family for name, family in names.items() if shorter.count(name) == 1},
+    }
 
 
 def _described(family: Family, switches: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from orbax_safetensors import Checkpoint, MappingError, open_checkpoint
@@ -21,11 +21,15 @@ from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.checkpoint.quantized import label, quantized_tensors
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.arguments import UsageError, add_family, family_facts, full_name, refuse, variant
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Facts, Printer, Size, in_braces, shape_text
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.orbax_store import array_name, open_step
 from orbax_safetensors.orbax_store.leaf import STRING
 from orbax_safetensors.storage.paths import place
+from orbax_safetensors.streaming.cutting import MEMORY_BYTES
+from orbax_safetensors.streaming.open_source import open_source
+from orbax_safetensors.streaming.statistics import statistics
 
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
@@ -34,26 +38,33 @@ the leaves of a model's own tree, and which stored tensors each is made of. For
 a checkpoint of Orbax, lists the arrays and their chunks. Reads headers only.
 
 --depth N adds up what has the same first N parts of its name, with * for a
-number, so that all layers of a model are one line."""
+number, so that all layers of a model are one line. --stats NAME reads one
+tensor, leaf or array, in tiles; codes of quantised tensors are decoded."""
 
 _Document = dict[str, Any]
+
+_FOR_SAFETENSORS = "is for safetensors, and PATH is a checkpoint of Orbax"
 
 _NUMBER = re.compile("(^|_)[0-9]+$")  # of a layer or an expert: a part of a name, or the end of one, as `layers_0`
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add("inspect", help="list the tensors of a checkpoint, or a tree's leaves", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
     add_family(parser)
     parser.add_argument("--grep", type=_regex, metavar="REGEX", help="only those in whose names REGEX is found")
     parser.add_argument("--depth", type=_depth, metavar="N", help="add up by the first N parts of the names")
+    parser.add_argument("--stats", metavar="NAME", help="only the least, largest, mean and first values of NAME")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print the tensors of `args.path`, the leaves that a family makes of them, or arrays of Orbax; and totals."""
+    if args.stats is not None:
+        refuse(args, ("grep", "depth"), "lists names, and --stats has one")
+        return _stats(args, output)
     if is_orbax(place(args.path)):
         unit, document, show = "arrays", _arrays(args), _show_arrays
     elif args.family is not None or args.variant:
@@ -264,7 +275,7 @@ def _show_leaves(document: _Document, output: Printer) -> Facts:
 
 def _arrays(args: argparse.Namespace) -> _Document:
     step = open_step(args.path)
-    refuse(args, ("family", "variant"), "is for safetensors, and PATH is a checkpoint of Orbax")
+    refuse(args, ("family", "variant"), _FOR_SAFETENSORS)
     document: _Document = {
         "path": step.item_path,
         "items": [name for name in step.items if name],
@@ -308,3 +319,42 @@ def _show_arrays(document: _Document, output: Printer) -> Facts:
     if document["file_bytes"] is not None:
         facts += [("bytes of files", Size(document["file_bytes"]))]
     return facts
+
+
+def _stats(args: argparse.Namespace, output: Printer) -> int:
+    """Print what one tensor, leaf or array holds."""
+    switches = variant(args)
+    if is_orbax(place(args.path)):
+        refuse(args, ("family", "variant"), _FOR_SAFETENSORS)
+    with closing(open_source(args.path, MEMORY_BYTES, family=args.family, variant=switches, decode=True)) as source:
+        found = statistics(source, args.stats, MEMORY_BYTES)
+    if args.json:
+        document = found._asdict() | {"dtype": found.dtype.name}
+        output.json(
+            {"path": source.path, "name": args.stats} | {key: _finite(value) for key, value in document.items()}
+        )
+        return 0
+    output.facts(
+        [
+            ("name", args.stats),
+            ("dtype", found.dtype.name),
+            ("shape", shape_text(found.shape)),
+            ("minimum", _digits(found.minimum)),
+            ("maximum", _digits(found.maximum)),
+            ("mean", _digits(found.mean)),
+            ("NaNs", found.nans),
+            ("first values", " ".join(map(_digits, found.first))),
+        ]
+    )
+    return 0
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value as JSON has it, which has no infinity and no NaN."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -10,6 +10,7 @@ from typing import Any
 from orbax_safetensors import LinkPlan, link, plan_link
 from orbax_safetensors.cli.arguments import add_family, family_facts, parse_bytes, parse_count, refuse, variant
 from orbax_safetensors.cli.long_run import add_run_arguments, begin, report
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import add_mesh, given_spec
 from orbax_safetensors.cli.plan_tables import orbax_over_reads, orbax_processes
 from orbax_safetensors.cli.tables import Facts, Printer, Seconds, Size
@@ -34,7 +35,7 @@ examples:
 """
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "link",
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         "family": args.family,
         "variant": variant(args),
         "mesh": args.mesh,
-        "spec": given_spec(args),
+        "spec": given_spec(args.spec, args.mesh),
         "chunk_bytes": CHUNK_BYTES if args.chunk is None else args.chunk,
         "memory_bytes": MEMORY_BYTES if args.memory is None else args.memory,
     }

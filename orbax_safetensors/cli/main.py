@@ -10,9 +10,10 @@ from functools import partial
 from importlib.metadata import version
 
 from orbax_safetensors import SafetensorsError
-from orbax_safetensors.cli import convert, demo, families, inspect, link, plan, reshard, verify
+from orbax_safetensors.cli import convert, demo, diff, families, inspect, link, plan, reshard, verify
 from orbax_safetensors.cli.arguments import UsageError
 from orbax_safetensors.cli.long_run import Warnings
+from orbax_safetensors.cli.parser import SHELLS, Completion, Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.devices.rules import RuleError
 from orbax_safetensors.errors import printable
@@ -20,6 +21,7 @@ from orbax_safetensors.errors import printable
 COMMANDS = {
     "inspect": inspect,
     "verify": verify,
+    "diff": diff,
     "families": families,
     "plan": plan,
     "link": link,
@@ -54,7 +56,10 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; mistakes in `argv` raise `SystemExit(2)`, as argparse does."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    root = parser()
+    root.check_spelling(words)
+    args = root.parse_args(words)
     command: argparse.ArgumentParser = vars(args).pop("parser")
     for stream in (sys.stdout, sys.stderr):
         # Names of files and tensors may be beyond what the locale can encode.
@@ -80,19 +85,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, from which `shtab` makes a shell's completions."""
-    raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27)
-    parser = argparse.ArgumentParser(
-        "orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT, formatter_class=raw, allow_abbrev=False
+def parser() -> Parser:
+    """Return the parser of the whole command line."""
+    root = Parser("orbax-safetensors", description=_DESCRIPTION, epilog=_EXIT)
+    root.add_argument("--version", action="version", version=f"%(prog)s {version('orbax_safetensors')}")
+    root.add_argument(
+        "--completion",
+        action=Completion,
+        choices=SHELLS,
+        metavar="SHELL",
+        help="print what makes bash, zsh or tcsh complete commands and names",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('orbax_safetensors')}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = partial(subparsers.add_parser, formatter_class=raw, allow_abbrev=False)
-    for command in COMMANDS.values():
-        subparser = command.add_parser(add)
-        subparser.set_defaults(parser=subparser)
-    return parser
+    subparsers = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        root.commands[name] = command.add_parser(subparsers.add_parser)
+        root.commands[name].set_defaults(parser=root.commands[name])
+    return root
 
 
 if __name__ == "__main__":

@@ -80,19 +80,23 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_spec(args: argparse.Namespace) -> Mapping[str, Any] | None:
-    """Return the rules of `--spec` as the functions take them."""
+def given_spec(rules: Sequence[Rule], mesh: Mapping[str, int] | None) -> Mapping[str, Any] | None:
+    """Return the rules of `--spec` as the functions take them; raises `UsageError` if they do not fit the mesh."""
+    if rules and mesh is None:
+        raise UsageError("--spec names the axes of a --mesh; also pass --mesh")
     spec: dict[str, Any] = {}
-    for rule in args.spec:
-        if args.mesh is None:
-            raise UsageError("--spec names the axes of a --mesh; also pass --mesh")
-        for axis in (axis for entry in rule.axes for axis in entry):
-            if axis not in args.mesh:
-                raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it is {mesh_text(args.mesh)}")
+    for rule in rules:
+        _check_axes(rule, mesh or {})
         if rule.pattern.pattern in spec:
             raise UsageError(f"--spec {rule.text!r}: is passed twice")
         spec[rule.pattern.pattern] = entries(rule.axes)
     return spec or None
+
+
+def _check_axes(rule: Rule, mesh: Mapping[str, int]) -> None:
+    for axis in (axis for entry in rule.axes for axis in entry):
+        if axis not in mesh:
+            raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
 
 
 def entries(axes: Axes) -> tuple[str | tuple[str, ...] | None, ...]:
@@ -114,9 +118,7 @@ def assign(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[Rule], mesh: M
     or none of so many dimensions.
     """
     for rule in rules:
-        for axis in (axis for entry in rule.axes for axis in entry):
-            if axis not in mesh:
-                raise UsageError(f"--spec {rule.text!r}: the mesh has no axis {axis!r}, it has {', '.join(mesh)}")
+        _check_axes(rule, mesh)
     patterns = [rule.pattern for rule in rules]
     check_used("spec", patterns, shapes)
     out: dict[str, Axes] = dict.fromkeys(shapes, ())

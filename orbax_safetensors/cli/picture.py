@@ -111,7 +111,7 @@ def _needed(part: Part) -> float:
     if location.encoding is None:
         read_elements = access.runs.nbytes // location.dtype.itemsize
     else:
-        read_elements = access.runs.nbytes * location.encoding.elements_per_byte
+        read_elements = location.encoding.elements_in(access.runs.nbytes)
     return min(sum(use.copy.elements for use in access.uses) / read_elements, 1)  # several blocks may hold the same
 
 

@@ -38,6 +38,7 @@ from orbax_safetensors.cli.arguments import (
     refuse,
     variant,
 )
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.partition import (
     Axes,
     add_spec,
@@ -45,6 +46,7 @@ from orbax_safetensors.cli.partition import (
     axes_of,
     axes_text,
     entries,
+    given_spec,
     mesh_text,
     parse_mesh,
     spread,
@@ -53,7 +55,6 @@ from orbax_safetensors.cli.picture import amounts, picture, stretches
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
 from orbax_safetensors.cli.tables import Facts, Page, Printer
 from orbax_safetensors.devices.partition import Partition, partition
-from orbax_safetensors.devices.rules import check_used
 from orbax_safetensors.errors import printable
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.directories import requests_at_once
@@ -89,7 +90,7 @@ examples:
 """
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "plan",
@@ -216,7 +217,7 @@ def _run_save(
         options=options,
     )
     time = None
-    streams = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes).requests
+    streams = checkpoint.pace(options).requests
     if args.bandwidth is not None:
         writes = {cost.process: (cost.written_bytes, cost.num_requests) for cost in plan.processes}
         time = estimate(writes, args.bandwidth, args.latency or 0.0, streams)
@@ -265,10 +266,9 @@ def _run_orbax(args: argparse.Namespace, process_count: int, output: Printer) ->
 
 def _partition(checkpoint: OrbaxCheckpoint, mesh: dict[str, int], args: argparse.Namespace) -> Partition:
     """Return the partition of the `--spec`; without any, each axis in turn shards a dimension that it divides."""
-    shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
     if args.spec:
-        check_used("spec", [rule.pattern for rule in args.spec], shapes)  # also of two rules with one pattern
-        return partition(mesh, {rule.pattern.pattern: entries(rule.axes) for rule in args.spec})
+        return partition(mesh, given_spec(args.spec, mesh))
+    shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items() if leaf.kind in ARRAYS}
     names: dict[Axes, list[str]] = {}
     for name, shape in shapes.items():
         names.setdefault(spread(shape, mesh), []).append(re.escape(name))

@@ -10,6 +10,7 @@ from orbax_safetensors.checkpoint.files import is_orbax
 from orbax_safetensors.cli.arguments import parse_bytes, refuse
 from orbax_safetensors.cli.convert import add_common_arguments, common, report_conversion, report_plan
 from orbax_safetensors.cli.long_run import begin
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.format.layout import MAX_FILE_BYTES
@@ -32,7 +33,7 @@ examples:
 """
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add(
         "reshard",

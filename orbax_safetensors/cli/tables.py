@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -116,6 +117,17 @@ def _for_programs(cell: Cell) -> str:
     return printable(cell) if isinstance(cell, str) else f"{cell:.6g}" if isinstance(cell, float) else str(int(cell))
 
 
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[int]:
+    """Return how wide the columns of a table are, gaps included."""
+    texts = [columns, *([_for_people(cell) for cell in row] for row in rows)]
+    return [max(map(len, column)) + _GAP for column in zip(*texts, strict=True)]
+
+
+def _narrowest(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[int]:
+    """Return how wide the columns are if their headings have a line for each word."""
+    return _widths([max(name.split(" "), key=len) for name in columns], rows)
+
+
 class Printer:
     """Where a command prints its results: blocks, with an empty line between them."""
 
@@ -156,19 +168,45 @@ class Printer:
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
         """Print a table with a line of headings. Columns that begin with a number are aligned to the right.
 
-        If a terminal is too narrow for a table of names, long names have lines of their own.
+        No name and no number is broken. If a terminal is too narrow for the table, headings wrap; then the longest
+        names have lines of their own; and last, each cell has one, after its heading.
         """
         self._space()
         if self._console is None:
             self._stream.write("\t".join(columns) + "\n")
             self._stream.writelines("\t".join(map(_for_programs, row)) + "\n" for row in rows)
-        else:
-            rows = list(rows)
-            widths = self._widths(columns, rows)
-            if rows and isinstance(rows[0][0], str) and sum(widths[1:]) < self._console.width < sum(widths):
-                self._list(columns, rows)
-            else:
-                self._draw(columns, rows)
+            return
+        rows = list(rows)
+        width, widths = self._console.width, _widths(columns, rows)
+        if not rows or sum(_narrowest(columns, rows)) <= width:
+            self._draw(columns, rows)
+            return
+        texts = [number for number, cell in enumerate(rows[0]) if isinstance(cell, str)]
+        longest = max(texts, key=widths.__getitem__, default=0)
+        if texts and sum(widths) - widths[longest] < width:
+            first = [longest, *(number for number in range(len(columns)) if number != longest)]
+            self._list([columns[number] for number in first], [[row[number] for number in first] for row in rows])
+            return
+        for number, row in enumerate(rows):
+            if number:
+                self._text("")
+            self._facts(list(zip(columns, row, strict=True)))
+
+    def comparison(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Print a table of few rows, which a terminal that is too narrow has as columns, as many at a time as fit."""
+        if self._console is None or sum(_narrowest(columns, rows)) <= self._console.width:
+            self.table(columns, rows)
+            return
+        turned = list(zip(columns, *rows, strict=True))
+        widths = [max(map(len, map(_for_people, column))) + _GAP for column in (columns, *rows)]
+        first = 1
+        while first < len(widths):
+            stop = first + 1
+            while stop < len(widths) and widths[0] + sum(widths[first : stop + 1]) <= self._console.width:
+                stop += 1
+            heading, *lines = [(str(line[0]), *line[first:stop]) for line in turned]
+            self.table([str(cell) for cell in heading], lines)
+            first = stop
 
     def worst(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Print a table whose first rows matter most: a terminal has only these, and how many more there are."""
@@ -196,6 +234,9 @@ class Printer:
     def facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
         """Print names with a value each, one to a line."""
         self._space()
+        self._facts(pairs)
+
+    def _facts(self, pairs: Sequence[tuple[str, Cell]]) -> None:
         width = max(len(name) for name, _ in pairs)
         for name, value in pairs:
             if self._console is None:
@@ -205,15 +246,11 @@ class Printer:
 
                 self._console.print(Text.assemble(f" {name:{width}}  ", (_for_people(value), "bold")), soft_wrap=True)
 
-    def _widths(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[int]:
-        texts = [columns, *([_for_people(cell) for cell in row] for row in rows)]
-        return [max(map(len, column)) + _GAP for column in zip(*texts, strict=True)]
-
     def _list(
         self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]] | None = None
     ) -> None:
         texts = [columns, *([_for_people(cell) for cell in row] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        widths = [width - _GAP for width in _widths(columns, rows)]
         right = [not isinstance(cell, str) for cell in rows[0]] if rows else [False] * len(widths)
         # What the other columns and a margin on both sides leave for names.
         room = max(min(widths[0], self._console.width - 2 - sum(_GAP + width for width in widths[1:])), 0)
@@ -228,8 +265,9 @@ class Printer:
                 for cell, width, to_right in zip(row[1:], widths[1:], right[1:], strict=True)
             ]
             self._line(f" {(' ' * _GAP).join((name.ljust(room), *cells))}", style)
-            for line in extra:
-                self._line(f"   {printable(line)}", note_style)
+            for note in extra:
+                for line in textwrap.wrap(printable(note), self._console.width - 4, break_long_words=False):
+                    self._line(f"   {line}", note_style)
             if not number:
                 self._line(" " + "─" * (self._console.width - 2), "")
 
@@ -249,19 +287,28 @@ class Printer:
         else:
             self._line(text, "")
 
-    def _draw(self, columns: Sequence[str], rows: list[Sequence[Cell]]) -> None:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold", collapse_padding=True)
-        for number, name in enumerate(columns):
-            right = bool(rows) and not isinstance(rows[0][number], str)
-            # Names fold if the terminal is narrow; nothing is cut off.
-            table.add_column(name, justify="right" if right else "left", overflow="fold")
+    def _draw(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Print a table whose headings wrap as far as the terminal's width asks for; nothing is cut off."""
+        full, widths = _widths(columns, rows), _narrowest(columns, rows)
+        for number, wanted in enumerate(full):
+            room = max(self._console.width - sum(widths), 0)
+            widths[number] += min(wanted - widths[number], room)
+        right = [bool(rows) and not isinstance(cell, str) for cell in (rows[0] if rows else columns)]
+        headings = [textwrap.wrap(name, width - _GAP) for name, width in zip(columns, widths, strict=True)]
+        height = max(map(len, headings))
+        headings = [[""] * (height - len(lines)) + lines for lines in headings]
+        for line in zip(*headings, strict=True):
+            self._row(line, widths, right, "bold")
+        self._line("─" * sum(widths), "")
         for row in rows:
-            table.add_row(*(Text(_for_people(cell)) for cell in row))
-        self._console.print(table)
+            self._row([_for_people(cell) for cell in row], widths, right, "")
+
+    def _row(self, cells: Sequence[str], widths: Sequence[int], right: Sequence[bool], style: str) -> None:
+        aligned = [
+            cell.rjust(width - _GAP) if to_right else cell.ljust(width - _GAP)
+            for cell, width, to_right in zip(cells, widths, right, strict=True)
+        ]
+        self._line(f" {(' ' * _GAP).join(aligned)} ", style)
 
 
 class Page(Printer):

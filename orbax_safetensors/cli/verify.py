@@ -6,15 +6,13 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from orbax_safetensors import SafetensorsOptions
+from orbax_safetensors import Checkpoint, SafetensorsOptions
 from orbax_safetensors.checkpoint.data import DataCheck
-from orbax_safetensors.checkpoint.files import is_orbax
-from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.checkpoint.verify import verified
+from orbax_safetensors.cli.parser import Parser
 from orbax_safetensors.cli.tables import Printer
 from orbax_safetensors.orbax_store import open_step
 from orbax_safetensors.orbax_store.leaf import STRING
-from orbax_safetensors.storage.paths import place
 
 # argparse leaves this text as it is.
 _DESCRIPTION = """\
@@ -32,7 +30,7 @@ Of a checkpoint of Orbax, and of files that a link or a save has made one,
 reads everything that Orbax reads, except chunks of arrays."""
 
 
-def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(add: Callable[..., Parser]) -> Parser:
     """Return the parser of the command, which `add` has made."""
     parser = add("verify", help="check a checkpoint", description=_DESCRIPTION)
     parser.add_argument("path", metavar="PATH")
@@ -43,8 +41,8 @@ def add_parser(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argument
 
 def run(args: argparse.Namespace, output: Printer) -> int:
     """Print one line for each fault of `args.path`, or that there is none."""
-    faults, data = verified(args.path, data=args.data, options=SafetensorsOptions())
-    held = _held(args.path) if not faults else None
+    faults, data, checkpoint = verified(args.path, data=args.data, options=SafetensorsOptions())
+    held = None if faults else _held(args.path, checkpoint)
     if args.json:
         output.json(
             {
@@ -78,13 +76,13 @@ class _Held(NamedTuple):
     places: int
 
 
-def _held(path: str) -> _Held:
-    if is_orbax(place(path)):
-        step = open_step(path)
-        number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
-        return _Held(step.item_path, "arrays", number, "items", len(step.items))
-    checkpoint = read_checkpoint(path)
-    return _Held(checkpoint.path, "tensors", len(checkpoint.tensors), "files", len(checkpoint.files))
+def _held(path: str, checkpoint: Checkpoint | None) -> _Held:
+    """Return what is in a valid checkpoint, which is one of Orbax at `path` if `checkpoint` is None."""
+    if checkpoint is not None:
+        return _Held(checkpoint.path, "tensors", len(checkpoint.tensors), "files", len(checkpoint.files))
+    step = open_step(path)
+    number = sum(leaf.kind != STRING for item in step.items.values() for leaf in item.leaves.values())
+    return _Held(step.item_path, "arrays", number, "items", len(step.items))
 
 
 def _compared(data: DataCheck) -> str:

@@ -21,9 +21,8 @@ from orbax_safetensors.format.layout import MAX_FILE_BYTES, lay_out
 from orbax_safetensors.format.sharding_info import without_sharding_info
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import RECORD_KEY, Envelope
 from orbax_safetensors.mapping.families import DEQUANTIZED
-from orbax_safetensors.mapping.family import NO_FAMILY, FamilyUse, envelope_of
+from orbax_safetensors.mapping.family import NO_FAMILY, RECORD_KEY, Envelope, FamilyUse, envelope_of
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
 from orbax_safetensors.orbax_store.leaf import STRING

@@ -7,9 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.quantized import check_casts
 from orbax_safetensors.checkpoint.read import read_checkpoint
@@ -17,16 +14,14 @@ from orbax_safetensors.convert.convert_request import ConvertRequest, ReshardReq
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import SafetensorsError
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import RECORD_KEY
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.family import RECORD_KEY
 from orbax_safetensors.orbax_store import (
     OrbaxCheckpoint,
     OrbaxItem,
     OrbaxLeaf,
     array_name,
-    named_sharding,
     open_step,
+    sharded_leaf,
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS
 from orbax_safetensors.streaming.cutting import batch_bytes, interleaved
@@ -49,7 +44,7 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
     dtypes = request.casts.of({name: view.dtype for name, view in checkpoint.leaves.items()})
     cut = request.partition or partition(None, None)
     cut.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), checkpoint.use.variant)
+    envelope = checkpoint.envelope
     custom_metadata = envelope.custom_metadata
     if checkpoint.use.family is not None:
         custom_metadata = {**(custom_metadata or {}), RECORD_KEY: checkpoint.use.record()}
@@ -58,7 +53,7 @@ def orbax_from_files(request: ConvertRequest) -> TileJob:
     casted = {f"{above}{name}": dtype for name, dtype in dtypes.items()}
 
     def leaf(name: str, view: View) -> OrbaxLeaf:
-        return _leaf(cut, name, view.shape, dtypes[name])
+        return sharded_leaf(cut, name, view.shape, dtypes[name])
 
     source = SafetensorsSource(checkpoint, views, casted, request.memory_bytes, request.options.direct)
     sink = OrbaxTileSink(
@@ -96,7 +91,7 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
     def anew(item: OrbaxCheckpoint, name: str, facts: OrbaxLeaf) -> Any:
         if facts.kind not in ARRAYS:
             return item.value(name)
-        leaf = _leaf(cut, name, facts.shape, facts.dtype)
+        leaf = sharded_leaf(cut, name, facts.shape, facts.dtype)
         record = leaf.sharding if request.partition else facts.sharding
         return replace(leaf, kind=facts.kind, random_key=facts.random_key, sharding=record)
 
@@ -116,12 +111,6 @@ def orbax_from_orbax(request: ReshardRequest) -> TileJob:
         compression=request.compression,
     )
     return TileJob(source, sink)
-
-
-def _leaf(sharding: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
-    """Return an array whose chunks are its shards."""
-    record = named_sharding(sharding.mesh, sharding.spec(name, shape))
-    return OrbaxLeaf(shape, dtype, sharding.shard(name, shape), sharding=record)
 
 
 def _chunk_bytes(sharding: Partition, memory_bytes: int) -> int:

@@ -252,7 +252,7 @@ def publish(key: str, content: bytes) -> None:
     """Leave bytes for `published` in other processes, in pieces; nothing if these cannot be reached."""
     pieces = [content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES)] or [b""]
     with contextlib.suppress(Exception):  # the others do without
-        # The first piece, which says how many there are, goes last: who finds it finds all of them.
+        # The first piece, which says how many there are, goes last: a process that finds it finds all of them.
         for number, piece in reversed(list(enumerate(pieces))):
             count = b"" if number else len(pieces).to_bytes(_COUNT_BYTES)
             _client().key_value_set_bytes(f"{key}/{number}", count + piece)
@@ -269,7 +269,7 @@ def withdraw(key: str) -> None:
 def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
     """Return by key what other processes have published, as far as it comes within `seconds` for all keys together."""
     deadline = time.monotonic() + seconds
-    found: dict[str, bytes] = {}
+    values: dict[str, bytes] = {}
 
     def collect() -> None:
         nonlocal deadline
@@ -283,13 +283,13 @@ def published(keys: Iterable[str], seconds: float) -> dict[str, bytes]:
                     first = client.key_value_try_get_bytes(f"{key}/0")
                 count = int.from_bytes(first[:_COUNT_BYTES])
                 rest = [client.key_value_try_get_bytes(f"{key}/{number}") for number in range(1, count)]
-                found[key] = b"".join((first[_COUNT_BYTES:], *rest))
+                values[key] = b"".join((first[_COUNT_BYTES:], *rest))
             except jax.errors.JaxRuntimeError:
                 deadline = 0.0  # what else is there already still counts; a wait of the last millisecond would miss it
 
     with contextlib.suppress(SafetensorsError):  # there is no client
         _interruptibly(collect)
-    return found
+    return values
 
 
 def _client() -> Any:

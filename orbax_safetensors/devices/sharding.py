@@ -131,7 +131,7 @@ def by_process(boxes: Sequence[Box], owners: Sequence[int], process_count: int) 
     held: list[list[Box]] = [[] for _ in range(process_count)]
     for owner, box in zip(owners, boxes, strict=True):
         held[owner].append(box)
-    return [tuple(own) for own in held]
+    return [tuple(local) for local in held]
 
 
 def num_processes(shardings: Iterable[jax.sharding.Sharding | None], process_count: int | None) -> int:

@@ -32,8 +32,8 @@ class FileChecksums:
 def encode(files: Mapping[str, FileChecksums]) -> bytes:
     """Return the content of `CHECKSUMS_NAME` for files by name."""
     facts = {
-        name: {**of_file.fingerprint, "tensors": {tensor: f"{crc:08x}" for tensor, crc in of_file.tensors.items()}}
-        for name, of_file in files.items()
+        name: {**file.fingerprint, "tensors": {tensor: f"{crc:08x}" for tensor, crc in file.tensors.items()}}
+        for name, file in files.items()
     }
     document = {"algorithm": _ALGORITHM, "files_sha256": _digest(facts), "files": facts}
     return f"{json.dumps(document, indent=1)}\n".encode()

@@ -50,12 +50,6 @@ class Index:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
 
     @property
-    def total_size(self) -> int | None:
-        """Return the bytes of all tensors' data as the writer counted them, or None. Some writers sum up file sizes."""
-        size = self.metadata.get(_TOTAL_SIZE)
-        return int(size) if isinstance(size, int | float) else None
-
-    @property
     def files(self) -> tuple[str, ...]:
         """Return the names of the files, each once, sorted."""
         return tuple(sorted(set(self.weight_map.values())))

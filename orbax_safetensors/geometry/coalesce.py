@@ -83,7 +83,7 @@ class Encoded(Staged):
     shared: Mapping[int, Patch] = field(compare=False)
     max_gap_bytes: int
 
-    def own(self, areas: Sequence[Area]) -> dict[int, Patch]:
+    def patches(self, areas: Sequence[Area]) -> dict[int, Patch]:
         """Return what a window that consists of `areas` reads of parameters, by their numbers."""
         return {
             number: self.encoding.patch(parameter, areas, self.max_gap_bytes)
@@ -163,7 +163,7 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
     of all stored tensors. `needed_bytes` counts, each once, the whole units that hold some element, and their
     parameters. A staged window holds codes, parameters and float32 elements.
     """
-    per_byte = encoding.elements_per_byte
+    longest = MAX_STAGED_BYTES // (encoding.unit * _DECODED_BYTES) * encoding.bytes_of(encoding.unit)
     # Copies that share no element can share a unit.
     exact = _disjoint(_union([(encoding.units(copy), (index,)) for index, (copy, _) in enumerate(copies)], 0))
     widened = [(_widen(runs, max_gap_bytes), members) for runs, members in _union(exact, max_gap_bytes)]
@@ -171,14 +171,18 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
     read_bytes = num_requests = window_bytes = 0
     for runs, members in _disjoint(widened):
         decoded = Runs(
-            runs.begin * per_byte,
-            runs.length * per_byte,
-            tuple((size, stride * per_byte) for size, stride in runs.modes),
+            encoding.elements_in(runs.begin),
+            encoding.elements_in(runs.length),
+            tuple((size, encoding.elements_in(stride)) for size, stride in runs.modes),
         )
         uses = tuple(Use(index, packed(copies[index][0], decoded, 1)) for index in members)
-        rows = [stride // per_byte for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
+        # A window of whole rows of codes is one area.
+        row = encoding.shape[-1]
+        strides = [row] if row % encoding.unit == 0 else []
+        strides += [stride for use in uses for _, stride, _ in use.copy.modes if stride % encoding.unit == 0]
+        rows = [encoding.bytes_of(stride) for stride in strides]
         transposed = not all(keeps_order(use.copy) for use in uses)
-        pitch = (_tall if transposed else _pitch)(runs, rows, MAX_STAGED_BYTES // (per_byte * _DECODED_BYTES))
+        pitch = (_tall if transposed else _pitch)(runs, rows, longest)
         areas = list(encoding.areas(runs, 0, runs.nbytes))
         patches = [encoding.patch(parameter, areas, max_gap_bytes) for parameter in encoding.parameters]
         shared = {number: patch for number, patch in enumerate(patches) if patch.nbytes <= _MAX_SHARED_BYTES}
@@ -187,11 +191,13 @@ def gather_encoded(copies: tuple[tuple[Copy, bool], ...], encoding: Encoding, ma
         reads = [shared]
         if len(shared) < len(patches):
             lows = range(0, runs.nbytes, pitch)
-            reads += [access.own(list(encoding.areas(runs, low, min(low + pitch, runs.nbytes)))) for low in lows]
+            reads += [access.patches(list(encoding.areas(runs, low, min(low + pitch, runs.nbytes)))) for low in lows]
         sizes = [sum([patch.nbytes for patch in read.values()]) for read in reads]
         read_bytes += runs.nbytes + sum(sizes)
         num_requests += _requests(runs, pitch) + sum([len(patch.ranges) for read in reads for patch in read.values()])
-        staged = sizes[0] + max(sizes[1:], default=0) + min(pitch, runs.nbytes) * (1 + per_byte * _DECODED_BYTES)
+        code_bytes = min(pitch, runs.nbytes)
+        decoded_bytes = encoding.elements_in(code_bytes) * _DECODED_BYTES
+        staged = sizes[0] + max(sizes[1:], default=0) + code_bytes + decoded_bytes
         window_bytes = max(window_bytes, staged)
     return Gather(
         (),

@@ -77,15 +77,15 @@ def _looked_up(table: np.ndarray, parts: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=2**10)
 def _table(nbytes: int) -> np.ndarray:
     """Return what `moved` makes of each value of each byte of a remainder, as an array `(4, 256)` of uint32."""
-    of_bits = np.zeros(32, np.uint32)
+    products = np.zeros(32, np.uint32)
     product = _power(nbytes)
     for bit in reversed(range(32)):
-        of_bits[bit] = product
+        products[bit] = product
         product = product >> 1 ^ (_POLYNOMIAL if product & 1 else 0)
     values = np.arange(256)
     out = np.zeros((4, 256), np.uint32)
     for bit in range(32):
-        out[bit // 8, values >> bit % 8 & 1 == 1] ^= of_bits[bit]
+        out[bit // 8, values >> bit % 8 & 1 == 1] ^= products[bit]
     return out
 
 

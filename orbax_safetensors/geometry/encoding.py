@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import gcd, prod
+from math import gcd, lcm, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +90,14 @@ class Parameter:
     def nbytes(self) -> int:
         """Bytes of all words for one matrix."""
         return prod(self.words) * self.word_bytes
+
+    def alone(self) -> Encoding:
+        """Return entries that share words as the unsigned codes of a tensor, in the order of the words."""
+        (rows, columns), (high, wide) = self.words, self.per_word
+        shape = rows, columns * high * wide
+        return Encoding(
+            shape, self.bits, f"unsigned{self.bits}", (), self.order, rows_in_word=high, word_added=self.added
+        )
 
 
 class Area(NamedTuple):
@@ -177,12 +185,13 @@ class Encoding:
     Attributes:
       shape: of the decoded tensor in the order of the codes, rank 2 or more. The last two dimensions are rows and
         columns; a row begins with a new word.
-      bits: of a code: 2, 4 or 8.
+      bits: of a code. Each row fills whole bytes.
       values: the name of what codes mean, a table of `transfer.decode`.
       parameters: what is stored beside the codes.
       order: of the codes in a byte or a word.
       rows_in_word: rows of a logical matrix whose codes share a word, if they do: an element of column `c` is then in
         column `c // rows_in_word` of that matrix, and its groups are counted by the rows of that matrix.
+      word_added: to each word of 32 bits, modulo 2**32, before its codes are taken.
       added: to each scale.
       final: what a scaled element is multiplied by.
       padding: elements at the end that are not stored.
@@ -194,6 +203,7 @@ class Encoding:
     parameters: tuple[Parameter, ...]
     order: Order = Order.LOW_FIRST
     rows_in_word: int = 1
+    word_added: int = 0
     added: float = 0
     final: float = 1
     padding: int = 0
@@ -202,7 +212,9 @@ class Encoding:
     def unit(self) -> int:
         """Elements that are decoded together: ranges of elements begin and end at multiples of this."""
         columns = self.shape[-1]
-        word = 8 if self.order is Order.EVEN_FIRST else max(self.rows_in_word, self.elements_per_byte)
+        word = max(self.rows_in_word, lcm(self.bits, 8) // self.bits)
+        if self.order is Order.EVEN_FIRST or self.word_added:
+            word = 32 // self.bits
         for parameter in self.parameters:
             height, width = parameter.block
             if self.bits == 8 or height != 1 or not 0 < width <= _LONGEST_UNIT:
@@ -211,19 +223,22 @@ class Encoding:
                 return width
         return gcd(word, columns)
 
-    @property
-    def elements_per_byte(self) -> int:
-        """Elements in one byte of codes."""
-        return 8 // self.bits
+    def elements_in(self, nbytes: int) -> int:
+        """Return how many elements `nbytes` of codes are."""
+        return nbytes * 8 // self.bits
+
+    def bytes_of(self, elements: int) -> int:
+        """Return the bytes of the codes of so many elements."""
+        return elements * self.bits // 8
 
     @property
     def nbytes(self) -> int:
         """Bytes of all codes."""
-        return (prod(self.shape) - self.padding) // self.elements_per_byte
+        return self.bytes_of(prod(self.shape) - self.padding)
 
     def units(self, copy: Copy) -> Runs:
         """Return the codes, in bytes, of the units that `copy` reads from; its source is the decoded tensor."""
-        unit, unit_bytes = self.unit, self.unit // self.elements_per_byte
+        unit, unit_bytes = self.unit, self.bytes_of(self.unit)
         first, last = copy.source // unit, copy.source // unit  # the units of a run
         modes: list[Mode] = []  # in units
         reach = inside = (
@@ -311,5 +326,4 @@ class Encoding:
             outer = index // size
             begin += (index - outer * size) * stride
             index = outer
-        begin *= self.elements_per_byte
-        return begin, begin + np.diff(cuts) * self.elements_per_byte
+        return begin * 8 // self.bits, (begin + np.diff(cuts)) * 8 // self.bits

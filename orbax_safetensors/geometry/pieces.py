@@ -75,13 +75,13 @@ def cut(
     cuts = []
     for (low, high), begin, modes in zip(box, start, dims, strict=True):
         # (position in the box, offset in the tensor, modes)
-        found = [
+        dimension_cuts = [
             (begin + at - low, inside, part)
             for at, inside, part in subrange(modes, max(low - begin, 0), min(high - begin, extent(modes)))
         ]
-        if not found:
+        if not dimension_cuts:
             return ()
-        cuts.append(found)
+        cuts.append(dimension_cuts)
     strides = row_major(shape)
     return tuple(
         [

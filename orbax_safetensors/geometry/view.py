@@ -52,6 +52,13 @@ class TensorCopy(NamedTuple):
 class View:
     """A lazily composed array over stored tensors. Nothing changes a view.
 
+    ```python
+    import numpy as np
+
+    view = ost.mapping.View.tensor("a.weight", (48, 32), np.dtype("float32"))
+    print(view.T.reshape((32, 3, 16)).shape)  # (32, 3, 16)
+    ```
+
     `shape` and `dtype` are those of the array that the view stands for. Operations return new views and follow NumPy's
     function of the same name. They raise `MappingError` if NumPy's function fails, and for a reshape that is not affine
     in the stored tensors.
@@ -71,7 +78,12 @@ class View:
 
     @staticmethod
     def full(shape: Sequence[int], value: float, dtype: np.dtype = UNKNOWN) -> View:
-        """Return a constant that no tensor stores; a save leaves it out. Joined with others, it has their dtype."""
+        """Return a constant that no tensor stores; a save leaves it out. Joined with others, it has their dtype.
+
+        ```python
+        bias = ost.mapping.full((64,), 0.0)
+        ```
+        """
         shape = tuple(shape)
         dims = tuple(merged(((size, 0),)) for size in shape)
         pieces = (Piece(None, (0,) * len(shape), 0, dims, (Offset(float(value)),)),) if prod(shape) else ()
@@ -200,7 +212,13 @@ class View:
 
     @staticmethod
     def stack(views: Sequence[View], axis: int = 0) -> View:
-        """Join views of one shape along a new dimension at `axis`."""
+        """Join views of one shape along a new dimension at `axis`.
+
+        ```python
+        norms = [ost.mapping.tensor(f"model.layers.{i}.input_layernorm.weight", (64,)) for i in range(2)]
+        print(ost.mapping.stack(norms).shape)  # (2, 64)
+        ```
+        """
         _check_alike(views, "stack", [view.shape for view in views])
         axis = _check_axis(views[0], axis, len(views[0].shape) + 1)
         pieces = tuple(
@@ -219,7 +237,13 @@ class View:
 
     @staticmethod
     def concatenate(views: Sequence[View], axis: int = 0) -> View:
-        """Join views along the existing dimension `axis`; their other dimensions agree."""
+        """Join views along the existing dimension `axis`; their other dimensions agree.
+
+        ```python
+        gate, up = (ost.mapping.tensor(f"mlp.{part}_proj.weight", (96, 64)) for part in ("gate", "up"))
+        print(ost.mapping.concatenate([gate, up]).shape)  # (192, 64)
+        ```
+        """
         if views:
             axis = _check_axis(views[0], axis, len(views[0].shape))
         _check_alike(views, "concatenate", [(*view.shape[:axis], -1, *view.shape[axis + 1 :]) for view in views])

@@ -19,8 +19,9 @@ from etils import epath
 
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.agreement import new_key, same_arguments, together
-from orbax_safetensors.errors import SafetensorsError, StorageError
+from orbax_safetensors.errors import SafetensorsError, StorageError, storage_errors
 from orbax_safetensors.handlers._compat import deserialize_step_metadata
+from orbax_safetensors.handlers.beside import read_beside, write_beside
 from orbax_safetensors.handlers.checkpoint_handler import (
     SafetensorsHandler,
     SafetensorsRestore,
@@ -30,10 +31,8 @@ from orbax_safetensors.handlers.checkpoint_handler import (
 from orbax_safetensors.mapping import Family
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, STEP_FILE
-from orbax_safetensors.orbax_store.metadata import step_record
-from orbax_safetensors.orbax_store.operations import storage_errors
+from orbax_safetensors.orbax_store.metadata import finished_text, step_record
 from orbax_safetensors.save.new_directory import NewDirectory
-from orbax_safetensors.save.new_files import read_beside, write_beside
 from orbax_safetensors.storage.paths import is_url, place
 from orbax_safetensors.storage.replace import recover
 
@@ -97,8 +96,7 @@ class SafetensorsCheckpointer(ocp.Checkpointer):
         began = time.time_ns()
         self._step_file(began, custom_metadata)  # raises before anything is written
         self._handler.save(directory, save_args, existing="replaced" if force else "refused")
-        finished = f"Checkpoint commit was successful to {directory}"
-        files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished}
+        files = {STEP_FILE: self._step_file(began, custom_metadata), FINISHED_FILE: finished_text(directory)}
         write_beside(directory, files, options=self._options, active=active)
 
     def _save_to_path(

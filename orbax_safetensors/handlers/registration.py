@@ -156,8 +156,8 @@ class _Registered(ocp.type_handlers.TypeHandler):
 
     def _split(self, is_ours: Sequence[bool]) -> list[tuple[ocp.type_handlers.TypeHandler, list[int]]]:
         """Return the handlers that have something to do, and the positions of their leaves."""
-        ours = [i for i, of_files in enumerate(is_ours) if of_files]
-        others = [i for i, of_files in enumerate(is_ours) if not of_files]
+        ours = [i for i, is_here in enumerate(is_ours) if is_here]
+        others = [i for i, is_here in enumerate(is_ours) if not is_here]
         return [(handler, at) for handler, at in ((self._safetensors, ours), (self.previous, others)) if at]
 
 

@@ -14,12 +14,12 @@ from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.handlers.beside import read_beside
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings
 from orbax_safetensors.restore.request import RestoreRequest
 from orbax_safetensors.restore.run import restore
 from orbax_safetensors.save.job import prepare
-from orbax_safetensors.save.new_files import read_beside
 from orbax_safetensors.save.request import SaveRequest
 from orbax_safetensors.storage.paths import as_text
 

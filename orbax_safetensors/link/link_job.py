@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.config import read_config
 from orbax_safetensors.checkpoint.family import mapped
 from orbax_safetensors.checkpoint.header_texts import write_header_record
 from orbax_safetensors.checkpoint.model_files import files_of_model
@@ -33,11 +32,9 @@ from orbax_safetensors.format.index import INDEX_SUFFIX
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.link.staging import MADE, ObjectStaging, Staging, staging_of
-from orbax_safetensors.mapping import registry
-from orbax_safetensors.mapping.envelope import Envelope
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.family import Envelope
 from orbax_safetensors.options import Progress
-from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, named_sharding
+from orbax_safetensors.orbax_store import OrbaxItem, OrbaxLeaf, sharded_leaf
 from orbax_safetensors.orbax_store.addressed_array import (
     AddressedArray,
     addressed_array,
@@ -182,11 +179,15 @@ class LinkJob:
     """
 
     checkpoint: Checkpoint
-    envelope: Envelope
     linked: Mapping[str, AddressedArray]
     reasons: Mapping[str, str]
     sharded: Mapping[str, OrbaxLeaf]  # all leaves, with their shards as chunks
     request: LinkRequest
+
+    @property
+    def envelope(self) -> Envelope:
+        """The tree around the model's."""
+        return self.checkpoint.envelope
 
     @cached_property
     def digest(self) -> str:
@@ -354,17 +355,12 @@ def prepare(request: LinkRequest) -> LinkJob:
     if not checkpoint.tensors:
         raise TensorMismatchError(f"{request.source}: holds no tensors")
     checkpoint = mapped(checkpoint, request.family, request.variant, complete=True, dequantize=True)
-    envelope = envelope_of(registry.find(request.family, read_config(checkpoint)), checkpoint.use.variant)
     partition = request.partition
     partition.check((name, view.shape) for name, view in checkpoint.leaves.items())
-    addressed, reasons, sharded, records = {}, {}, {}, {}  # records are long, and the same for many leaves
+    addressed, reasons, sharded = {}, {}, {}
     for leaf, view in checkpoint.leaves.items():
-        name = envelope.above + leaf
-        shard = partition.shard(leaf, view.shape)
-        spec = partition.spec(leaf, view.shape)
-        if spec not in records:
-            records[spec] = named_sharding(partition.mesh, spec)
-        sharded[name] = OrbaxLeaf(view.shape, view.dtype, shard, sharding=records[spec])
+        name = checkpoint.envelope.above + leaf
+        sharded[name] = sharded_leaf(partition, leaf, view.shape, view.dtype)
         if reason := misread(name, view.shape):
             raise TensorMismatchError(f"{request.source}: {name!r:.200}: {reason}")
         quantized = checkpoint.quantized.keys() & view.tensors
@@ -373,7 +369,7 @@ def prepare(request: LinkRequest) -> LinkJob:
             reasons[name] = addresses
         else:
             addressed[name] = addresses
-    return LinkJob(checkpoint, envelope, addressed, reasons, sharded, request)
+    return LinkJob(checkpoint, addressed, reasons, sharded, request)
 
 
 def _model_files(request: LinkRequest) -> list[str]:

@@ -63,7 +63,7 @@ class LinkRequest:
     def of(cls, source: PathLike, destination: PathLike | None, **arguments: Any) -> Self:
         """Return the request that a caller means. By default, a link lies beside the files.
 
-        Who names no destination does not say that the directory above the files is a step.
+        Without a destination, the directory above the files need not be a step.
         """
         path = _absolute(source)
         place = _directory(path) if destination is None else _absolute(destination)

@@ -20,14 +20,13 @@ from typing import Any
 
 from etils import epath
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.link.link_request import LinkRequest
 from orbax_safetensors.orbax_store.directories import fresh, is_on_gcs, names, read_json, remove
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, TREE_FILE
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES, STEP_FILES
 from orbax_safetensors.orbax_store.ocdbt import DATA_DIRECTORY, MANIFEST
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore, check_makeable
 from orbax_safetensors.storage.store import write_small
 from orbax_safetensors.storage.workspace import Workspace
@@ -156,7 +155,7 @@ class Staging(_Staging):
         above = os.path.realpath(os.path.dirname(self.destination))
         for file in files:
             link = os.path.join(self.path, os.path.basename(file))
-            if not os.path.isfile(file):  # who opens a link to a pipe waits for ever
+            if not os.path.isfile(file):  # a reader that opens a link to a pipe waits for ever
                 raise StorageError(f"{file}: is not a regular file")
             try:
                 if self._hard:

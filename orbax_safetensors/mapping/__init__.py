@@ -9,8 +9,7 @@ of the table of a loader.
 from typing import Final
 
 from orbax_safetensors.geometry.view import View
-from orbax_safetensors.mapping.envelope import Envelope
-from orbax_safetensors.mapping.family import Family, Tree, stored_shapes, tensor
+from orbax_safetensors.mapping.family import Envelope, Family, Tree, stored_shapes, tensor
 from orbax_safetensors.mapping.lora import lora
 from orbax_safetensors.mapping.tables import from_table
 

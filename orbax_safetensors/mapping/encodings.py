@@ -109,8 +109,8 @@ class _Tensor:
             found = (*found[:-2], found[-2] * found[-1])
         if len(found) < 2:
             raise MappingError(f"{self.codes!r}: expected two dimensions or more, found shape {found}")
-        bits, columns = self._bits_and_columns(found)
-        word_bits = DTYPES[row.dtypes[0]].bits if row.bits is None or row.bits < 8 else 8
+        word_bits = DTYPES[self.stored[self.codes][1]].bits
+        bits, columns = self._bits_and_columns(found, word_bits)
         shape = (*found[:-1], found[-1] * word_bits // bits)
         kept = (*found[:-1], columns)
         values = row.values.format(bits=bits)
@@ -146,11 +146,11 @@ class _Tensor:
         kept = tuple(kept[axis] for axis in axes)
         return self._quantized(encoding, kept, shape, axes, kept)
 
-    def _bits_and_columns(self, found: tuple[int, ...]) -> tuple[int, int]:
+    def _bits_and_columns(self, found: tuple[int, ...], word_bits: int) -> tuple[int, int]:
         """Return the bits of a code, and how many of a row are elements: the last word may have fewer."""
         row = self.row
         if row.bits is not None:
-            return row.bits, found[-1] * (8 // row.bits)
+            return row.bits, found[-1] * word_bits // row.bits
         scale = self.shapes[Role.SCALE]
         groups = scale[-1] if len(scale) == 2 else 1
         candidates = set()

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.format.names import hint, some
 from orbax_safetensors.geometry.view import UNKNOWN, View
-from orbax_safetensors.mapping.envelope import Envelope
+
+# The key of custom metadata under which a conversion records a `FamilyUse`.
+RECORD_KEY = "orbax_safetensors"
 
 # The most tensors of a tree: three times those of the largest model, for checkpoints with some of their files only, or
 # this many times the stored tensors if that is more.
@@ -44,6 +46,11 @@ _stored: ContextVar[_Stored] = ContextVar("stored", default=_NO_CHECKPOINT)
 def tensor(name: str, shape: Sequence[int]) -> View:
     """Return the stored tensor `name`, which has `shape` according to the config.
 
+    ```python
+    query = ost.mapping.tensor("model.layers.0.self_attn.q_proj.weight", (64, 32))
+    print(query.T.reshape((32, 4, 16)).shape)
+    ```
+
     While a checkpoint is opened or saved, the result is the checkpoint's tensor, and the shape is checked.
     """
     if not all(shape):
@@ -53,6 +60,13 @@ def tensor(name: str, shape: Sequence[int]) -> View:
 
 def stored_shapes() -> Shapes:
     """Return the shapes of all tensors of the checkpoint, by name, for a tree that follows from them.
+
+    ```python
+    def tree(config):
+        return {name: ost.mapping.tensor(name, shape) for name, shape in ost.mapping.stored_shapes().items()}
+
+    params = ost.load("/models/llama", family=ost.mapping.Family("mine.flat", (), tree))
+    ```
 
     Names are those after `Family.renames`. Quantised tensors have the shape of their values, and what only quantised
     computation needs is left out. Raises `MappingError` without a checkpoint, as in a save without `like`.
@@ -67,6 +81,11 @@ def stored_shapes() -> Shapes:
 
 class Tree(dict[str, View]):
     """Views by tree path. `Family.tree` returns a `Tree` if a plain dict does not say enough.
+
+    ```python
+    views = {"head": ost.mapping.tensor("lm_head.weight", (128, 64)).T}
+    tree = ost.mapping.Tree(views, unused=[r".*\\.inv_freq"], optional=["head"])
+    ```
 
     Attributes:
       unused: regular expressions for the whole names of stored tensors that the views may leave out, wholly or partly.
@@ -118,8 +137,71 @@ NO_FAMILY = FamilyUse(None, {})
 
 
 @dataclass(frozen=True)
+class Envelope:
+    """A checkpoint's tree that holds a family's tree. By default, the checkpoint's tree is the family's tree.
+
+    ```python
+    envelope = ost.mapping.Envelope(key="params", rest={"step": 0})
+    print(envelope.around({"embedding": 1}))  # {'step': 0, 'params': {'embedding': 1}}
+    ```
+
+    Attributes:
+      key: the key of the family's tree in the checkpoint's tree.
+      rest: the other values of the checkpoint's tree, by key: Python scalars and empty nodes.
+      switches: the family's switches that are in the checkpoint's custom metadata, with their values.
+      root: the prefix of all names of the family's leaves.
+      found_below: prefixes that a checkpoint may have instead; the first that any of its names begins with counts.
+    """
+
+    key: str = ""
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    root: str = ""
+    found_below: tuple[str, ...] = ("",)
+
+    @property
+    def above(self) -> str:
+        """Return the prefix of the names of the family's leaves in a new checkpoint."""
+        return f"{self.key}." if self.key else ""
+
+    @property
+    def custom_metadata(self) -> dict[str, Any] | None:
+        """Return the custom metadata of a new checkpoint; None if it has none."""
+        return dict(self.switches) or None
+
+    def of(self, variant: Mapping[str, Any]) -> Envelope:
+        """Return the envelope with the switches of a variant."""
+        return replace(self, switches={name: variant.get(name, value) for name, value in self.switches.items()})
+
+    def around(self, tree: Any) -> Any:
+        """Return the checkpoint's tree, given the family's."""
+        return {**self.rest, self.key: tree} if self.key else tree
+
+    def variant(self, custom_metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the switches in a checkpoint's metadata."""
+        return {name: custom_metadata[name] for name in self.switches if name in custom_metadata}
+
+    def leaves(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the family's leaves among the `names` of a checkpoint, as a dict from the family's to these names."""
+        names = list(names)
+        below = next((prefix for prefix in self.found_below if any(name.startswith(prefix) for name in names)), "")
+        return {self.root + name.removeprefix(below): name for name in names if name.startswith(below)}
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family.
+
+    ```python
+    from orbax_safetensors.mapping import Family, Tree, tensor
+
+    def tree(config):
+        embedding = tensor("model.embed_tokens.weight", (config["vocab_size"], config["hidden_size"]))
+        return Tree({"embedding": embedding.T}, unused=[".*"])
+
+    family = Family("mine.llama", ("LlamaForCausalLM",), tree)
+    embedding = ost.load("/models/llama", family=family)["embedding"]
+    ```
 
     Attributes:
       name: `convention.model`, as in `maxtext.qwen3`.

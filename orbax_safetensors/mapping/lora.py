@@ -21,6 +21,11 @@ _WITH_OTHER_TENSORS = ("use_dora", "modules_to_save")
 def lora(modules: Mapping[str, str], base: Mapping[str, tuple[int, ...]]) -> Family:
     """Return the family of the LoRA adapters of a model's linear modules.
 
+    ```python
+    shapes = ost.open_checkpoint("/models/llama").shapes
+    family = ost.mapping.lora({"layers.{}.q": "model.layers.{}.self_attn.q_proj"}, shapes)
+    ```
+
     The leaf `PATH.lora_a` of shape `[inputs, rank]` is the transpose of PEFT's `lora_A`, and `PATH.lora_b` of shape
     `[rank, outputs]` that of `lora_B`. Ranks are `r` of the adapter's config, or those of its `rank_pattern`. A restore
     or save raises `MappingError` if the config gives a module no adapter, if it is of another kind than LoRA, and if it

@@ -34,7 +34,7 @@ _METHODS = (
 # Methods with versions that store codes in other ways: the key of the version, and those that are known.
 _VERSIONS = {"awq": ("version", ("gemm",)), "gptq": ("checkpoint_format", ("gptq", "gptq_v2"))}
 # Scales of quantised activations and caches, which a model without quantisation does not have.
-_UNUSED = re.compile(r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))(?:_global)?_scale(?:_ub)?")  # last part
+_UNUSED = re.compile(r"(?:[qkv]|kv|prob|(?:\w+_)?(?:input|activation|output))(?:_global)?_scale(?:_ub)?|qscale_act")
 _SQUARE = (128, 128)  # the blocks of ModelOpt, whose configs do not say it
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_safetensors.geometry.encoding import Encoding, Role
+from orbax_safetensors.geometry.encoding import Encoding, Parameter, Role
 from orbax_safetensors.geometry.view import View
 
 _Sizes = tuple[int, ...]
@@ -46,6 +46,11 @@ class Quantized(NamedTuple):
     def scales(self) -> str:
         """Return the name of the scales."""
         return self.parameters[0]
+
+    def parameter(self, role: Role) -> tuple[str, Parameter] | None:
+        """Return the parameter with a role, after its name; None if there is none."""
+        named = zip(self.parameters, self.encoding.parameters, strict=True)
+        return next((each for each in named if each[1].role is role), None)
 
     def view(self, dtype: np.dtype) -> View:
         """Return the tensor as models see it."""

@@ -28,6 +28,12 @@ def from_table(
 ) -> Family:
     """Return the family of a loader's table `{pattern: path}` or `{pattern: (path, transform)}`.
 
+    ```python
+    table = {r"model\\.embed_tokens\\.weight": ("embedding", ((1, 0), None))}
+    family = ost.mapping.from_table(table, unused=[".*(layers|norm|lm_head).*"])
+    embedding = ost.load("/models/llama", family=family)["embedding"]
+    ```
+
     A row is for the stored names that `re.match` its pattern. Its path may refer to the groups of the pattern, as for
     `re.sub`; dots separate the keys, also written as `\\.`. A transform, or the value of an `Enum`, is one of these:
 

@@ -7,7 +7,7 @@ of the caller; other rooms decide which boxes.
 from orbax_safetensors.orbax_store.item_writer import OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
 from orbax_safetensors.orbax_store.reader import OrbaxCheckpoint, OrbaxStep, open_orbax, open_step
-from orbax_safetensors.orbax_store.shardings import named_sharding
+from orbax_safetensors.orbax_store.shardings import named_sharding, sharded_leaf
 from orbax_safetensors.orbax_store.sink import OrbaxSink
 from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
 
@@ -22,4 +22,5 @@ __all__ = [
     "named_sharding",
     "open_orbax",
     "open_step",
+    "sharded_leaf",
 ]

@@ -17,10 +17,9 @@ import tensorstore as ts
 from etils import epath
 from etils.epath import backend
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.format.strict_json import check_density
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.storage.local import LocalStore
 from orbax_safetensors.storage.paths import PathLike, is_url, place
 

@@ -13,11 +13,10 @@ from urllib.parse import unquote_to_bytes
 import tensorstore as ts
 from etils import epath
 
-from orbax_safetensors.errors import IndexFileError
+from orbax_safetensors.errors import IndexFileError, storage_errors
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX
 from orbax_safetensors.orbax_store.directories import absolute, kvstore, size
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST, Range
-from orbax_safetensors.orbax_store.operations import storage_errors
 
 # Where a value lies, as `ts.ocdbt.dump` writes it: both parts of the path as in a URL, offset and length. The first
 # part is the directory of another database that this one was merged from, if it was.
@@ -44,22 +43,22 @@ def index_faults(
     Orbax or TensorStore has written and that is long enough, and no two may share a byte of a tensor. Raises
     `StorageError` if the index cannot be read.
     """
-    of_files = defaultdict(list)
+    chunks = defaultdict(list)  # of each file
     needed: dict[str, int] = defaultdict(int)  # bytes of the files that TensorStore has written
     faults, where = [], f"{directory}/{MANIFEST}"
     for key, range_ in _ranges(directory):
         if range_.file in tensors:
-            of_files[range_.file].append((range_.offset, range_.offset + range_.length, key))
+            chunks[range_.file].append((range_.offset, range_.offset + range_.length, key))
         elif not _DATA.fullmatch(range_.file):
             faults.append(IndexFileError(f"{where}: {key!r}: lies in {range_.file!r}, which holds no arrays"))
         else:
             needed[range_.file] = max(needed[range_.file], range_.offset + range_.length)
     for file, nbytes in needed.items():
-        found = size(epath.Path(directory) / file)
-        if found is None or found < nbytes:
-            found_text = "no such file" if found is None else f"{found}"
-            faults.append(IndexFileError(f"{directory}/{file}: expected at least {nbytes} bytes, found {found_text}"))
-    for file, ranges in of_files.items():
+        stored_nbytes = size(epath.Path(directory) / file)
+        if stored_nbytes is None or stored_nbytes < nbytes:
+            found = "no such file" if stored_nbytes is None else f"{stored_nbytes}"
+            faults.append(IndexFileError(f"{directory}/{file}: expected at least {nbytes} bytes, found {found}"))
+    for file, ranges in chunks.items():
         extents = sorted(tensors[file])
         begins = [extent.begin for extent in extents]
         last = (0, "")

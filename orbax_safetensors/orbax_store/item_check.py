@@ -8,13 +8,13 @@ from types import MappingProxyType
 
 from etils import epath
 
-from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
+from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError, storage_errors
 from orbax_safetensors.orbax_store._compat import ArrayMetadataStore, run_sync
 from orbax_safetensors.orbax_store.directories import names, read_json
 from orbax_safetensors.orbax_store.discovery import ARRAYS_DIRECTORY, TREE_FILE
 from orbax_safetensors.orbax_store.index_check import TensorRange, index_faults
 from orbax_safetensors.orbax_store.leaf import STRING
-from orbax_safetensors.orbax_store.operations import Budget, storage_errors
+from orbax_safetensors.orbax_store.operations import Budget
 from orbax_safetensors.orbax_store.reader import PROCESS, find, open_item
 from orbax_safetensors.storage.paths import PathLike
 

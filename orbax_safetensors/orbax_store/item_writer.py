@@ -15,7 +15,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_safetensors.devices import trees
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import PROCESS_SUBDIR_PREFIX, build_array_write_spec
 from orbax_safetensors.orbax_store.directories import check_literal, is_on_gcs, kvstore, names, remove
@@ -27,9 +27,8 @@ from orbax_safetensors.orbax_store.discovery import (
     unfinished_path,
 )
 from orbax_safetensors.orbax_store.leaf import ARRAYS, SCALAR, OrbaxLeaf, box_of
-from orbax_safetensors.orbax_store.metadata import item_files
+from orbax_safetensors.orbax_store.metadata import finished_text, item_files
 from orbax_safetensors.orbax_store.ocdbt import merge
-from orbax_safetensors.orbax_store.operations import storage_errors
 
 # A chunk's key, after the name of its array if that is not empty: `c/0/1` in Zarr 3, `0.1` in Zarr 2.
 _CHUNK_KEYS = {
@@ -230,7 +229,7 @@ class ItemWriter:
             merge(self._databases(), os.fspath(self.directory))
         self._check_whole()
         if self._final is not None:
-            (self.directory / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self._final}")
+            (self.directory / FINISHED_FILE).write_text(finished_text(self._final))
             if self.directory != self._final:
                 self.directory.rename(self._final)
 

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.orbax_store._compat import InternalTreeMetadata, serialize_step_metadata
 from orbax_safetensors.orbax_store.directories import is_on_gcs, names, parse_json, read_json
 from orbax_safetensors.orbax_store.discovery import (
@@ -35,7 +35,6 @@ from orbax_safetensors.orbax_store.discovery import (
 from orbax_safetensors.orbax_store.index_note import NOTE_FILE
 from orbax_safetensors.orbax_store.leaf import ARRAYS, EMPTY_NODES, JAX_ARRAY, RANDOM_KEY, SCALAR, STRING, OrbaxLeaf
 from orbax_safetensors.orbax_store.ocdbt import MANIFEST
-from orbax_safetensors.orbax_store.operations import storage_errors
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, sharding_file
 from orbax_safetensors.storage.local import write_whole
 
@@ -110,6 +109,11 @@ def step_files(custom_metadata: Mapping[str, Any] | None) -> dict[str, bytes]:
     return {STEP_FILE: record.encode(), FINISHED_FILE: b"Checkpoint commit was successful"}
 
 
+def finished_text(path: str | os.PathLike[str]) -> str:
+    """Return the content of `FINISHED_FILE` of a checkpoint at `path`, as Orbax writes it."""
+    return f"Checkpoint commit was successful to {path}"
+
+
 def step_record(handlers: str | Mapping[str, str], custom_metadata: Mapping[str, Any] | None, began: int) -> str:
     """Return the content of `STEP_FILE` for a checkpoint that is finished now.
 
@@ -146,7 +150,7 @@ def record_in_step(path: str, handler: str, custom_metadata: Mapping[str, Any] |
             return
         handlers = {name: step_metadata(step / name).get("item_handlers", handler) for name in items}
         _write_in_step(step / STEP_FILE, step_record(handlers, custom_metadata, time.time_ns()))
-        _write_in_step(step / FINISHED_FILE, f"Checkpoint commit was successful to {step}")
+        _write_in_step(step / FINISHED_FILE, finished_text(step))
 
 
 def _write_in_step(path: epath.Path, text: str) -> None:

@@ -35,8 +35,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.orbax_store.directories import kvstore
-from orbax_safetensors.orbax_store.operations import storage_errors
 
 _T = TypeVar("_T")
 

@@ -1,29 +1,13 @@
-"""Traffic with TensorStore: a budget of bytes in flight, operations that end together, and errors of this package."""
+"""Traffic with TensorStore: a budget of bytes in flight, and operations that end together."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
 from orbax_safetensors.errors import SafetensorsError, StorageError
-
-
-@contextlib.contextmanager
-def storage_errors(where: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Raise errors of a `kind`, except this package's, as a `StorageError` that begins with `where`.
-
-    TensorStore and Orbax raise whatever pybind11 and asyncio make of a status, so no narrower list of exceptions would
-    be complete for them.
-    """
-    try:
-        yield
-    except SafetensorsError:
-        raise
-    except kind as error:
-        raise StorageError(f"{where}: {error or type(error).__name__}") from error
 
 
 def finish_all(begun: Iterable[Future[Any]]) -> None:

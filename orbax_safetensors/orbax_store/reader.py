@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError
+from orbax_safetensors.errors import SafetensorsError, StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.format.names import hint
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store._compat import build_kvstore_tspec
@@ -43,7 +43,7 @@ from orbax_safetensors.orbax_store.leaf import (
     touched_nbytes,
 )
 from orbax_safetensors.orbax_store.metadata import RecordedTree
-from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
+from orbax_safetensors.orbax_store.operations import Budget, Operations
 from orbax_safetensors.orbax_store.shardings import SHARDING_FILE, parse_shardings, warn
 from orbax_safetensors.storage.paths import PathLike
 
@@ -176,7 +176,7 @@ class OrbaxCheckpoint:
             return file_bytes(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Return what tells whether a file has changed, by its path; raises `StorageError` if that cannot be told."""
+        """Return what tells whether a file has changed, by its path; raises `StorageError` if that is unknown."""
         with storage_errors(self.path):
             return state(self.path)
 

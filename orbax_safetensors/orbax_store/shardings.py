@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.devices.partition import Partition
+from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.orbax_store._compat import get_sharding_tensorstore_spec
 from orbax_safetensors.orbax_store.directories import parse_json
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
-from orbax_safetensors.orbax_store.operations import storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -86,20 +87,34 @@ def named_sharding(
 ) -> ocp.metadata.NamedShardingMetadata:
     """The record of a `NamedSharding` over a mesh, by axis name and size, whose devices need not be here.
 
-    Devices are numbered from 0 in the order of the mesh, as those of a real one usually are.
+    Devices are numbered from 0 in the order of the mesh, as those of a real one usually are. Equal arguments have one
+    record: it names every device, and is encoded once for all arrays that share it.
     """
-    sizes = list(mesh.values())
+    return _named_sharding(tuple(mesh.items()), partition_spec(spec))
+
+
+@lru_cache
+def _named_sharding(
+    mesh: tuple[tuple[str, int], ...], spec: tuple[str | tuple[str, ...] | None, ...]
+) -> ocp.metadata.NamedShardingMetadata:
+    sizes = [size for _, size in mesh]
     devices = np.empty(prod(sizes), object)
     devices[:] = [{"id": number} for number in range(prod(sizes))]
     return ocp.metadata.NamedShardingMetadata.from_deserialized_dict(
         {
             "shape": sizes,
-            "axis_names": list(mesh),
+            "axis_names": [axis for axis, _ in mesh],
             "axis_types": [str(jax.sharding.AxisType.Auto)] * len(sizes),
-            "partition_spec": partition_spec(spec),
+            "partition_spec": spec,
             "device_mesh": {"mesh": devices.reshape(sizes).tolist()},
         }
     )
+
+
+def sharded_leaf(partition: Partition, name: str, shape: tuple[int, ...], dtype: np.dtype) -> OrbaxLeaf:
+    """Return an array whose chunks are its shards; `name` is the one that the rules of `partition` find."""
+    record = named_sharding(partition.mesh, partition.spec(name, shape))
+    return OrbaxLeaf(shape, dtype, partition.shard(name, shape), sharding=record)
 
 
 def partition_spec(spec: Sequence[str | Sequence[str] | None]) -> tuple[str | tuple[str, ...] | None, ...]:

@@ -12,11 +12,11 @@ from typing import Self
 import numpy as np
 
 from orbax_safetensors.devices.joint_sink import JointSink
-from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.errors import TensorMismatchError, storage_errors
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.orbax_store.item_writer import ItemWriter
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf, box_of, check_box, check_memory, chunks_of
-from orbax_safetensors.orbax_store.operations import Budget, Operations, storage_errors
+from orbax_safetensors.orbax_store.operations import Budget, Operations
 from orbax_safetensors.orbax_store.unfinished import UnfinishedCheckpoint
 
 # What a write costs besides its bytes: what TensorStore and Python keep of it, as measured.

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from orbax_safetensors.errors import StorageError, TensorMismatchError
+from orbax_safetensors.errors import StorageError, TensorMismatchError, storage_errors
 from orbax_safetensors.orbax_store.directories import (
     absolute,
     copy,
@@ -36,8 +36,7 @@ from orbax_safetensors.orbax_store.directories import (
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE, RECORD_FILE, STEP_FILE, UNFINISHED, unfinished_path
 from orbax_safetensors.orbax_store.item_writer import ItemWriter, OrbaxItem, array_name
 from orbax_safetensors.orbax_store.leaf import OrbaxLeaf
-from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record
-from orbax_safetensors.orbax_store.operations import storage_errors
+from orbax_safetensors.orbax_store.metadata import HANDLER, begun_record, finished_record, finished_text
 from orbax_safetensors.storage.local import LocalStore, check_makeable, write_whole
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.workspace import Workspace, taken
@@ -262,7 +261,7 @@ class UnfinishedCheckpoint(Workspace):
                 item.finish()
             record = finished_record(self._step_record(), self._metadata)
             (self.directory / STEP_FILE).write_text(record)
-            (self.directory / FINISHED_FILE).write_text(f"Checkpoint commit was successful to {self.destination}")
+            (self.directory / FINISHED_FILE).write_text(finished_text(self.destination))
             if not self._in_place:
                 if self._fsync:
                     flush(self.directory)

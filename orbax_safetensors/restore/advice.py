@@ -45,10 +45,10 @@ def instead(target: Target, reads: Callable[[Target], Reads]) -> tuple[Instead, 
         cost = reads(replace(target, sharding=other))
         return Instead(axes, cost.needed_bytes, cost.read_bytes)
 
-    on_one, on_several = _partitions(sharding, target.shape)
-    plans = [planned(axes) for axes in on_one]
+    one_dimension, several = _partitions(sharding, target.shape)
+    plans = [planned(axes) for axes in one_dimension]
     if not any(plan.over_read <= REPORTED_OVER_READ for plan in plans):
-        plans += [planned(axes) for axes in on_several[:_MAX_PARTITIONS]]
+        plans += [planned(axes) for axes in several[:_MAX_PARTITIONS]]
     return tuple(sorted(plans, key=lambda plan: plan.read_bytes))
 
 
@@ -56,8 +56,8 @@ def _partitions(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[list[A
     """Return the other partitions of a leaf by the same axes: with all axes on one dimension, and on several."""
     current, sizes = axes_of(sharding, len(shape)), dict(sharding.mesh.shape)
     used = [axis for axis in sizes if any(axis in entry for entry in current)]
-    on_one: list[Axes] = []
-    on_several: list[Axes] = []
+    one_dimension: list[Axes] = []
+    several: list[Axes] = []
     for places in product(range(len(shape)), repeat=len(used)):
         axes = tuple(
             tuple(axis for axis, at in zip(used, places, strict=True) if at == dimension)
@@ -65,8 +65,8 @@ def _partitions(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[list[A
         )
         counts = (prod(sizes[axis] for axis in entry) for entry in axes)
         if axes != current and all(size % count == 0 for size, count in zip(shape, counts, strict=True)):
-            (on_one if len(set(places)) == 1 else on_several).append(axes)
-    return on_one, on_several
+            (one_dimension if len(set(places)) == 1 else several).append(axes)
+    return one_dimension, several
 
 
 def form(target: Target, locate: Callable[[str], Location]) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +25,13 @@ _LEAST_CUT_BYTES = 16 * 2**20
 
 
 class Fill(NamedTuple):
-    """What becomes arrays at once: the shards of the target at `number`, or of each the part that begins at `start`."""
+    """What becomes arrays at once: the shards of a target, or of each the part that begins at `start`.
+
+    `number` is the target's in the call that fills it.
+    """
 
     number: int
+    target: Target
     start: tuple[int, ...] | None
     blocks: tuple[Block, ...]  # one for each of the target's local boxes
 
@@ -41,32 +44,28 @@ class Fill(NamedTuple):
 class Batch:
     """Fills that are filled together: threads do that until `filled` has ended, then `arrays` has one for each block.
 
-    If the arrays leave host memory, they have a `slot` in it until they have arrived. For progress, the batch counts as
-    `counted` bytes.
+    If the arrays leave host memory, they have a `slot` in it until they have arrived.
     """
 
-    def __init__(self, fills: Sequence[Fill], counted: int, *, leaves_host: bool) -> None:
+    def __init__(self, fills: Sequence[Fill], *, leaves_host: bool) -> None:
         """Describe a batch of which nothing is filled yet."""
         self.fills = fills
         self.blocks = [block for fill in fills for block in fill.blocks]
         self.nbytes = sum(block.nbytes for block in self.blocks)
-        self.counted = counted
         self.leaves_host = leaves_host
         self.filled = Countdown()
         self.arrays: dict[int, np.ndarray] = {}  # by the number of the block
         self.slot: Slot | None = None
 
 
-def batches_of(
-    checkpoint: Checkpoint, targets: Sequence[Target], counted: Sequence[int] | None, most: int, batch_bytes: int
-) -> list[Batch]:
+def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int, batch_bytes: int) -> list[Batch]:
     """Return all shards of `targets` that this process holds, in batches.
 
     Everything that stays in host memory is one batch. The others have `batch_bytes`, or one group of leaves that are
     made of the same tensors, which has at most `most` bytes. A leaf with more is in parts if it can be.
     """
     whole = [
-        Fill(number, None, tuple([target.block(box) for box in target.local_boxes()]))
+        Fill(number, target, None, tuple([target.block(box) for box in target.local_boxes()]))
         for number, target in enumerate(targets)
     ]
     sizes = [fill.nbytes for fill in whole]
@@ -81,23 +80,18 @@ def batches_of(
             sized.append(([whole[number] for number in leaving], nbytes))
             continue
         for number in leaving:
-            sized += [([fill], fill.nbytes) for fill in _cut(whole[number], targets[number], most)]
-
-    def count(fills: Sequence[Fill]) -> int:
-        if counted is None:
-            return sum(fill.nbytes for fill in fills)
-        return sum(counted[fill.number] * fill.nbytes // max(sizes[fill.number], 1) for fill in fills)
+            sized += [([fill], fill.nbytes) for fill in _cut(whole[number], most)]
 
     batched = [[fill for fills in batch for fill in fills] for batch in batches(sized, batch_bytes)]
     return [
-        *([Batch(staying, count(staying), leaves_host=False)] if staying else []),
-        *(Batch(fills, count(fills), leaves_host=True) for fills in batched if fills),
+        *([Batch(staying, leaves_host=False)] if staying else []),
+        *(Batch(fills, leaves_host=True) for fills in batched if fills),
     ]
 
 
-def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:
+def _cut(fill: Fill, most: int) -> Iterator[Fill]:
     """Yield the same part of every shard of a target, of at most `most` bytes altogether, in the order of storage."""
-    most = max(most, _LEAST_CUT_BYTES)
+    target, most = fill.target, max(most, _LEAST_CUT_BYTES)
     if fill.nbytes <= most or not can_grow(target.sharding, target.shape, target.dtype):
         yield fill
         return
@@ -105,7 +99,7 @@ def _cut(fill: Fill, target: Target, most: int) -> Iterator[Fill]:
     shape, order = boxes[0].shape, storage_order(target.view)
     limit = most // (len(boxes) * target.dtype.itemsize)
     for part in tiles(shape, tile_shape(shape, (1,) * len(shape), order, limit), order):
-        yield Fill(fill.number, part.start, tuple([target.block(_within(box, part)) for box in boxes]))
+        yield Fill(fill.number, target, part.start, tuple([target.block(_within(box, part)) for box in boxes]))
 
 
 def _within(box: Box, part: Box) -> Box:
@@ -124,8 +118,3 @@ def in_file_order(checkpoint: Checkpoint, targets: Sequence[Target]) -> list[lis
         return checkpoint.begin(names[0]) if len(names) == 1 else min(map(checkpoint.begin, names), default=(0, 0))
 
     return sorted(groups, key=begin)
-
-
-def has_gaps(block: Block) -> bool:
-    """Return whether some elements of a block come from no tensor: those over the end of its view."""
-    return prod(block.shape) != block.box.volume

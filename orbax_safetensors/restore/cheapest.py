@@ -14,7 +14,7 @@ from orbax_safetensors.geometry.view import View
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.advice import pieces
 from orbax_safetensors.restore.request import ShardingOf
-from orbax_safetensors.transfer.plan import Block, transfer_plan
+from orbax_safetensors.transfer.plan import Block
 
 
 def cheapest(checkpoint: Checkpoint, mesh: Mesh | AbstractMesh, options: SafetensorsOptions) -> ShardingOf:
@@ -24,16 +24,13 @@ def cheapest(checkpoint: Checkpoint, mesh: Mesh | AbstractMesh, options: Safeten
     as must be. Of the dimensions that are cut into most shards, it is the one of which shards read fewest bytes; if
     several read as few, the longest. An array of which no dimension can be cut is replicated.
     """
-    pace = checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    pace = checkpoint.pace(options)
     known: dict[object, NamedSharding] = {}
 
     def read_bytes(view: View, sharding: NamedSharding) -> int:
         boxes = device_boxes(sharding, view.shape)  # those between the first and the last read as much
         blocks = [Block(view, box, box.shape, view.dtype, lossless=True) for box in (boxes[0], boxes[-1])]
-        plans = [
-            transfer_plan([block], checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes) for block in blocks
-        ]
-        return sum(plan.moved_bytes for plan in plans)
+        return sum(checkpoint.transfer([block], pace).moved_bytes for block in blocks)
 
     def sharding_of(name: str, shape: tuple[int, ...]) -> NamedSharding:
         view = checkpoint.leaves[name]

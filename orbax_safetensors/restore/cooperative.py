@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
-from orbax_safetensors.checkpoint.checksums import Comparison
 from orbax_safetensors.checkpoint.identity import identity
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import same, together
@@ -31,7 +30,6 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.format.names import some
 from orbax_safetensors.restore.batches import in_file_order
 from orbax_safetensors.restore.fill import Filling
-from orbax_safetensors.restore.match import Matched
 from orbax_safetensors.restore.parts import Parts, parts_of
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.transfer.engine import batches
@@ -47,22 +45,16 @@ class _Leaf(NamedTuple):
     parts: Parts
 
 
-class Prepared(NamedTuple):
-    """A restore before any tensor is read, with what checks tensors, and the batches of leaves to read in parts."""
-
-    checkpoint: Checkpoint
-    matched: Matched
-    comparison: Comparison | None
-    batches: list[list[_Leaf]]
+Batches = list[list[_Leaf]]
 
 
-def batches_of(checkpoint: Checkpoint, targets: Sequence[Target], most: int) -> list[list[_Leaf]]:
+def exchange_batches(checkpoint: Checkpoint, targets: Sequence[Target], most: int) -> Batches:
     """Return the leaves to read in parts, in batches of which no process reads more than `most` bytes, or one group.
 
     All processes make the same batches.
     """
-    found = [(number, target, parts_of(target)) for number, target in enumerate(targets)]
-    leaves = [_Leaf(number, target, parts) for number, target, parts in found if parts is not None]
+    in_parts = [(number, target, parts_of(target)) for number, target in enumerate(targets)]
+    leaves = [_Leaf(number, target, parts) for number, target, parts in in_parts if parts is not None]
     groups = [[leaves[at] for at in group] for group in in_file_order(checkpoint, [leaf.target for leaf in leaves])]
     sized = [(group, sum(map(_nbytes, group))) for group in groups]
     return [[leaf for group in batch for leaf in group] for batch in batches(sized, most)]
@@ -75,11 +67,10 @@ def _nbytes(leaf: _Leaf) -> int:
     return prod(sharding.shard_shape(leaf.parts.shape)) * leaf.target.dtype.itemsize * devices
 
 
-def facts(prepared: Prepared) -> str:
+def facts(checkpoint: Checkpoint, batched: Batches) -> str:
     """Return what tells processes that would read other files or exchange other leaves, for `check`."""
-    exchanges = [[_exchange(leaf) for leaf in batch] for batch in prepared.batches]
+    exchanges = [[_exchange(leaf) for leaf in batch] for batch in batched]
     digest = hashlib.sha256(repr(exchanges).encode("utf-8", "backslashreplace")).hexdigest()
-    checkpoint = prepared.checkpoint
     return json.dumps({"path": checkpoint.path, "identity": identity(checkpoint), "exchanges": digest})
 
 
@@ -106,7 +97,7 @@ def check(facts: Mapping[int, str]) -> None:
     same({process: text["exchanges"] for process, text in parsed.items()}, _OTHERWISE)
 
 
-def exchanged(under_way: Filling, batched: Sequence[Sequence[_Leaf]], key: str) -> dict[int, jax.Array]:
+def exchanged(under_way: Filling, batched: Batches, key: str) -> dict[int, jax.Array]:
     """Return the leaves that devices exchange, by number. `key` is that of the restore.
 
     Raises what `Filling.fill` raises, and `StorageError` if another process fails.
@@ -127,7 +118,7 @@ def exchanged(under_way: Filling, batched: Sequence[Sequence[_Leaf]], key: str) 
 def _read(under_way: Filling, batch: Sequence[_Leaf]) -> list[jax.Array]:
     """Read this process's parts."""
     parts = under_way.fill(
-        [leaf.parts.target(leaf.target) for leaf in batch], [leaf.target.local_nbytes for leaf in batch]
+        [leaf.parts.target(leaf.target) for leaf in batch], sum(leaf.target.local_nbytes for leaf in batch)
     )
     # Other processes are about to receive them.
     under_way.reader.check()

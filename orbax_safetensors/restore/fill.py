@@ -24,6 +24,7 @@ from orbax_safetensors.errors import SafetensorsError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.restore.batches import Batch, batches_of
 from orbax_safetensors.restore.in_flight import InFlight
+from orbax_safetensors.restore.leases import Leases
 from orbax_safetensors.restore.sources import Sources
 from orbax_safetensors.restore.target import Target
 from orbax_safetensors.storage.direct import reading
@@ -60,12 +61,15 @@ class Filling:
         options: SafetensorsOptions,
         pace: Pace,
         reader: Reader,
+        leases: Leases,
         meter: Meter | None,
     ) -> None:
         self.checkpoint = checkpoint
         self.num_arrays = 0
         self.reader = reader
+        self._leases = leases
         self._meter = meter
+        self._threads = pace.requests
         self._most = min(options.in_flight_bytes // 2, _MOST_BYTES)
         self._batch_bytes = min(self._most, pace.requests * pace.max_request_bytes)
         self.in_flight = InFlight(
@@ -74,12 +78,12 @@ class Filling:
             _BATCHES // 2 * self._batch_bytes,
             2 * self._most,
         )
-        self.sources = Sources(checkpoint, options, pace, reader, self.in_flight)
+        self.sources = Sources(checkpoint, options, pace, reader, leases, self.in_flight)
 
-    def fill(self, targets: Sequence[Target], counted: Sequence[int] | None = None) -> list[Any]:
+    def fill(self, targets: Sequence[Target], counted: int | None = None) -> list[Any]:
         """Return the values of `targets`, with the shards of this process. Devices have them on return.
 
-        `counted` are the bytes that each target counts for progress, by default those that are filled.
+        `counted` are the bytes that the targets count for progress, by default those that are filled.
 
         Arrays in host memory are read straight into place. Bytes on their way to accelerators take at most
         `options.in_flight_bytes` of host memory, because devices put longer leaves together. If they cannot, such a
@@ -90,11 +94,11 @@ class Filling:
           StorageError: bytes cannot be read.
         """
         with no_collection():
-            batched = batches_of(self.checkpoint, targets, counted, self._most, self._batch_bytes)
+            batched = batches_of(self.checkpoint, targets, self._most, self._batch_bytes)
         values: list[Any] = [None] * len(targets)
         growing: dict[int, Growing] = {}
         arrived = self.in_flight.arrived
-        staying = 0  # counted bytes of batches that stay in host memory and are filled
+        staying = 0  # bytes of batches that stay in host memory and are filled
 
         def report(more: float = 0) -> None:
             if self._meter is not None:
@@ -109,25 +113,23 @@ class Filling:
             for batch in batched:
                 batch.filled.ended.set()
 
-        total = max(sum(batch.counted for batch in batched), 1)
+        total = max(sum(batch.nbytes for batch in batched), 1)
         if self._meter is not None:
-            self._meter.begin(total)
-        with working(
-            self.sources.tasks(batched, targets), self.reader.useful_threads(len(self.checkpoint.files)), cancel
-        ):
+            self._meter.begin(total if counted is None else counted)
+        with working(self.sources.tasks(batched), self._threads, cancel):
             for batch in batched:
                 while not batch.filled.ended.wait(SECONDS):
-                    report(0 if batch.leaves_host else self.sources.share * batch.counted)
+                    report(0 if batch.leaves_host else self.sources.share * batch.nbytes)
                 if failed.is_set():
                     break
                 try:
                     with no_collection():
-                        _make_arrays(batch, targets, values, growing)
+                        _make_arrays(batch, values, growing)
                 except BaseException:
-                    self.reader.leases.abandon()
+                    self._leases.abandon()
                     raise
                 if batch.slot is None:
-                    staying += batch.counted
+                    staying += batch.nbytes
                 else:
                     self.in_flight.send(batch.slot)
                     batch.slot = None  # which may hold memory that no other batch uses
@@ -142,12 +144,12 @@ class Filling:
         return values
 
 
-def _make_arrays(batch: Batch, targets: Sequence[Target], values: list[Any], growing: dict[int, Growing]) -> None:
+def _make_arrays(batch: Batch, values: list[Any], growing: dict[int, Growing]) -> None:
     """Make leaves, or parts of them, of the filled arrays of a batch."""
     arrays = map(batch.arrays.__getitem__, count())
     sent = [] if batch.slot is None else batch.slot.sent
     for fill in batch.fills:
-        target = targets[fill.number]
+        target = fill.target
         shards = list(islice(arrays, len(fill.blocks)))
         if target.sharding is None:
             values[fill.number] = _value(target, *shards)
@@ -178,11 +180,16 @@ def filling(
         raise SafetensorsError(
             f"{checkpoint.path}: SafetensorsOptions(alias=True) maps local files into memory; this is not a local file"
         )
-    pace = store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+    pace = checkpoint.pace(options)
     sums = None if comparison is None else comparison.sums
-    with no_mesh(), passing(options.progress) as progress, Reader(checkpoint.open_file, pace.requests, sums) as reader:
+    with (
+        no_mesh(),
+        passing(options.progress) as progress,
+        Reader(checkpoint.open_file, pace.requests, sums) as reader,
+        contextlib.closing(Leases()) as leases,
+    ):
         meter = None if progress is None else Meter(progress, nbytes)
-        under_way = Filling(checkpoint, options, pace, reader, meter)
+        under_way = Filling(checkpoint, options, pace, reader, leases, meter)
         try:
             yield under_way
         finally:

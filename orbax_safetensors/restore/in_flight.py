@@ -22,13 +22,12 @@ _PAGES = 16
 
 @dataclass(eq=False)
 class Slot:
-    """A place for `nbytes` in flight, with memory if the bytes need memory of ours. For progress, it counts `counted`.
+    """A place for `nbytes` in flight, with memory if the bytes need memory of ours.
 
     `sent` are the arrays that are made of the memory. Once they have arrived, `arrived` is called.
     """
 
     nbytes: int
-    counted: int
     taken: Taken | None
     sent: list[jax.Array] = field(default_factory=list)
     arrived: Callable[[], None] | None = None
@@ -51,7 +50,7 @@ class InFlight:
 
         What is longer than `pool_bytes` has memory that is not used again.
         """
-        self.arrived = 0  # counted bytes
+        self.arrived = 0  # bytes
         self._limit, self._most_memory, self._pool_bytes = limit, most_memory, pool_bytes
         # Not taken through the condition, which an interrupt can leave locked: its `__exit__` is Python.
         self._lock = threading.Lock()
@@ -64,9 +63,7 @@ class InFlight:
     def _pool(self) -> Pool:
         return Pool(self._pool_bytes + _PAGES * PAGE_BYTES)
 
-    def take(
-        self, nbytes: int, counted: int, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None
-    ) -> Slot:
+    def take(self, nbytes: int, sizes: Sequence[int] = (), offsets: Mapping[int, int] | None = None) -> Slot:
         """Return a slot for `nbytes`, with memory for buffers of `sizes`; wait for it if necessary.
 
         `offsets` are as for `allocate`. Raises `CancelledError` once `end` has been called.
@@ -79,7 +76,7 @@ class InFlight:
                 if self._has_room(nbytes, sum(sizes)):
                     taken = self._pool.take(sizes, offsets) if sizes else None
                     if taken is not None or not sizes:
-                        self._slots.append(slot := Slot(nbytes, counted, taken))
+                        self._slots.append(slot := Slot(nbytes, taken))
                         return slot
                 self._wait()
 
@@ -131,7 +128,7 @@ class InFlight:
             slot = self._sent.popleft()
             slot.sent.clear()
             self._slots.remove(slot)
-            self.arrived += slot.counted
+            self.arrived += slot.nbytes
             if slot.arrived is not None:
                 slot.arrived()
             if slot.taken is not None:

@@ -174,9 +174,9 @@ def placed(matched: Matched, path: str) -> Matched:
             mesh = jax.sharding.get_mesh()
             if mesh.empty or mesh.abstract_mesh != named.mesh:
                 raise TensorMismatchError(f"{where} has a sharding without devices: set its mesh with jax.set_mesh")
-            on_devices = jax.sharding.NamedSharding(mesh, named.spec)
-            in_format = Format(sharding.layout, on_devices) if isinstance(sharding, Format) else on_devices
-            leaves[number] = replace(target, sharding=in_format)
+            concrete = jax.sharding.NamedSharding(mesh, named.spec)
+            in_layout = Format(sharding.layout, concrete) if isinstance(sharding, Format) else concrete
+            leaves[number] = replace(target, sharding=in_layout)
     return replace(matched, leaves=tuple(leaves))
 
 

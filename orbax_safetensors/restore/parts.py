@@ -26,7 +26,8 @@ from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.tiling import storage_order
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.target import LeafRequest, Target
+from orbax_safetensors.restore.leaf_request import LeafRequest
+from orbax_safetensors.restore.target import Target
 
 Axes = tuple[str, ...]
 

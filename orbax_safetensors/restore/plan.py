@@ -37,7 +37,7 @@ from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.store import Pace
 from orbax_safetensors.transfer.figures import REPORTED_OVER_READ, FileReads, Reads, looked_at
-from orbax_safetensors.transfer.plan import Block, TransferPlan, transfer_plan
+from orbax_safetensors.transfer.plan import TransferPlan
 
 
 @no_collection()
@@ -133,21 +133,19 @@ class PlannedRestore:
             checkpoint, targets, count, process_count, looked_at(count, everyone=all_processes), options
         )
 
-    @property
+    @cached_property
     def pace(self) -> Pace:
-        """Return the pace at which a restore requests from the checkpoint's store."""
-        options = self.options
-        return self.checkpoint.store.cost.pace(options.threads, options.max_gap_bytes, options.in_flight_bytes)
+        """The pace at which a restore requests from the checkpoint's store."""
+        return self.checkpoint.pace(self.options)
 
     def transfer(self, process: int) -> TransferPlan:
         """Return what a process moves."""
-        return self._transfer(
-            [
-                target.block(box)
-                for target, held in zip(self._read_targets, self._read_boxes, strict=True)
-                for box in held.read(process)
-            ]
-        )
+        blocks = [
+            target.block(box)
+            for target, held in zip(self._read_targets, self._read_boxes, strict=True)
+            for box in held.read(process)
+        ]
+        return self.checkpoint.transfer(blocks, self.pace)
 
     def plan(self) -> RestorePlan:
         """Return what the restore costs."""
@@ -242,14 +240,11 @@ class PlannedRestore:
         """Return what the processes that are looked at read of one leaf."""
         part = self._as_read(target)
         held = self._boxes_of(part)
-        transfers = [self._transfer([part.block(box) for box in held.read(process)]) for process in self.looked_at]
+        blocks = [[part.block(box) for box in held.read(process)] for process in self.looked_at]
+        transfers = [self.checkpoint.transfer(read_here, self.pace) for read_here in blocks]
         return Reads(
             sum(transfer.needed_bytes for transfer in transfers), sum(transfer.moved_bytes for transfer in transfers)
         )
-
-    def _transfer(self, blocks: Sequence[Block]) -> TransferPlan:
-        pace = self.pace
-        return transfer_plan(blocks, self.checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
 
     def _cost(self, process: int, transfer: TransferPlan) -> ProcessCost:
         files = self.checkpoint.files

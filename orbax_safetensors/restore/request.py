@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.devices.casts import Casts
 from orbax_safetensors.devices.trees import flatten
-from orbax_safetensors.errors import TargetTypeError
+from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.target import LeafRequest, leaf_request
+from orbax_safetensors.restore.leaf_request import LeafRequest, leaf_request
 from orbax_safetensors.storage.paths import PathLike, as_text
 
 # The sharding of an array, of its name and shape; None for a NumPy array.
@@ -24,8 +25,6 @@ ShardingOf = Callable[[str, tuple[int, ...]], Any]
 
 # Whether a tree may leave out tensors, or which leaves to restore, by names and patterns such as `*.layers.0.*`.
 Partial = bool | Iterable[str]
-
-_NO_CASTS = Casts(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class RestoreRequest:
     mesh: Mesh | AbstractMesh | None = None
     partial: bool = False
     only: tuple[str, ...] = ()
-    casts: Casts = _NO_CASTS
+    casts: Casts | None = None
     by_name: bool = False
     family: FamilyLike = None
     variant: Mapping[str, Any] | None = None
@@ -74,7 +73,7 @@ class RestoreRequest:
             path=as_text(path),
             partial=partial is True,
             only=_names(partial),
-            casts=Casts(dtype),
+            casts=None if dtype is None else Casts(dtype),
             family=family,
             variant=variant,
             options=options or SafetensorsOptions(),
@@ -116,12 +115,13 @@ class RestoreRequest:
 
     def leaf_requests(self) -> set[LeafRequest]:
         """Return the distinct requests for leaves of the tree, except wrong ones."""
-        requests = {
-            leaf_request(leaf if self.item is not None else None, args)
-            for leaf, args in self._leaves().values()
-            if leaf is not ocp.PLACEHOLDER and args is not ocp.PLACEHOLDER
-        }
-        return {request for request in requests if request is not None}
+        requests = set()
+        for leaf, args in self._leaves().values():
+            if leaf is not ocp.PLACEHOLDER and args is not ocp.PLACEHOLDER:
+                args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
+                with suppress(TensorMismatchError):
+                    requests.add(leaf_request(leaf if self.item is not None else None, args))
+        return requests
 
     def leaf_shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Return the shapes that the leaves of the tree must have, by name; None if the request does not say."""

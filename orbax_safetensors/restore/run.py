@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,7 +17,6 @@ from orbax_safetensors.devices.agreement import same
 from orbax_safetensors.errors import TensorMismatchError
 from orbax_safetensors.restore import cooperative, replicas
 from orbax_safetensors.restore.cheapest import cheapest
-from orbax_safetensors.restore.cooperative import Prepared
 from orbax_safetensors.restore.fill import filling
 from orbax_safetensors.restore.match import Matched, match, match_all, placed
 from orbax_safetensors.restore.parts import exchanges
@@ -42,7 +41,10 @@ def restore(request: RestoreRequest) -> Any:
     if keys.restore is None:
         checkpoint, matched, comparison, batches = _prepared(request, keys)
     else:
-        facts, check = (cooperative.facts, cooperative.check) if exchanges(options) else ("", same)
+        facts: str | Callable[[_Prepared], str] = ""
+        check: Callable[[Mapping[int, str]], None] = same
+        if exchanges(options):
+            facts, check = _exchange_facts, cooperative.check
         checkpoint, matched, comparison, batches = all_or_none(
             keys.restore, partial(_prepared, request, keys), facts, check=check, timeout_secs=options.join_timeout_secs
         )
@@ -60,7 +62,20 @@ def restore(request: RestoreRequest) -> Any:
     return matched.tree(values[number] for number in range(len(targets)))
 
 
-def _prepared(request: RestoreRequest, keys: Keys) -> Prepared:
+class _Prepared(NamedTuple):
+    """A restore before any tensor is read, with what checks tensors, and the batches of leaves to read in parts."""
+
+    checkpoint: Checkpoint
+    matched: Matched
+    comparison: Comparison | None
+    batches: cooperative.Batches
+
+
+def _exchange_facts(prepared: _Prepared) -> str:
+    return cooperative.facts(prepared.checkpoint, prepared.batches)
+
+
+def _prepared(request: RestoreRequest, keys: Keys) -> _Prepared:
     """Open the checkpoint, see it through its family, match the leaves, and say where arrays go."""
     options = request.options
     stored = read_checkpoint(request.path, options.storage_options, partial=request.partial, shared_by=keys.headers)
@@ -70,9 +85,11 @@ def _prepared(request: RestoreRequest, keys: Keys) -> Prepared:
         checkpoint, matched = seen(request, stored)
         matched = placed(matched, checkpoint.path)
         shared = keys.restore is not None and exchanges(options)
-        batches = cooperative.batches_of(checkpoint, matched.targets, options.in_flight_bytes // 2) if shared else []
-        comparison = Comparison(checkpoint) if options.checksums else None
-        return Prepared(checkpoint, matched, comparison, batches)
+        batches = (
+            cooperative.exchange_batches(checkpoint, matched.targets, options.in_flight_bytes // 2) if shared else []
+        )
+        comparison = Comparison(checkpoint, partial=request.partial) if options.checksums else None
+        return _Prepared(checkpoint, matched, comparison, batches)
 
 
 def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:
@@ -82,10 +99,12 @@ def seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Match
     fit. A request without a tree is for the one that was saved, or if none is recorded, for everything.
     """
     checkpoint, matched = _seen(request, stored)
-    check_casts(checkpoint, request.casts, request.options.dequantize)
     if request.only:
         matched = matched.only(request.only)
-    return checkpoint, matched.cast(request.casts)
+    if request.casts is not None:
+        check_casts(checkpoint, request.casts, request.options.dequantize)
+        matched = matched.cast(request.casts)
+    return checkpoint, matched
 
 
 def _seen(request: RestoreRequest, stored: Checkpoint) -> tuple[Checkpoint, Matched]:

@@ -17,14 +17,13 @@ import numpy as np
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.geometry.strided import Copy, split
 from orbax_safetensors.options import SafetensorsOptions
-from orbax_safetensors.restore.batches import Batch, Fill, has_gaps
+from orbax_safetensors.restore.batches import Batch, Fill
 from orbax_safetensors.restore.in_flight import InFlight
-from orbax_safetensors.restore.target import Target
+from orbax_safetensors.restore.leases import Leases, Range
 from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.memory import ALIGNMENT, allocate, no_collection
 from orbax_safetensors.storage.store import Pace
-from orbax_safetensors.transfer.leases import Range
-from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits, transfer_plan
+from orbax_safetensors.transfer.plan import Block, Location, TransferPlan, same_bits
 from orbax_safetensors.transfer.reader import Reader, direct_offsets
 
 # What a thread brings in of a mapping at a time. Two threads take a disk's and a page cache's full speed with that.
@@ -48,12 +47,19 @@ class Sources:
     """Makes tasks of batches. `num_reads` and `needed_bytes` are those of the tasks so far."""
 
     def __init__(
-        self, checkpoint: Checkpoint, options: SafetensorsOptions, pace: Pace, reader: Reader, in_flight: InFlight
+        self,
+        checkpoint: Checkpoint,
+        options: SafetensorsOptions,
+        pace: Pace,
+        reader: Reader,
+        leases: Leases,
+        in_flight: InFlight,
     ) -> None:
         """Make no task yet."""
         self.num_reads = self.needed_bytes = 0
         self._checkpoint, self._options, self._pace = checkpoint, options, pace
-        self._reader, self._in_flight = reader, in_flight
+        self._reader, self._leases, self._in_flight = reader, leases, in_flight
+        self._mappings: dict[int, memoryview] = {}  # of files that arrays alias, by number
         self._staying_bytes = 0, 1  # that were read before, and that are to be read
 
     @property
@@ -62,16 +68,16 @@ class Sources:
         before, nbytes = self._staying_bytes
         return min((self._reader.counters.nbytes - before) / max(nbytes, 1), 1)
 
-    def tasks(self, batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Callable[[], object]]:
-        """Yield what threads have to call to fill `batches` of `targets`, in order. Waits for slots in flight."""
+    def tasks(self, batches: Iterable[Batch]) -> Iterator[Callable[[], object]]:
+        """Yield what threads have to call to fill `batches`, in order. Waits for slots in flight."""
         for batch in batches:
-            make = self._leaving if batch.leaves_host else partial(self._staying, targets)
+            make = self._leaving if batch.leaves_host else self._staying
             yield from batch.filled.of(make(batch))
 
-    def _staying(self, targets: Sequence[Target], batch: Batch) -> Iterator[Callable[[], object]]:
+    def _staying(self, batch: Batch) -> Iterator[Callable[[], object]]:
         with no_collection():
             if self._options.alias:
-                self._alias(batch, targets)
+                self._alias(batch)
             left, blocks, plan = self._planned(batch)
             memory = allocate([block.nbytes for block in blocks], direct_offsets(plan, self._checkpoint.store))
             self._place(batch, left, memory)
@@ -79,8 +85,8 @@ class Sources:
         yield from self._reader.tasks(plan, blocks, memory)
 
     def _leaving(self, batch: Batch) -> Iterator[Callable[[], object]]:
-        if wanted := self._reader.leases.wanted:
-            self._reader.leases.refuse(wanted)
+        if wanted := self._leases.wanted:
+            self._leases.refuse(wanted)
             self._in_flight.drain()  # which lets them go
         leases: dict[int, LeasedMapping] = {}
         with no_collection():
@@ -89,18 +95,18 @@ class Sources:
             answered = {number for number, _ in answers}
             left, blocks, plan = self._planned(batch, answered)
             offsets = direct_offsets(plan, self._checkpoint.store)
-        batch.slot = self._in_flight.take(batch.nbytes, batch.counted, [block.nbytes for block in blocks], offsets)
+        batch.slot = self._in_flight.take(batch.nbytes, [block.nbytes for block in blocks], offsets)
         if leases:
-            batch.slot.arrived = partial(self._reader.leases.let_go, leases, ranges)
+            batch.slot.arrived = partial(self._leases.let_go, leases, ranges)
         memory = batch.slot.memory
         empty = {constant.end.block for constant in plan.constants}
         for number, block in enumerate(blocks):
-            if number in empty or has_gaps(block):
+            if number in empty or prod(block.shape) != block.box.volume:  # elements over the end of its view
                 memory[number][:] = 0
         self._place(batch, left, memory)
         self.num_reads += len(ranges) + len(answers)
         for range_ in ranges:
-            yield partial(self._reader.populate, *range_)
+            yield partial(self._populate, *range_)
         for number, rows in answers:
             yield partial(self._answer, batch, number, rows)
         yield from self._reader.tasks(plan, blocks, memory)
@@ -108,8 +114,8 @@ class Sources:
     def _planned(self, batch: Batch, without: Iterable[int] = ()) -> tuple[list[int], list[Block], TransferPlan]:
         """Return the blocks that have no bytes from elsewhere, their numbers first, and the plan of their requests."""
         left = [at for at in range(len(batch.blocks)) if at not in batch.arrays and at not in without]
-        blocks, pace = [batch.blocks[at] for at in left], self._pace
-        plan = transfer_plan(blocks, self._checkpoint.location, pace.max_gap_bytes, pace.max_request_bytes)
+        blocks = [batch.blocks[at] for at in left]
+        plan = self._checkpoint.transfer(blocks, self._pace)
         self.num_reads += plan.num_requests
         self.needed_bytes += plan.needed_bytes
         return left, blocks, plan
@@ -120,16 +126,27 @@ class Sources:
             block = batch.blocks[number]
             batch.arrays[number] = np.ndarray(block.shape, block.dtype, data)
 
-    def _alias(self, batch: Batch, targets: Sequence[Target]) -> None:
+    def _alias(self, batch: Batch) -> None:
         """Let blocks of CPU arrays be mapped files, if they lie there as memory needs them."""
         at = 0
         for fill in batch.fills:
-            can_share = targets[fill.number].kind is jax.Array
+            can_share = fill.target.kind is jax.Array
             for block in fill.blocks:
                 rows = _rows_of(block, self._checkpoint.location) if can_share else None
                 if rows is not None and rows.end - rows.begin == block.nbytes and rows.begin % ALIGNMENT == 0:
-                    batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._reader.map(rows.file), rows.begin)
+                    batch.arrays[at] = np.ndarray(block.shape, block.dtype, self._mapped(rows.file), rows.begin)
                 at += 1
+
+    def _mapped(self, number: int) -> memoryview:
+        """Return a whole file as memory, the same memory for every caller."""
+        if number not in self._mappings:
+            self._mappings[number] = self._reader.file(number).map()
+        return self._mappings[number]
+
+    def _populate(self, number: int, begin: int, end: int) -> None:
+        """Bring bytes of a leased file into memory."""
+        self._leases.populate(number, begin, end)
+        self._reader.count(1, end - begin)
 
     def _map(self, batch: Batch, leases: dict[int, LeasedMapping]) -> list[Range]:
         """Let blocks be rows of mapped files, if these hold little else; return the ranges to bring in.
@@ -141,13 +158,13 @@ class Sources:
         ranges: list[Range] = []
         first = 0
         for fill in batch.fills:
-            found = self._mappable(fill, leases)
-            brought = joined((rows.file, rows.begin, rows.end) for rows in found.values())
-            needed = sum(fill.blocks[at].nbytes for at in found)
+            mappable = self._mappable(fill, leases)
+            brought = joined((rows.file, rows.begin, rows.end) for rows in mappable.values())
+            needed = sum(fill.blocks[at].nbytes for at in mappable)
             if needed >= _LEAST_NEEDED * sum(end - begin for _, begin, end in brought):
                 ranges += brought
                 self.needed_bytes += needed
-                for at, rows in found.items():
+                for at, rows in mappable.items():
                     block, memory = fill.blocks[at], leases[rows.file].memory
                     batch.arrays[first + at] = np.ndarray(block.shape, block.dtype, memory, rows.begin, rows.strides)
             first += len(fill.blocks)
@@ -159,18 +176,18 @@ class Sources:
 
     def _mappable(self, fill: Fill, leases: dict[int, LeasedMapping]) -> dict[int, Rows]:
         """Return where blocks lie in files that can be mapped, by their number in the fill. Add to `leases`."""
-        found = {}
+        mappable = {}
         for number, block in enumerate(fill.blocks):
             rows = _rows_of(block, self._checkpoint.location)
             if rows is None or _row_bytes(block, rows) < _ROW_BYTES:
                 continue
             if rows.file not in leases:
-                if (mapping := self._reader.lease(rows.file)) is None:
+                if (mapping := self._leases.hold(rows.file, self._reader.file(rows.file))) is None:
                     continue
                 leases[rows.file] = mapping
             if leases[rows.file].serves(rows.begin, rows.end):
-                found[number] = rows
-        return found
+                mappable[number] = rows
+        return mappable
 
     def _answered(self, batch: Batch) -> list[tuple[int, Rows]]:
         """Return the blocks that are one long request to a server, by number."""

@@ -5,28 +5,26 @@ A wrong request for a leaf is refused here, before memory is allocated or a tens
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format
 
 from orbax_safetensors.checkpoint.checkpoint import Checkpoint
 from orbax_safetensors.devices.arrays import check_holdable
-from orbax_safetensors.devices.sharding import is_abstract, local_boxes, plain
+from orbax_safetensors.devices.sharding import local_boxes, plain
 from orbax_safetensors.devices.trees import is_random
-from orbax_safetensors.errors import TargetTypeError, TensorMismatchError
-from orbax_safetensors.format.dtypes import DTYPES, DType, from_numpy
+from orbax_safetensors.errors import TensorMismatchError
+from orbax_safetensors.format.dtypes import DType, from_numpy
 from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.restore.leaf_request import SCALARS, leaf_request
 from orbax_safetensors.transfer.plan import Block
-
-# NumPy's scalar types that tensors can have; not `np.number` and the like, which do not have one dtype.
-_SCALARS = frozenset(dtype.numpy.type for dtype in DTYPES.values() if dtype.numpy is not None)
 
 
 @dataclass(slots=True)  # frozen, it would take five times as long to make, and a model has 45,000
@@ -143,74 +141,14 @@ class Targets:
 
 def _target(name: str, view: View, packed: DType | None, leaf: Any, args: ocp.RestoreArgs) -> Target:
     """Return the target for a leaf; `packed` is the dtype of a tensor that is held packed, if there is one."""
-    kind = _kind(leaf, args)
-    sharding = _sharding(len(view.shape), leaf, args) if kind is jax.Array else None
+    kind, sharding, broadcast = leaf_request(leaf, args, len(view.shape))
     if unplaced := kind is jax.Array and sharding is None and args.restore_type is None:
         kind = np.ndarray
     dtype, lossless = _dtype(packed, view.dtype, kind, leaf, args)
     shape = _shape(view, kind, leaf, args)
     for held in ((view.shape, view.dtype), (shape, dtype)):
         check_holdable(*held)
-    broadcast = isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs)
     return Target(name, view, shape, dtype, kind, sharding, lossless, broadcast, unplaced)
-
-
-class LeafRequest(NamedTuple):
-    """What a caller requests of a leaf, regardless of the checkpoint; the fields are those of `Target`."""
-
-    kind: type
-    sharding: jax.sharding.Sharding | Format | None
-    broadcast: bool
-
-    @property
-    def processes(self) -> frozenset[int]:
-        """Return the processes of the array's devices; empty if there is no array or the devices are not known."""
-        if self.sharding is None:
-            return frozenset()
-        sharding = plain(self.sharding)
-        devices: Iterable[Any] = ()
-        if not is_abstract(sharding):
-            devices = sharding.device_set
-        elif not (mesh := jax.sharding.get_mesh()).empty:
-            devices = mesh.devices.flat
-        return frozenset(device.process_index for device in devices)
-
-
-def leaf_request(leaf: Any, args: Any) -> LeafRequest | None:
-    """Return the part of a `target` that does not depend on the checkpoint; None if the request is wrong."""
-    args = args if isinstance(args, ocp.RestoreArgs) else ocp.RestoreArgs()
-    try:
-        kind = _kind(leaf, args)
-        sharding = _sharding(None, leaf, args) if kind is jax.Array else None
-    except TensorMismatchError:
-        return None
-    return LeafRequest(kind, sharding, isinstance(args, ocp.type_handlers.SingleReplicaArrayRestoreArgs))
-
-
-def _kind(leaf: Any, args: ocp.RestoreArgs) -> type:
-    """Return the type that the leaf is restored as."""
-    requested: Any = args.restore_type
-    if requested is not None:
-        if isinstance(requested, type):
-            if requested in _SCALARS:
-                return requested
-            for kind in (jax.Array, np.ndarray, bool, int, float):
-                if issubclass(requested, kind):
-                    return kind
-        raise TargetTypeError(
-            f"restore_type is {requested!r}, can be jax.Array, np.ndarray, a scalar type of NumPy, int, float or bool"
-        )
-    # NumPy's float64 is a float, and a bool is an int.
-    if leaf is None or isinstance(leaf, np.ndarray | np.generic):
-        return np.ndarray
-    if isinstance(leaf, jax.sharding.Sharding | Format):
-        return jax.Array
-    for kind in (bool, int, float):
-        if isinstance(leaf, kind):
-            return kind
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return jax.Array
-    raise TargetTypeError(f"a leaf of type {type(leaf).__name__} cannot be restored: {leaf!r:.80}")
 
 
 def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs) -> tuple[int, ...]:
@@ -235,7 +173,7 @@ def _shape(view: View, kind: type, leaf: Any, args: ocp.RestoreArgs) -> tuple[in
 def _dtype(packed: DType | None, held: np.dtype, kind: type, leaf: Any, args: ocp.RestoreArgs) -> tuple[np.dtype, bool]:
     """Return the leaf's dtype, and whether values must survive the cast to it."""
     requested = args.dtype
-    if kind in _SCALARS:
+    if kind in SCALARS:
         requested = kind
     elif requested is None and kind in (jax.Array, np.ndarray):
         requested = getattr(leaf, "dtype", None)
@@ -278,46 +216,3 @@ def _checked_dtype(requested: Any, held: np.dtype) -> np.dtype:
     except (TypeError, TensorMismatchError) as error:
         raise TensorMismatchError(f"expected a dtype that tensors can have, found {requested!r}") from error
     return dtype
-
-
-def _sharding(rank: int | None, leaf: Any, args: ocp.RestoreArgs) -> jax.sharding.Sharding | Format | None:
-    """Return the sharding that the caller gave the leaf, if any, with its layout, if it has one.
-
-    The layout must be of `rank` dimensions, unless `rank` is None.
-    """
-    try:
-        sharding = getattr(args, "sharding", None)
-        if sharding is None:
-            sharding = _sharding_of_mesh(args)
-        if sharding is None:
-            sharding = _sharding_of_leaf(leaf)
-        if isinstance(sharding, ocp.metadata.ShardingMetadata):
-            sharding = sharding.to_jax_sharding()
-    except TensorMismatchError:
-        raise
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise TensorMismatchError(f"the sharding cannot be made: {error}") from error
-    if isinstance(sharding, Format):
-        layout = sharding.layout
-        order = layout.major_to_minor if isinstance(layout, Layout) else None
-        if sharding.sharding is None or (layout is not None and (order is None or rank not in (None, len(order)))):
-            raise TensorMismatchError(f"expected a sharding and a layout of {rank} dimensions, found {sharding}")
-    elif sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
-        raise TargetTypeError(f"expected a sharding, found {sharding!r}")
-    return sharding
-
-
-def _sharding_of_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, jax.sharding.Sharding | Format):
-        return leaf
-    # A description with a layout requests this layout; an array merely has one.
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None and leaf.format.layout is not None:
-        return leaf.format
-    return getattr(leaf, "sharding", None)
-
-
-def _sharding_of_mesh(args: ocp.RestoreArgs) -> jax.sharding.Sharding | None:
-    mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
-    if (mesh is None) != (axes is None):
-        raise TensorMismatchError("expected both mesh and mesh_axes, found one of them")
-    return None if mesh is None or axes is None else jax.sharding.NamedSharding(mesh, axes)

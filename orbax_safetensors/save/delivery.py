@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.devices.arrays import local_shards, on_accelerator, to_host
+from orbax_safetensors.devices.bits import is_float, to_bits
 from orbax_safetensors.devices.collectives import MAX_IN_FLIGHT
 from orbax_safetensors.devices.sharding import Axes, axes_of, local_boxes, no_mesh
 from orbax_safetensors.errors import TensorMismatchError
@@ -115,10 +116,10 @@ def received(all_deliveries: Sequence[Delivery], rank: int) -> list[tuple[Block,
     def arrived() -> Iterator[tuple[Block, np.ndarray]]:
         parts = [(delivery, part) for delivery, part in waiting if delivery.owner == rank]
         shards = [local_shards(part, local_boxes(part.sharding, part.shape)) for _, part in parts]
-        memory = to_host([shard for by_box in shards for shard in by_box.values()])
-        for (delivery, part), by_box in zip(parts, shards, strict=True):
+        memory = to_host([shard for boxes in shards for shard in boxes.values()])
+        for (delivery, part), boxes in zip(parts, shards, strict=True):
             data = np.empty(part.shape, part.dtype)
-            for box in by_box:
+            for box in boxes:
                 data[box.slices] = next(memory)
             yield from _blocks(delivery, data.view(delivery.leaf.value.dtype))
 
@@ -201,12 +202,9 @@ def _in_usual_memory(shard: jax.Array, device: Any) -> jax.Array:
 @lru_cache(maxsize=4096)
 def _program(sizes: tuple[int, ...], sharding: jax.sharding.Sharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
     def box_of(x: jax.Array, start: jax.Array) -> jax.Array:
-        if jax.numpy.issubdtype(x.dtype, np.floating):  # to keep the bits of NaNs
-            x = jax.lax.bitcast_convert_type(x, _BITS[x.itemsize])
+        if is_float(x.dtype):  # to keep the bits of NaNs
+            x = to_bits(x)
         return jax.lax.dynamic_slice(x, [start[axis] for axis in range(len(sizes))], sizes)
 
     program: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(box_of, out_shardings=sharding)
     return program
-
-
-_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from orbax_safetensors.checkpoint.model_files import ModelFiles
 from orbax_safetensors.devices import collectives
 from orbax_safetensors.devices.agreement import new_key, post, posted, together, withdraw
 from orbax_safetensors.devices.sharding import placement
+from orbax_safetensors.errors import storage_errors
 from orbax_safetensors.format.checksums import CHECKSUMS_NAME, FileChecksums, encode
 from orbax_safetensors.format.index import Index
 from orbax_safetensors.format.layout import INDEX_NAME, Layout, avoiding
@@ -46,7 +48,7 @@ from orbax_safetensors.save.writers import files_by_writer, grouped, stretches, 
 from orbax_safetensors.storage.local import rename
 from orbax_safetensors.storage.paths import as_text
 from orbax_safetensors.storage.schemes import store_of
-from orbax_safetensors.storage.store import NewFile
+from orbax_safetensors.storage.store import NewFile, Store
 from orbax_safetensors.storage.upload import files_at_once
 from orbax_safetensors.transfer.plan import Location, locations, transfer_plan
 from orbax_safetensors.transfer.progress import Meter, passing
@@ -89,6 +91,8 @@ def prepare(request: SaveRequest) -> SaveJob:
         job = SaveJob(
             request,
             key,
+            store,
+            path,
             layout,
             places,
             numbers=range(len(layout.files)),
@@ -131,6 +135,7 @@ class SaveJob:
 
     Attributes:
       key: of the agreements of the processes.
+      path: of the directory, in `store`.
       layout: the files of the save.
       places: where tensors lie in them.
       numbers: of the files that this process writes into; of all if processes share files.
@@ -141,6 +146,8 @@ class SaveJob:
 
     request: SaveRequest
     key: str
+    store: Store
+    path: str
     layout: Layout
     places: Mapping[str, Location]
     numbers: Sequence[int]
@@ -160,8 +167,7 @@ class SaveJob:
             # A process that fails before its part of the programs would leave the others waiting in theirs.
             if self.deliveries is not None:
                 return Shards((), received(self.deliveries, self.request.active.rank))
-            store, _ = store_of(as_text(self.request.path), self.request.options.storage_options)
-            return kept(self.shards.groups, copied_later=store.is_local)
+            return kept(self.shards.groups, copied_later=self.store.is_local)
 
         # Before a process begins to write, all have the memory.
         with collectives.ended_by_sigterm():
@@ -203,7 +209,7 @@ class SaveJob:
         logger.info(
             "Saved %d tensors to %s: %d bytes written here in %d requests, %.2f s, %.2f GB/s",
             sum(len(self.layout.files[number][1].tensors) for number in self.numbers),
-            as_text(request.path),
+            self.path,
             writer.counters.nbytes,
             writer.counters.num_requests,
             seconds,
@@ -235,7 +241,7 @@ class SaveJob:
     def _begin(self, stack: contextlib.ExitStack) -> NewFiles:
         """Look at what is in the directory; `stack` then takes back what a save that fails adds to it."""
         request, names = self.request, [name for name, _ in self.layout.files]
-        files = NewFiles(request.path, [names[number] for number in self.numbers], request.options)
+        files = NewFiles(self.store, self.path, [names[number] for number in self.numbers], request.options)
         stack.enter_context(files)
         if self._replaces and request.active.is_primary:
             files.keep_old(frozenset(names))
@@ -299,7 +305,8 @@ class SaveJob:
         if self.index is not None:
             below = [files.path_of(name) for name in (DATA_DIRECTORY, ARRAYS_DIRECTORY)]
             for path in below:
-                store.make(path)
+                with storage_errors(f"{path}: cannot be made", OSError):
+                    os.makedirs(path, exist_ok=True)
             renamed = {TREE_FILE: _UNFINISHED}
             self.index.write(files.path, lambda name, content: files.write(renamed.get(name, name), content))
             for path in below if sync else ():

@@ -8,10 +8,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_safetensors.errors import StorageError
+from orbax_safetensors.errors import StorageError, storage_errors
 from orbax_safetensors.orbax_store.directories import flush
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
-from orbax_safetensors.orbax_store.operations import storage_errors
+from orbax_safetensors.orbax_store.metadata import finished_text
 from orbax_safetensors.save.request import check_kept
 from orbax_safetensors.storage.replace import recover, remove, remove_aside, replace
 from orbax_safetensors.storage.workspace import Workspace
@@ -64,14 +64,11 @@ class NewDirectory(Workspace):
         """
         if self._force:
             with storage_errors(f"{self.destination}: cannot be replaced", OSError):
-                (epath.Path(self.path) / FINISHED_FILE).write_text(
-                    f"Checkpoint commit was successful to {self.destination}"
-                )
+                (epath.Path(self.path) / FINISHED_FILE).write_text(finished_text(self.destination))
                 flush(self.path)
                 remove_aside(self.destination)
                 replace(self.path, self.destination)
             self._sync_name()
-        self.release()
 
     def release(self) -> None:
         """See `Workspace`. Deletes what is not the checkpoint, if this process has the place."""
@@ -79,4 +76,3 @@ class NewDirectory(Workspace):
             remove(self._temporary)
             remove(self._beside)
             super().release()
-            self._lock = None

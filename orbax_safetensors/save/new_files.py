@@ -18,8 +18,6 @@ import orbax.checkpoint as ocp
 
 from orbax_safetensors.checkpoint.files import SUFFIX
 from orbax_safetensors.checkpoint.read import read_checkpoint
-from orbax_safetensors.devices.active import ActiveProcesses
-from orbax_safetensors.devices.agreement import new_key, together
 from orbax_safetensors.errors import MissingError, SafetensorsError, StorageError
 from orbax_safetensors.format.header import MAX_HEADER_BYTES
 from orbax_safetensors.format.index import INDEX_SUFFIX, Index
@@ -29,15 +27,11 @@ from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.orbax_store.discovery import FINISHED_FILE
 from orbax_safetensors.orbax_store.metadata import INDEX_NAMES
 from orbax_safetensors.save.request import Existing
-from orbax_safetensors.storage.paths import PathLike, as_text
 from orbax_safetensors.storage.remote import READ_ONLY
-from orbax_safetensors.storage.schemes import store_of
 from orbax_safetensors.storage.store import Stamp, Store, find_small, write_small
 
 # What says which files of a directory are the checkpoint, to our reader and to Orbax.
 _MARKS = (INDEX_NAME, FINISHED_FILE)
-# The most bytes to read of a small file beside a checkpoint.
-_MAX_BESIDE_BYTES = 64 * 2**20
 
 
 def make_room(store: Store, directory: str, existing: Existing) -> None:
@@ -84,10 +78,10 @@ class NewFiles:
     file in its place, that is the change.
     """
 
-    def __init__(self, directory: PathLike, names: Iterable[str], options: SafetensorsOptions) -> None:
-        """Touch nothing. The files of `names` are made elsewhere."""
+    def __init__(self, store: Store, path: str, names: Iterable[str], options: SafetensorsOptions) -> None:
+        """Touch nothing in the directory `path` of `store`. The files of `names` are made elsewhere."""
         self._storage_options = options.storage_options
-        self.store, self.path = store_of(directory, self._storage_options)
+        self.store, self.path = store, path
         self.names = set(names)
         self._sync = options.fsync
         self._before: Mapping[str, Stamp] = {}
@@ -168,34 +162,3 @@ class NewFiles:
         others = [name for name in self.store.below(self.path) if name not in self.names]
         self.store.delete(self.path, [name for name in others if not name.endswith(INDEX_SUFFIX)])
         self.store.delete(self.path, others)
-
-
-def write_beside(
-    directory: PathLike,
-    files: Mapping[str, str],
-    *,
-    options: SafetensorsOptions,
-    active: ActiveProcesses | None = None,
-) -> None:
-    """Write small files, in order, beside the save in `directory`; `active`, or all processes, call this together.
-
-    One process writes. Raises `StorageError` in every process if that one fails.
-    """
-    directory = as_text(directory)
-    active = active or ActiveProcesses.all()
-
-    def write() -> None:
-        store, path = store_of(directory, options.storage_options)
-        for name, text in files.items():
-            write_small(store, posixpath.join(path, name), text.encode(), sync=options.fsync)
-
-    together(f"{new_key('beside', directory, active)}/written", active.by_primary(write), active=active)
-
-
-def read_beside(directory: PathLike, name: str, *, options: SafetensorsOptions) -> bytes | None:
-    """Return the content of a small file in `directory`; None if it does not exist, or if `directory` is a file.
-
-    Raises `StorageError` if the file cannot be read.
-    """
-    store, path = store_of(directory, options.storage_options)
-    return None if path.endswith(SUFFIX) else find_small(store, posixpath.join(path, name), _MAX_BESIDE_BYTES)

@@ -11,14 +11,13 @@ import numpy as np
 
 from orbax_safetensors.checkpoint.family import FamilyLike
 from orbax_safetensors.checkpoint.leaf import Leaf
-from orbax_safetensors.devices.sharding import device_owners, holders, num_processes
+from orbax_safetensors.devices.sharding import device_owners, num_processes
 from orbax_safetensors.format.layout import MAX_FILE_BYTES, Layout
-from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.options import SafetensorsOptions
 from orbax_safetensors.save.contents import contents_of
 from orbax_safetensors.save.copied import StoredArray
 from orbax_safetensors.save.request import Rest, SaveRequest
-from orbax_safetensors.save.writers import files_by_writer, grouped, written_by
+from orbax_safetensors.save.writers import files_by_writer, grouped, holders_of, written_by
 from orbax_safetensors.storage.memory import no_collection
 from orbax_safetensors.storage.paths import PathLike
 from orbax_safetensors.storage.schemes import store_of
@@ -148,22 +147,13 @@ def _to_shared_files(
     leaves: Sequence[Leaf], layout: Layout, process_count: int, dealt: int | None, planned: Sequence[int]
 ) -> tuple[ProcessWrites, ...]:
     """Return the cost of writing the boxes of `planned` processes into the files of `layout`."""
-    groups = grouped(leaves)
+    groups, everyone = grouped(leaves), tuple(range(process_count))
     places = locations(layout)
 
     def writes(process: int) -> ProcessWrites:
-        def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
-            if isinstance(leaf.value, StoredArray):
-                return dict.fromkeys(leaf.value.boxes(), tuple(range(process_count)))
-            if isinstance(leaf.value, np.ndarray):
-                return {Box.whole(leaf.shape): tuple(range(process_count))}
-            if leaf.value.sharding is None:  # JAX's default device
-                return {Box.whole(leaf.shape): (0,)} if process == 0 else {}
-            return holders(leaf.value.sharding, leaf.shape, process, dealt)
-
         blocks = [
             Block(leaf.view, box, box.shape, np.dtype(leaf.value.dtype))
-            for group in written_by(process, groups, held)
+            for group in written_by(process, groups, lambda leaf: holders_of(leaf, everyone, process, dealt))
             for leaf, boxes in group
             for box in boxes
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from orbax_safetensors.checkpoint.leaf import Leaf
 from orbax_safetensors.devices.active import ActiveProcesses
@@ -28,6 +29,20 @@ def grouped(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
     return [[leaves[at] for at in group] for group in by_tensors([leaf.view for leaf in leaves])]
 
 
+def holders_of(
+    leaf: Leaf, everyone: tuple[int, ...], process: int, process_count: int | None
+) -> Mapping[Box, tuple[int, ...]]:
+    """Return which of the processes `everyone` hold each box of a leaf that `process` holds; see `holders`."""
+    value = leaf.value
+    if isinstance(value, StoredArray):
+        return dict.fromkeys(value.boxes(), everyone)
+    if isinstance(value, np.ndarray):
+        return {Box.whole(leaf.shape): everyone}
+    if value.sharding is None:  # a description, for JAX's default device
+        return {Box.whole(leaf.shape): (0,)} if process == 0 else {}
+    return holders(value.sharding, leaf.shape, process, process_count)
+
+
 def written_here(groups: Iterable[Sequence[Leaf]], active: ActiveProcesses) -> Iterator[tuple[Owned, ...]]:
     """Return each group of leaves with the boxes that this process writes.
 
@@ -36,23 +51,19 @@ def written_here(groups: Iterable[Sequence[Leaf]], active: ActiveProcesses) -> I
     process = jax.process_index()
 
     def held(leaf: Leaf) -> Mapping[Box, tuple[int, ...]]:
-        if isinstance(leaf.value, StoredArray):
-            return dict.fromkeys(leaf.value.boxes(), active.indices)
-        if not isinstance(leaf.value, jax.Array):
-            return {Box.whole(leaf.shape): active.indices}
-        local = holders(leaf.value.sharding, leaf.shape, process, None)
-        if active.count == jax.process_count():
+        local = holders_of(leaf, active.indices, process, None)
+        if active.count == jax.process_count() or not isinstance(leaf.value, jax.Array):
             return local
-        by_box = {
-            box: tuple(holder for holder in of_box if holder in active.indices)
-            for box, of_box in all_holders(leaf.value.sharding, leaf.shape, None).items()
+        saving = {
+            box: tuple(holder for holder in box_holders if holder in active.indices)
+            for box, box_holders in all_holders(leaf.value.sharding, leaf.shape, None).items()
         }
-        if not all(by_box.values()):
+        if not all(saving.values()):
             raise TensorMismatchError(
                 f"{leaf.name!r}: parts of it are only on devices of processes that do not save; those that do are "
                 f"{some(active.indices)}, by primary_host and active_processes of MultiprocessingOptions"
             )
-        return {box: by_box[box] for box in local}
+        return {box: saving[box] for box in local}
 
     return written_by(process, groups, held)
 

@@ -49,9 +49,9 @@ class BucketStore(RemoteStore):
         What has objects below it has no state.
         """
         prefix = self._key(path)
-        found = self._list(path, lambda: obstore.list_with_delimiter_async(self.objects, prefix or None))
-        keys: dict[str, Stamp | None] = dict.fromkeys(found["common_prefixes"])
-        keys |= {meta["path"]: _listed_stamp(meta) for meta in found["objects"]}
+        listing = self._list(path, lambda: obstore.list_with_delimiter_async(self.objects, prefix or None))
+        keys: dict[str, Stamp | None] = dict.fromkeys(listing["common_prefixes"])
+        keys |= {meta["path"]: _listed_stamp(meta) for meta in listing["objects"]}
         states = {key.rpartition("/")[2]: state for key, state in sorted(keys.items()) if key != prefix}
         states.pop("", None)
         return states or None
@@ -71,8 +71,8 @@ class BucketStore(RemoteStore):
     def below(self, path: str) -> dict[str, Stamp]:
         """Return the states of all objects below `path`."""
         prefix = self._key(path)
-        found = self._list(path, lambda: obstore.list(self.objects, prefix or None).collect_async())
-        return {meta["path"][len(prefix) :].lstrip("/"): _listed_stamp(meta) for meta in found}
+        objects = self._list(path, lambda: obstore.list(self.objects, prefix or None).collect_async())
+        return {meta["path"][len(prefix) :].lstrip("/"): _listed_stamp(meta) for meta in objects}
 
     def delete(self, path: str, names: Iterable[str]) -> None:
         """Delete objects below `path`, with one request for each and many requests at once."""

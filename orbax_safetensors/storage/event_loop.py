@@ -77,7 +77,7 @@ class Requests:
 async def in_thread(function: Callable[[], _T]) -> _T:
     """Return the result of a function that blocks. It goes on if nobody waits any more, until the program ends."""
     ended: Future[_T] = Future()
-    ended.set_running_or_notify_cancel()  # who stops waiting must not cancel it, because it goes on
+    ended.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it, because it goes on
 
     def work() -> None:
         try:

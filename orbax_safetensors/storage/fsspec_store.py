@@ -88,8 +88,8 @@ class FsspecStore(ServerStore):
 
         def listed() -> dict[str, None]:
             self._files.invalidate_cache()
-            found = {other.rstrip("/") for other in self._files.ls(name, detail=False)} - {name}
-            return dict.fromkeys(sorted(other.rpartition("/")[2] for other in found))
+            entries = {other.rstrip("/") for other in self._files.ls(name, detail=False)} - {name}
+            return dict.fromkeys(sorted(other.rpartition("/")[2] for other in entries))
 
         try:
             return self._requests.run(f"{path}: listing", self._ask(path, "listing", listed)) or None
@@ -109,21 +109,21 @@ class FsspecStore(ServerStore):
             return dict(self._files.info(self._name(path)))
 
         try:
-            found = self._requests.run(f"{path}: opening", self._ask(path, "opening", facts))
+            info = self._requests.run(f"{path}: opening", self._ask(path, "opening", facts))
         except FileNotFoundError:
-            found = {}
-        if found.get("type") != "file":
+            info = {}
+        if info.get("type") != "file":
             raise MissingError(f"{path}: cannot be opened: there is no such file")
-        if not isinstance(nbytes := found.get("size"), int):
+        if not isinstance(nbytes := info.get("size"), int):
             raise StorageError(f"{path}: cannot be opened: its file system does not say how large it is")
-        return Stamp(nbytes, next((f"{key} {found[key]}" for key in _VERSIONS if found.get(key)), UNKNOWN))
+        return Stamp(nbytes, next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), UNKNOWN))
 
     async def _fetch(self, path: str, offset: int, nbytes: int) -> bytes:
         def content() -> bytes:
-            found = bytes(self._files.cat_file(self._name(path), offset, offset + nbytes))
-            if len(found) != nbytes:
-                raise WrongAnswerError(f"the file system returned {len(found)} bytes instead")
-            return found
+            data = bytes(self._files.cat_file(self._name(path), offset, offset + nbytes))
+            if len(data) != nbytes:
+                raise WrongAnswerError(f"the file system returned {len(data)} bytes instead")
+            return data
 
         try:
             return await self._ask(path, f"reading {nbytes} bytes at offset {offset}", content)

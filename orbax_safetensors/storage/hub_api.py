@@ -236,7 +236,7 @@ def _not_understood() -> WrongAnswerError:
 
 
 def _wait(headers: Mapping[str, str]) -> float:
-    """Return the seconds after which the Hub wants to be asked again, 0 if it does not say."""
+    """Return the seconds after which the Hub accepts the next request, 0 if it does not say."""
     limited = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})\b", headers.get("RateLimit", ""))
     after = re.fullmatch(r"\s*(\d{1,6})\s*", headers.get("Retry-After", ""))
     seconds = limited or after

@@ -75,7 +75,7 @@ class LeasedMapping:
         # A separate open file, because the lease belongs to it.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # The kernel tells of a writer who waits by a signal: not by SIGIO, which would end the process.
+            # The kernel reports a waiting writer by a signal: not by SIGIO, which would end the process.
             fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             memory = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)

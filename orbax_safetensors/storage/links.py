@@ -1,4 +1,4 @@
-"""Links to files on HTTP servers: kept, used for all ranges of a file, and asked for again once they have expired."""
+"""Links to files on HTTP servers: kept, used for all ranges of a file, and renewed once they have expired."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Links:
     ) -> _T:
         """Return what `request` does of a link, once more of another link if the first has expired or leads elsewhere.
 
-        `find` asks for a link, once for all who wait for it.
+        `find` asks for a link, once for all callers that wait for it.
         """
         link = await self._link(key, find, None)
         try:

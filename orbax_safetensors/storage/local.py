@@ -317,22 +317,15 @@ class LocalStore:
         """Open the file `path` for writing; create it if it does not exist."""
         return NewLocalFile(path, nbytes, sync=sync)
 
-    def make(self, path: str) -> None:
-        """Make the directory `path` and its parents."""
-        try:
-            os.makedirs(path, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
-
     def below(self, path: str) -> dict[str, Stamp]:
         """Return the states of all files in the directory `path` and in its subdirectories."""
-        found = {}
+        states = {}
         try:
             for at, _, names in os.walk(path, onerror=_raise):
                 for file in (os.path.join(at, name) for name in names):
                     with contextlib.suppress(FileNotFoundError):  # another program has deleted it meanwhile
-                        found[os.path.relpath(file, path)] = _stamp(os.lstat(file))
-            return found
+                        states[os.path.relpath(file, path)] = _stamp(os.lstat(file))
+            return states
         except OSError as error:
             raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
 

@@ -240,11 +240,8 @@ class ServerStore:
         """Refuse."""
         raise StorageError(f"{path}: {READ_ONLY}")
 
-    def make(self, path: str) -> None:
-        """Do nothing: servers have no directories without files."""
-
     def below(self, path: str) -> dict[str, Stamp]:
-        """Refuse: who asks is about to write."""
+        """Refuse: the caller is about to write."""
         raise StorageError(f"{path}: {READ_ONLY}")
 
     def delete(self, path: str, names: Iterable[str]) -> None:

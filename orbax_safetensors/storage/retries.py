@@ -78,7 +78,7 @@ class _Failure:
         self.kind = MissingError if isinstance(error, RefusedError) and error.status == 404 else StorageError
         self.forbidden = status_of(error) == 403
         self.wait = error.wait if isinstance(error, RefusedError) else 0.0
-        self.of_metadata = status_of(error) is None and credentials.asks_metadata(str(error))
+        self.is_metadata = status_of(error) is None and credentials.asks_metadata(str(error))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Retries:
                 raise ended
             wrong += failure.wrong
             pause = wait * random.uniform(0.5, 1.0) + failure.wait
-            seconds = min(self.seconds, _METADATA_SECONDS) if failure.of_metadata else self.seconds
+            seconds = min(self.seconds, _METADATA_SECONDS) if failure.is_metadata else self.seconds
             fatal = failure.fatal or wrong >= _WRONG_ANSWERS
             if fatal or number >= self.attempts or time.monotonic() - began + pause > seconds:
                 tries = f" ({number} attempts)" if number > 1 else ""

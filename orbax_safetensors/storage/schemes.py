@@ -66,9 +66,9 @@ _ENDPOINTS = (
 def store_of(path: PathLike, storage_options: Mapping[str, Any] | None) -> tuple[Store, str]:
     """Return the store that a path belongs to, and the path as the store and its messages have it: without secrets.
 
-    `storage_options` are for object stores and HTTP servers, see `SafetensorsOptions`; paths have no use for them.
-    A repository of the Hub is asked for its commit, which is in the path that is returned. Raises `StorageError` if
-    that fails or a URL is of no kind that is known, and `SafetensorsError` if an option is not.
+    `storage_options` are for URLs, see `SafetensorsOptions`; paths ignore them. For a repository of the Hub, this
+    requests its commit and returns a path with it. Raises `StorageError` if that fails or the scheme of a URL is
+    unsupported, and `SafetensorsError` if an option is.
     """
     path = as_text(path)
     if not is_url(path):
@@ -196,6 +196,6 @@ def _from_environment(scheme: str) -> dict[str, Any]:
 
 
 def _is_plain(options: Mapping[str, Any]) -> bool:
-    """Whether somebody asked for a server without TLS, by giving its address."""
+    """Return whether an address that the user has set is of a server without TLS."""
     values = [*options.values(), *(os.environ.get(name, "") for name in _ENDPOINTS)]
     return any(isinstance(value, str) and value.startswith("http://") for value in values)

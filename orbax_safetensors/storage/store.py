@@ -180,9 +180,6 @@ class Store(Protocol):
         not appear before.
         """
 
-    def make(self, path: str) -> None:
-        """Make the directory `path`, if this store has directories without files."""
-
     def below(self, path: str) -> dict[str, Stamp]:
         """Return the states of all files in the directory `path` and in its subdirectories, by their paths below it."""
 

@@ -62,12 +62,17 @@ def pace(cost: Cost, memory_bytes: int) -> Pace:
     return cost.pace(max(1, min(cost.requests, batch_bytes(memory_bytes) // held)), None, memory_bytes)
 
 
+def memory_for(nbytes: int) -> int:
+    """Return the least memory with which a chunk of `nbytes` can be moved."""
+    return _BUNDLES * nbytes
+
+
 def check_fits(name: str, nbytes: int, memory_bytes: int) -> None:
     """Raise `SafetensorsError` if the smallest unit in which a leaf moves, of `nbytes`, exceeds the largest bundle."""
     if nbytes > bundle_bytes(memory_bytes):
         raise SafetensorsError(
             f"memory_bytes is {memory_bytes}: {name!r} is moved in chunks of {nbytes} bytes, for which at least "
-            f"{_BUNDLES * nbytes} are needed"
+            f"{memory_for(nbytes)} are needed"
         )
 
 

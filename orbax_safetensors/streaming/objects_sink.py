@@ -175,8 +175,7 @@ class ObjectsSink(JointSink):
     def traffic(self, tiles: Sequence[Tile], dtypes: Sequence[np.dtype]) -> Traffic:
         """See `Sink`. Files are written one after the other, in parts, while the previous batch is kept."""
         coming = [(next(self._coming), tile, dtype) for tile, dtype in zip(tiles, dtypes, strict=True)]
-        streams = self._writer.useful_threads(1)
-        file_traffic = [traffic_of(plan, self._paths, streams) for _, plan in self._planned(coming)]
+        file_traffic = [traffic_of(plan, self._paths, 1) for _, plan in self._planned(coming)]
         kept, self._kept_bytes = (
             self._kept_bytes,
             sum(prod(tile.box.shape) * dtype.itemsize for _, tile, dtype in coming),
@@ -186,7 +185,7 @@ class ObjectsSink(JointSink):
             sum(traffic.moved_bytes for traffic in file_traffic),
             sum(traffic.num_requests for traffic in file_traffic),
             staging_bytes=kept + max(traffic.staging_bytes for traffic in file_traffic) + self._part_bytes,
-            streams=streams,
+            streams=1,
             files={name: figures for traffic in file_traffic for name, figures in traffic.files.items()},
         )
 

@@ -10,7 +10,7 @@ and nothing is computed for each element. Otherwise, a table has the values of e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,17 +28,22 @@ _CHUNK = 2**16
 _SHORT = 16
 # Bytes of codes from which on it takes less time to make tables for all scales of a byte, and to look results up.
 _WORTH_TABLES = 2**15
+# Scales of one kind with tables, which take 1 KiB each for codes of 4 bits: about as many as fit in a core's cache.
+_MOST_TABLES = 2**11
 
 _BYTES = np.arange(256, dtype=np.uint8)
 _HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
 _HALVES = np.concatenate([_HALVES, -_HALVES])
-# What codes mean that are not integers, by the name of their kind.
+# What is subtracted from codes that are integers, and what codes mean, by the name of their kind.
+_OFFSETS = {"int8": 0, "offset2": 2, "offset4": 8, "offset8": 128}
 _CODES = {
     "F8_E4M3": _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32),
     "F4": _HALVES / 2,
     "doubled F4": _HALVES,  # for exponents as scales
+    "offset2": np.arange(4, dtype=np.float32) - 2,
+    "offset4": np.arange(16, dtype=np.float32) - 8,
+    "offset8": np.arange(256, dtype=np.float32) - 128,
 }
-_OFFSETS = {"int8": 0, "offset2": 2, "offset4": 8, "offset8": 128}  # what is subtracted from codes that are integers
 # The factors of U8 scales, which are exponents of 2 plus 127. Each is a number, even for 255, which is NaN in the OCP
 # specification and 2**128 in the decoders that programs use: half of it, times `_HALVES`, is what these compute.
 _HALF_POWERS = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
@@ -70,6 +75,8 @@ def decode(
     }
     if Role.GROUP in held:
         _check_groups(encoding, area, held)
+    if encoding.word_added:
+        codes = (codes.view("<u4") + np.uint32(encoding.word_added)).view(np.uint8)
     if encoding.order is Order.EVEN_FIRST:
         codes = _in_order(codes)
     codes, out = codes.reshape(len(area.rows), -1), out.reshape(len(area.rows), -1)
@@ -103,8 +110,8 @@ def decode(
             if encoding.final != 1:
                 np.multiply(elements, np.float32(encoding.final), out=elements)
             into = out[part].reshape((count, fields, width) if apart else (count, width, fields))
-            by_field = elements.reshape(count, fields, width)
-            np.copyto(into, by_field if apart else by_field.swapaxes(1, 2), casting="unsafe")
+            fields_first = elements.reshape(count, fields, width)
+            np.copyto(into, fields_first if apart else fields_first.swapaxes(1, 2), casting="unsafe")
 
 
 class _Held(NamedTuple):
@@ -214,7 +221,9 @@ def _values(encoding: Encoding) -> np.ndarray | None:
 
     Returns None if codes are integers, which take less time to compute.
     """
-    return _of_kind(encoding.values, encoding.bits, encoding.order) if encoding.values in _CODES else None
+    if encoding.values not in _CODES or encoding.values in _OFFSETS:
+        return None
+    return _of_kind(encoding.values, encoding.bits, encoding.order)
 
 
 @lru_cache
@@ -249,30 +258,58 @@ def _tables(
     others = held.keys() - {Role.SCALE}
     if others - {Role.FACTOR, Role.DIVISOR} or any(held[role].entries.size > 1 for role in others):
         return None
-    values = _values(encoding)
-    if values is None or encoding.final != 1 or scales.width * encoding.bits % 8:
+    if encoding.values not in _CODES or encoding.final != 1 or scales.width * encoding.bits % 8:
         return None
-    second = [(role, float(held[role].entries[0, 0])) for role in others]
-    if scales.dtype.bits == 8 and (nbytes >= _WORTH_TABLES or not others):
-        tables = _byte_tables(encoding.values, encoding.bits, encoding.order, scales.dtype, tuple(second), dtype)
-        return scales.entries.view(np.uint8), tables
+    if scales.dtype.bits == 8 or scales.dtype.name == "BF16":
+        second = tuple([(role, float(held[role].entries[0, 0])) for role in others])
+        known = _known_results(encoding.values, encoding.bits, encoding.order, scales.dtype, second, dtype)
+        numbers = scales.entries.view(f"u{scales.entries.itemsize}")
+        return (numbers, known.tables) if known.add(numbers, nbytes) else None
     if 2 * scales.entries.size * 256 > nbytes:
         return None
+    values = _of_kind(encoding.values, encoding.bits, encoding.order)
     tables = _results(values, _scales(encoding, held).entries, dtype)
     return np.arange(scales.entries.size).reshape(scales.entries.shape), tables
 
 
+class _Known:
+    """Tables for scales of up to 16 bits, by their bits: of a tensor's scales, most are met again and again.
+
+    Threads may add the same tables at once, which then have the same content.
+    """
+
+    def __init__(self, results: Callable[[np.ndarray], np.ndarray], scales: DType, item: np.dtype) -> None:
+        self.results, self.dtype = results, np.dtype(f"u{scales.bits // 8}")
+        self.is_known = np.zeros(2**scales.bits, bool)
+        self.tables = np.empty(256 << scales.bits, item)  # memory only where something is written
+
+    def add(self, numbers: np.ndarray, nbytes: int) -> bool:
+        """Make what is missing for `nbytes` of codes; return False if that would take longer than it saves."""
+        new = numbers[~self.is_known[numbers]]
+        if new.size:
+            new = np.unique(new)
+            if 2 * new.size * 256 > max(nbytes, _WORTH_TABLES) or self.is_known.sum() + new.size > _MOST_TABLES:
+                return False
+            self.tables.reshape(-1, 256)[new] = self.results(new.astype(self.dtype))
+            self.is_known[new] = True
+        return True
+
+
 # Each tensor with two levels of scales has tables of its own.
 @lru_cache(maxsize=16)
-def _byte_tables(
-    name: str, bits: int, order: Order, scales: DType, second: tuple[tuple[Role, float], ...], dtype: np.dtype
-) -> np.ndarray:
-    """Return the tables for all scales of one byte."""
-    floats = _floats(name, scales, _BYTES)
-    with np.errstate(all="ignore"):
-        for role, number in second:
-            floats = _SECOND[role](floats, np.float32(number))
-    return _results(_of_kind(name, bits, order), floats, dtype)
+def _known_results(
+    values: str, bits: int, order: Order, scales: DType, second: tuple[tuple[Role, float], ...], dtype: np.dtype
+) -> _Known:
+    """Return the tables for scales of a dtype that were needed so far."""
+
+    def results(numbers: np.ndarray) -> np.ndarray:
+        floats = _floats(values, scales, numbers)
+        with np.errstate(all="ignore"):
+            for role, number in second:
+                floats = _SECOND[role](floats, np.float32(number))
+        return _results(_of_kind(values, bits, order), floats, dtype).reshape(-1, 256)
+
+    return _Known(results, scales, np.dtype(f"V{dtype.itemsize * 8 // bits}"))
 
 
 def _results(values: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:

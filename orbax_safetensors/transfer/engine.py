@@ -126,7 +126,7 @@ class Transfer(ABC, Generic[_F]):
         tasks = self.tasks(plan, blocks, memory)
         before = self.counters.nbytes
         share = None if report is None else lambda: report((self.counters.nbytes - before) / max(plan.moved_bytes, 1))
-        run_tasks(tasks, self.useful_threads(len(plan.files)), self.cancel, share)
+        run_tasks(tasks, self._threads, self.cancel, share)
 
     @abstractmethod
     def tasks(
@@ -147,10 +147,6 @@ class Transfer(ABC, Generic[_F]):
                 begin, nbytes = next(iter(runs.pieces(low, high)))
                 window = Window(part, low, high, part.location.begin + begin, nbytes, blocks, memory, shared)
                 yield Task(part.file, window.offset, partial(self._window, window))
-
-    def useful_threads(self, files: int) -> int:
-        """Return how many threads can work at once on so many files."""
-        return self._threads
 
     def _window(self, window: Window) -> None:
         access = window.part.access
@@ -218,18 +214,19 @@ class Transfer(ABC, Generic[_F]):
                 yield offset, [memory[done : done + nbytes]]
                 done, requests = done + nbytes, requests + 1
 
-        self._move(self._file(number), ranges())
-        self._count(requests, done)
+        self._move(self.file(number), ranges())
+        self.count(requests, done)
         if self.sums is not None:
             self.sums.add_pieces(number, list(pieces), memory)
 
     def _extent(self, extent: Extent, buffers: Sequence[memoryview]) -> None:
-        self._move(self._file(extent.file), [(extent.begin, buffers)])
-        self._count(1, extent.end - extent.begin)
+        self._move(self.file(extent.file), [(extent.begin, buffers)])
+        self.count(1, extent.end - extent.begin)
         if self.sums is not None:
             self.sums.add_buffers(extent.file, extent.begin, buffers)
 
-    def _count(self, requests: int, nbytes: int) -> None:
+    def count(self, requests: int, nbytes: int) -> None:
+        """Add requests to the counters."""
         with self._lock:
             self.counters.num_requests += requests
             self.counters.nbytes += nbytes
@@ -246,7 +243,8 @@ class Transfer(ABC, Generic[_F]):
             self._local.buffer = buffer
         return buffer[offset % PAGE_BYTES // 8 * 8 :][:nbytes]
 
-    def _file(self, number: int) -> _F:
+    def file(self, number: int) -> _F:
+        """Return the open file of a number."""
         file = self._files.get(number)
         if file is None:
             with self._lock:

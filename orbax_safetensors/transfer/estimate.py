@@ -71,6 +71,6 @@ def _seconds(nbytes: int, requests: int, bandwidth: float, latency: float, strea
         return 0.0
     transfer = nbytes / bandwidth
     rounds = -(-requests // streams)
-    in_last = requests - (rounds - 1) * streams
+    last_requests = requests - (rounds - 1) * streams
     # A stream transfers one request in every round; in the last round it waits for all requests before its own.
-    return max(latency + transfer, rounds * latency + (rounds + in_last - 1) / requests * transfer)
+    return max(latency + transfer, rounds * latency + (rounds + last_requests - 1) / requests * transfer)

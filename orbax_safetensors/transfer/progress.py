@@ -1,4 +1,4 @@
-"""How far a job is: the caller's callback, told now and then by the thread that waits for the bytes."""
+"""How far a job is: the caller's callback, called now and then by the thread that waits for the bytes."""
 
 from __future__ import annotations
 

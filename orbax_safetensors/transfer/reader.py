@@ -14,15 +14,12 @@ from orbax_safetensors.geometry.elementwise import apply
 from orbax_safetensors.geometry.encoding import Area, Encoding, Patch, fields_apart
 from orbax_safetensors.geometry.strided import Copy
 from orbax_safetensors.storage.direct import DirectStore
-from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.store import File, Store
 from orbax_safetensors.transfer.decode import decode
 from orbax_safetensors.transfer.engine import Transfer, Window, of_window, within
-from orbax_safetensors.transfer.leases import Leases
 from orbax_safetensors.transfer.plan import Block, Constant, Part, TransferPlan, same_bits
 from orbax_safetensors.transfer.scatter import places
 from orbax_safetensors.transfer.strided_copy import assign, copy_applying, elements
-from orbax_safetensors.transfer.sums import Sums
 
 _Parameter = tuple[Patch, np.ndarray]  # with the bytes of the patch
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -45,12 +42,6 @@ def direct_offsets(plan: TransferPlan, store: Store) -> dict[int, int]:
 class Reader(Transfer[File]):
     """Fills memory from files."""
 
-    def __init__(self, open_file: Callable[[int], File], threads: int, sums: Sums | None = None) -> None:
-        """See `Transfer`."""
-        super().__init__(open_file, threads, sums)
-        self._mappings: dict[int, memoryview] = {}
-        self.leases = Leases()
-
     def tasks(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
     ) -> Iterator[Callable[[], None]]:
@@ -59,36 +50,15 @@ class Reader(Transfer[File]):
             _fill(constant, blocks[constant.end.block], memory[constant.end.block])
         yield from (task.run for task in self._requests(plan, blocks, memory))
 
-    def map(self, number: int) -> memoryview:
-        """Return a whole file as memory, the same memory for every caller."""
-        mapping = self._mappings.get(number)
-        if mapping is None:
-            mapping = self._mappings[number] = self._file(number).map()
-        return mapping
-
     def fetch(self, number: int, offset: int, nbytes: int) -> np.ndarray | None:
         """Return bytes of a file in the memory of the answer to one request; None if its store has no such memory."""
-        answer = self._file(number).fetch(offset, nbytes)
+        answer = self.file(number).fetch(offset, nbytes)
         if answer is None:
             return None
-        self._count(1, nbytes)
+        self.count(1, nbytes)
         if self.sums is not None:
             self.sums.add_buffers(number, offset, [answer])
         return np.frombuffer(answer, np.uint8)
-
-    def lease(self, number: int) -> LeasedMapping | None:
-        """Return a file mapped under a read lease, as `Leases.hold` does."""
-        return self.leases.hold(number, self._file(number))
-
-    def populate(self, number: int, begin: int, end: int) -> None:
-        """Bring bytes of a leased file into memory."""
-        self.leases.populate(number, begin, end)
-        self._count(1, end - begin)
-
-    def close(self) -> None:
-        """See `Transfer`."""
-        self.leases.close()
-        super().close()
 
     def check(self) -> None:
         """Raise `StorageError` if a file has changed since it was opened."""
@@ -100,9 +70,9 @@ class Reader(Transfer[File]):
 
     def _staged(self, window: Window, access: Staged) -> None:
         if isinstance(access, Encoded):
-            per_byte = access.encoding.elements_per_byte
             areas = list(access.encoding.areas(access.runs, window.low, window.high))
-            parts = within(access, window.low * per_byte, window.high * per_byte)
+            low, high = (access.encoding.elements_in(at) for at in (window.low, window.high))
+            parts = within(access, low, high)
             apart = _apart(access.encoding, areas, parts)
             decoded, stored = self._decoded(window, access, areas, apart=apart is not None)
             copies = self._copies(window, access, decoded, stored, apart or parts)
@@ -124,7 +94,7 @@ class Reader(Transfer[File]):
                 lossless = window.blocks[copy.end.block].lossless
                 copy_applying(copy.packed, copy.dense, copy.end.ops, lossless=lossless)
             except TensorMismatchError as error:
-                path = self._file(window.part.file).path
+                path = self.file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
 
     def _scattered(self, window: Window, access: Staged) -> bool:
@@ -145,9 +115,9 @@ class Reader(Transfer[File]):
             for copy in of_window(use.copy, low, high)
         ]
         runs = places(copies, itemsize, window.high - window.low)
-        if runs is None or not self._file(window.part.file).scatter(window.offset, runs):
+        if runs is None or not self.file(window.part.file).scatter(window.offset, runs):
             return False
-        self._count(1, window.high - window.low)
+        self.count(1, window.high - window.low)
         return True
 
     def _answer(self, window: Window) -> np.ndarray | None:
@@ -165,14 +135,15 @@ class Reader(Transfer[File]):
         ends = [window.part.ends[use.buffer] for use in access.uses]
         wanted = {window.blocks[end.block].dtype if not end.ops else None for end in ends}
         dtype = _BFLOAT16 if wanted == {_BFLOAT16} else np.dtype(np.float32)
-        own = access.own(areas)
-        code_bytes, per_byte = window.high - window.low, access.encoding.elements_per_byte
-        sizes = [patch.nbytes for patch in own.values()]
-        buffer = self._staging(code_bytes * per_byte * dtype.itemsize + sum(sizes) + code_bytes)
-        decoded, *held, codes = np.split(buffer, np.cumsum([code_bytes * per_byte * dtype.itemsize, *sizes]))
+        patches = access.patches(areas)
+        code_bytes, encoding = window.high - window.low, access.encoding
+        decoded_bytes = encoding.elements_in(code_bytes) * dtype.itemsize
+        sizes = [patch.nbytes for patch in patches.values()]
+        buffer = self._staging(decoded_bytes + sum(sizes) + code_bytes)
+        decoded, *held, codes = np.split(buffer, np.cumsum([decoded_bytes, *sizes]))
         self._runs(window, codes)
         read = dict(window.shared.get(partial(self._shared, window.part, access)))
-        for (number, patch), memory in zip(own.items(), held, strict=True):
+        for (number, patch), memory in zip(patches.items(), held, strict=True):
             read[number] = self._parameter(window.part, number, patch, memory)
         parameters = [read[number] for number in range(len(read))]
         elements, done = decoded.view(dtype), 0
@@ -180,15 +151,15 @@ class Reader(Transfer[File]):
             end = done + len(area.rows) * area.width
             try:
                 decode(
-                    access.encoding,
+                    encoding,
                     area,
-                    codes[done // per_byte : end // per_byte],
+                    codes[encoding.bytes_of(done) : encoding.bytes_of(end)],
                     parameters,
                     elements[done:end],
                     apart=apart,
                 )
             except TensorMismatchError as error:
-                path = self._file(window.part.file).path
+                path = self.file(window.part.file).path
                 raise TensorMismatchError(f"{path}: {window.part.tensor!r}: {error}") from None
             done = end
         return decoded, dtype
@@ -214,8 +185,8 @@ def _apart(
     if fields == 1 or len(areas) > 1:
         return None
     apart = [[fields_apart(copy, fields, areas[0].width // fields) for copy in copies] for copies in parts]
-    found = [[copy for copy in copies if copy is not None] for copies in apart]
-    return found if found == apart else None
+    possible = [[copy for copy in copies if copy is not None] for copies in apart]
+    return possible if possible == apart else None
 
 
 def _fill(constant: Constant, block: Block, memory: np.ndarray) -> None:

@@ -23,10 +23,10 @@ def places(copies: Sequence[tuple[Copy, np.ndarray]], itemsize: int, nbytes: int
     Each of `copies` has a packed source, and the memory that it fills. The result has the address and the length in
     bytes of a run in each row. It is None also if some packed bytes go nowhere, or to several places.
     """
-    found = _runs(tuple([Copy(copy.source, 0, copy.modes) for copy, _ in copies]), itemsize, nbytes)
-    if found is None:
+    rows_and_runs = _runs(tuple([Copy(copy.source, 0, copy.modes) for copy, _ in copies]), itemsize, nbytes)
+    if rows_and_runs is None:
         return None
-    number, runs = found
+    number, runs = rows_and_runs
     begins = np.empty(len(copies), np.uintp)
     for at, (copy, memory) in enumerate(copies):
         begin = copy.destination * itemsize

@@ -64,9 +64,9 @@ class Sums:
         ends = np.array([header.data_start + entry.end for _, entry in entries], np.int64)
         remainders = np.zeros(len(entries), np.uint32)
         whole = np.array([entry.nbytes == 0 for entry in header.tensors.values()], np.bool_)
-        found = sorted(self._of_files.get(file, ()), key=attrgetter("end"))
-        places = np.searchsorted(ends, [part.end for part in found]).tolist()
-        for place, pairs in groupby(zip(places, found, strict=True), key=itemgetter(0)):
+        file_parts = sorted(self._of_files.get(file, ()), key=attrgetter("end"))
+        places = np.searchsorted(ends, [part.end for part in file_parts]).tolist()
+        for place, pairs in groupby(zip(places, file_parts, strict=True), key=itemgetter(0)):
             number, entry = entries[place]
             parts, end = [part for _, part in pairs], int(ends[place])
             together = combined([part.remainder for part in parts], [part.end for part in parts])

@@ -25,7 +25,7 @@ class Writer(Transfer[NewFile]):
         """Wait until all bytes that were written into `files`, or into all files, are on the disk."""
         numbers = sorted(self._files if files is None else files)
         syncs = (self._files[number].sync for number in numbers)
-        run_tasks(syncs, self.useful_threads(len(numbers)), self.cancel)
+        run_tasks(syncs, self._threads, self.cancel)
 
     def tasks(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
@@ -72,8 +72,7 @@ class WholeFileWriter(Writer):
 
     def __init__(self, open_file: Callable[[int], NewFile], requests: int, sums: Sums | None = None) -> None:
         """See `Transfer`; `files_at_once` divides all `requests` among the open files."""
-        super().__init__(open_file, requests, sums)
-        self._at_once, _ = files_at_once(requests)
+        super().__init__(open_file, files_at_once(requests)[0], sums)
 
     def tasks(
         self, plan: TransferPlan, blocks: Sequence[Block], memory: Sequence[np.ndarray]
@@ -82,14 +81,10 @@ class WholeFileWriter(Writer):
         by_file = _by_file(self._requests(plan, blocks, memory))
         return (partial(_in_turn, requests) for _, requests in sorted(by_file.items()))
 
-    def useful_threads(self, files: int) -> int:
-        """See `Transfer`."""
-        return max(1, min(self._at_once, files))
-
     def finish(self, files: Iterable[int]) -> None:
         """Wait until all of `files` are complete; those without a write so far are created."""
         for number in files:
-            self._file(number)
+            self.file(number)
         self.sync()
 
 

@@ -21,7 +21,7 @@ ALL = {*JOBS}
 REFUSING = {
     FILE_NAME: ALL,
     INDEX_NAME: ALL,
-    "config.json": {"convert", "reshard"},
+    "config.json": {"reshard"},
     CHECKSUMS_NAME: {"load with checksums", "verify"},
 }
 

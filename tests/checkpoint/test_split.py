@@ -243,14 +243,107 @@ def test_codes_of_less_than_a_byte(tmp_path, packed, spec, mesh):
     assert plan.needed_bytes == sum(array.nbytes for name, array in stored.items() if not name.endswith("shape"))
 
 
+def in_words(codes, axis):
+    """Codes of 4 bits in words along an axis, the first in the lowest bits; the last word may have fewer."""
+    codes = np.moveaxis(codes, axis, -1).astype(np.uint64)
+    codes = np.pad(codes, [(0, 0), (0, -codes.shape[1] % 8)]).reshape(len(codes), -1, 8)
+    words = (codes << np.arange(0, 32, 4, dtype=np.uint64)).sum(-1).astype(np.uint32)
+    return np.ascontiguousarray(np.moveaxis(words, -1, axis))
+
+
+def asymmetric(rng, outputs=20):
+    """As llm-compressor stores it: zero points of eight outputs share a word, and the last word has four."""
+    codes, zeros = rng.integers(0, 16, (outputs, 64)), rng.integers(0, 16, (outputs, 2))
+    scale = rng.uniform(0.5, 2, zeros.shape).astype(BF16)
+    stored = {
+        "a.weight_packed": in_words(codes, 1).view(np.int32),
+        "a.weight_scale": scale,
+        "a.weight_zero_point": in_words(zeros, 0).view(np.int32),
+        "a.weight_shape": np.array([outputs, 64]),
+    }
+    return None, stored, codes, scale, zeros
+
+
+def gptq(rng, *, index):
+    """The first version, in which a zero point of 0 borrows from the next one."""
+    codes, zeros = rng.integers(0, 16, (16, 64)), rng.integers(0, 2, (16, 2))
+    scale = rng.uniform(0.5, 2, zeros.shape).astype(np.float16)
+    stored = {
+        "a.qweight": in_words(codes.T, 0).view(np.int32),
+        "a.qzeros": (in_words(zeros.T, 1) - np.uint32(0x11111111)).view(np.int32),
+        "a.scales": np.ascontiguousarray(scale.T),
+    }
+    if index:
+        stored["a.g_idx"] = np.arange(64, dtype=np.int32) // 32
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, stored, codes, scale, zeros
+
+
+def awq(rng):
+    codes, zeros = rng.integers(0, 16, (16, 64)), rng.integers(0, 16, (16, 2))
+    scale = rng.uniform(0.5, 2, zeros.shape).astype(np.float16)
+    even_first = np.array([0, 2, 4, 6, 1, 3, 5, 7]) + np.array([[0], [8]])
+    stored = {
+        "a.qweight": in_words(codes.T[:, even_first.reshape(-1)], 1).view(np.int32),
+        "a.qzeros": in_words(zeros.T[:, even_first.reshape(-1)], 1).view(np.int32),
+        "a.scales": np.ascontiguousarray(scale.T),
+    }
+    return {"quant_method": "awq", "bits": 4, "group_size": 32}, stored, codes, scale, zeros
+
+
+ASYMMETRIC = {
+    "compressed-tensors": asymmetric,
+    "GPTQ": lambda rng: gptq(rng, index=False),
+    "GPTQ with an index": lambda rng: gptq(rng, index=True),
+    "AWQ": awq,
+}
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_zero_points(tmp_path, name, axis, mesh):
+    """They come beside the scales, as unsigned integers of the codes' dtype, also in a transposed leaf."""
+    config, stored, codes, scale, zeros = ASYMMETRIC[name](np.random.default_rng(4))
+    write(tmp_path / "model.safetensors", stored)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+
+    def sharding(name, shape):
+        fits = axis is not None and shape[axis] % mesh.shape["x"] == 0
+        return NamedSharding(mesh, P(*["x" if fits and at == axis else None for at in range(len(shape))]))
+
+    def tree(transposed):
+        weight = tensor("a.weight", codes.shape)
+        return {"a": weight.T if transposed else weight}
+
+    for transposed in (False, True):
+        family = Family("one", (), lambda config, transposed=transposed: tree(transposed))
+        leaf = {
+            part: np.asarray(a) for part, a in ost.load(tmp_path, sharding, family=family, options=SPLIT)["a"].items()
+        }
+        assert leaf.keys() == {"qvalue", "scale", "zero_point"}
+        assert leaf["qvalue"].dtype == leaf["zero_point"].dtype == ml_dtypes.uint4
+        wanted = {"qvalue": codes, "scale": scale, "zero_point": zeros}
+        for part, array in wanted.items():
+            array = array.T if transposed else array
+            np.testing.assert_array_equal(leaf[part].astype(np.float32), array.astype(np.float32), err_msg=part)
+
+
+def test_zero_points_of_some_tensors_of_a_leaf(tmp_path):
+    """Their codes have other dtypes, so nothing stacks them."""
+    rng = np.random.default_rng(4)
+    _, stored, *_ = asymmetric(rng, outputs=16)
+    plain, *_ = int4(rng)
+    write(tmp_path / "model.safetensors", stored | {name.replace("a.", "b."): each for name, each in plain.items()})
+    both = [f"{name}.weight" for name in "ab"]
+    refused(tmp_path, lambda: {"a": stack([tensor(name, (16, 64)) for name in both])}, "stack: .*int4 does not fit")
+
+
 def test_what_is_not_codes_times_scales(tmp_path):
-    """Zero points, for one."""
-    scale, zero = np.ones((16, 2), np.float16), np.zeros((2, 2), np.int32)
-    stored = {"a.weight_packed": np.zeros((16, 8), np.int32), "a.weight_scale": scale, "a.weight_zero_point": zero}
-    write(tmp_path / "model.safetensors", {**stored, "a.weight_shape": np.array([16, 64])})
-    with pytest.raises(
-        ost.MappingError, match="'a.weight_packed' is int4, group 32: expected int or MXFP4 without zero"
-    ):
+    """Groups in an order of their own, for one."""
+    rng = np.random.default_rng(4)
+    plain, *_ = int4(rng)
+    index = rng.permutation(np.arange(64, dtype=np.int32) // 32)
+    write(tmp_path / "model.safetensors", plain | {"a.weight_g_idx": index})
+    with pytest.raises(ost.MappingError, match="'a.weight_packed' is int4, group 32: expected int, AWQ, GPTQ or MXFP4"):
         ost.load(tmp_path, family="dequantized", options=SPLIT)
 
 

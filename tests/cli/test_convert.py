@@ -170,7 +170,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["convert", QWEN3, "to", *TO_ORBAX, "--step", "-1"], "--step"),
         (["convert", QWEN3, "to", *TO_ORBAX, "--step", "last"], "expected the number of a step"),
         (["reshard", ORBAX, "to", "--spec", "a=x"], "--spec names the axes of a --mesh"),
-        (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=y"], "the mesh has no axis 'y', it is x=2"),
+        (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=y"], "the mesh has no axis 'y', it has x"),
         (["reshard", ORBAX, "to", "--mesh", "x=2", "--spec", "a=x", "--spec", "a=-"], "is passed twice"),
         (["reshard", ORBAX, "to", "--mesh", "x=7", "--spec", "embedding=x"], "error: --spec: 'embedding': 'params."),
         (["reshard", QWEN3, "to", "--mesh", "x=2", "--spec", "norm=-,-,x"], "expected at most"),
@@ -185,7 +185,7 @@ def test_errors_are_one_line_and_status_1(cli, tmp_path, monkeypatch, argv, mess
         (["reshard", ORBAX, "to", "--max-file-bytes", "5GB"], "--max-file-bytes is for safetensors"),
         (["reshard", QWEN3, "to", "--max-file-bytes", "5GB", "--mesh", "x=2"], "--max-file-bytes is not for a --mesh"),
         (["reshard", QWEN3, "to", "--no-compression"], "--no-compression is for Orbax"),
-        (["reshard", QWEN3, "to", "--to", "orbax"], "unrecognized arguments"),
+        (["reshard", QWEN3, "to", "--to", "orbax"], "there is no option --to"),
     ],
 )
 def test_mistakes_in_the_command_line_are_status_2(cli, tmp_path, monkeypatch, argv, message):

@@ -35,7 +35,11 @@ def test_an_architecture_that_is_misspelt(cli):
 
 def test_those_for_a_checkpoint(cli):
     """The switches are those that `inspect` uses."""
-    maxtext, tunix = json.loads(cli("families", QWEN3, "--json").out)["families"]
+    found = json.loads(cli("families", QWEN3, "--json").out)
+    assert found["config"] == "architectures ['Qwen3ForCausalLM']"
+    assert found["names"] == {"maxtext": "maxtext.qwen3", "tunix": "tunix.qwen3"}
+    assert cli("families", QWEN3).facts["--family maxtext"] == "maxtext.qwen3"
+    maxtext, tunix = found["families"]
     assert maxtext["switches"] == {"scan_layers": True, "param_scan_axis": 1}
     assert tunix == {
         "family": "tunix.qwen3",

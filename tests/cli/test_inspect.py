@@ -3,6 +3,7 @@
 import json
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -136,3 +137,47 @@ def test_wrong_selections(cli, model, arguments):
     result = cli("inspect", model, *arguments)
     assert result.status == 2
     assert f"error: argument {arguments[0]}: " in result.err
+
+
+def test_statistics_of_one_tensor(cli, directory, parts):
+    array = parts[0]["layer.0.kernel"]
+    facts = cli("inspect", directory, "--stats", "layer.0.kernel").facts
+    assert (facts["dtype"], facts["shape"], facts["NaNs"]) == ("float32", "[64,48]", "0")
+    assert float(facts["minimum"]) == pytest.approx(array.min(), rel=1e-5)
+    assert facts["first values"] == " ".join(f"{value:.6g}" for value in array[0, :8].tolist())
+    found = json.loads(cli("inspect", directory, "--stats", "steps", "--json").out)
+    assert (found["minimum"], found["maximum"], found["first"], found["nans"]) == (7, 7, [7], 0)
+
+
+def test_statistics_of_a_leaf(cli):
+    arguments = ("--family", "maxtext", "--stats", "params.token_embedder.embedding", "--json")
+    leaf = json.loads(cli("inspect", QWEN3, *arguments).out)
+    tensor = json.loads(cli("inspect", QWEN3, "--stats", "model.embed_tokens.weight", "--json").out)
+    assert {**leaf, "name": tensor["name"]} == tensor
+
+
+def test_statistics_of_codes_are_of_what_they_stand_for(cli, tmp_path):
+    directory = tmp_path / "fp8"
+    directory.mkdir()
+    codes = np.array([[1, 2], [4, -8]], np.float32)
+    quantized = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+    (directory / "config.json").write_text(json.dumps({"quantization_config": quantized}))
+    stored = {"w": codes.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": np.full((1, 1), 0.5, np.float32)}
+    save_file(stored, directory / "model.safetensors")
+    found = json.loads(cli("inspect", directory, "--stats", "w", "--json").out)
+    assert (found["dtype"], found["minimum"], found["maximum"]) == ("float32", -4, 2)
+
+
+def test_statistics_that_json_has_no_number_for(cli, tmp_path):
+    save_file({"x": np.array([np.inf, np.nan], np.float32)}, tmp_path / "a.safetensors")
+    found = json.loads(cli("inspect", tmp_path, "--stats", "x", "--json").out, parse_constant=pytest.fail)
+    assert (found["maximum"], found["first"], found["nans"]) == ("inf", ["inf", "nan"], 1)
+
+
+def test_statistics_have_one_name(cli, model):
+    result = cli("inspect", model, "--stats", "model.embed", "--depth", "2")
+    assert result.status == 2
+    assert "--depth lists names, and --stats has one" in result.err
+    result = cli("inspect", model, "--stats", "model.embd")
+    assert (result.status, result.out) == (1, "")
+    assert "has no array 'model.embd' (nearest: 'model.embed')" in result.err

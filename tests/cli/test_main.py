@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from orbax_safetensors.checkpoint.read import read_checkpoint
 from orbax_safetensors.cli.main import COMMANDS
 from tests.support.roots import TESTDATA
 
@@ -121,14 +120,16 @@ def test_help_fits_a_screen(cli, monkeypatch, command, columns):
     assert len(lines) <= 40 or columns < 100
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_warnings_are_lines_like_errors(cli, single, monkeypatch, command):
-    def warn(path):
-        logging.getLogger("orbax_safetensors.storage.retries").warning("%s: trying again", path)
-        return read_checkpoint(path)
-
+@pytest.mark.parametrize(("command", "reads"), [("verify", "verified"), ("inspect", "read_checkpoint")])
+def test_warnings_are_lines_like_errors(cli, single, monkeypatch, command, reads):
     module = sys.modules[f"orbax_safetensors.cli.{command}"]
-    monkeypatch.setattr(module, "read_checkpoint", warn)
+    read = getattr(module, reads)
+
+    def warn(path, **options):
+        logging.getLogger("orbax_safetensors.storage.retries").warning("%s: trying again", path)
+        return read(path, **options)
+
+    monkeypatch.setattr(module, reads, warn)
     assert cli(command, single).err == f"warning: {single}: trying again\n"
     assert logging.getLogger("orbax_safetensors").propagate
 

@@ -10,7 +10,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from orbax_safetensors.cli.tables import Printer, Share, Size, human_bytes, human_seconds, in_braces
+from orbax_safetensors.cli.tables import (
+    Printer,
+    Seconds,
+    Share,
+    Size,
+    _for_people,
+    human_bytes,
+    human_seconds,
+    in_braces,
+)
 from tests.support.strategies import examples
 
 BASH = shutil.which("bash")
@@ -178,3 +187,60 @@ def test_a_shell_agrees(names):
         if " +" not in text:
             done = subprocess.run([BASH, "-c", f"echo {text}"], capture_output=True, text=True, check=True)
             assert set(done.stdout.split()) == set(own)
+
+
+WIDE = (
+    ("process", "file", "needed", "written decoded", "over-read", "chunks written", "memory"),
+    [
+        (n, f"model-{n:05}-of-00003.safetensors", Size(3 << 30), Size(5 << 20), 1.5, 12_345, Size(9 << 30))
+        for n in (1, 2)
+    ],
+)
+MESHES = (
+    ("mesh", "devices", "processes", "per device", "read", "over-read", "requests", "memory", "time"),
+    [
+        (name, 8, 1, Size(900 << 20), Size(7 << 30), 1.25, 1234, Size(8 << 30), Seconds(12.3))
+        for name in ("a=8", "b=2,c=4")
+    ],
+)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+@pytest.mark.parametrize(("method", "columns_and_rows"), [("table", WIDE), ("table", MESHES), ("comparison", MESHES)])
+def test_no_word_is_broken(monkeypatch, columns, method, columns_and_rows):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    getattr(Printer(stream), method)(*columns_and_rows)
+    text = re.sub(r"\x1b\[\d*m", "", stream.getvalue())
+    assert max(map(len, text.splitlines())) <= columns
+    for word in " ".join(columns_and_rows[0]).split():
+        assert re.search(rf"(?<!\S){word}(?!\S)", text)
+    for row in columns_and_rows[1]:
+        for cell in row:
+            shown = _for_people(cell)
+            assert re.search(rf"(?<!\S){re.escape(shown)}(?!\S)", text), shown
+
+
+def test_what_is_compared_stands_side_by_side_if_there_is_room_for_it_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    Printer(stream).comparison(*MESHES)
+    lines = re.sub(r"\x1b\[\d*m", "", stream.getvalue()).splitlines()
+    assert lines[0].split() == ["mesh", "a=8", "b=2,c=4"]
+    assert lines[-1].split() == ["time", "12.3", "s", "12.3", "s"]
+    programs = io.StringIO()
+    Printer(programs).comparison(*MESHES)
+    assert programs.getvalue().splitlines()[1].startswith("a=8\t8\t1\t")
+
+
+def test_notes_wrap_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    Printer(stream).listing(("family", "switches"), [("a",)], [["scan_layers=true param_scan_axis=1"]])
+    assert re.sub(r"\x1b\[\d*m", "", stream.getvalue()).splitlines()[-2:] == [
+        "   scan_layers=true",
+        "   param_scan_axis=1",
+    ]

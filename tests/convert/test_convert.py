@@ -188,6 +188,13 @@ def test_names_are_kept_without_a_family(tmp_path):
     assert not (tmp_path / "back" / "config.json").exists()
 
 
+def test_a_config_that_no_family_reads(tmp_path):
+    arrays = checkpoint(tmp_path / "from")
+    (tmp_path / "from" / "config.json").write_text("{")
+    ost.convert(tmp_path / "from", tmp_path / "orbax", to="orbax")
+    all_same(restored(tmp_path / "orbax" / "0" / "items")[0], arrays)
+
+
 def test_casts(tmp_path):
     arrays = {
         "w": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),

@@ -1,4 +1,4 @@
-"""Arrays that devices put together from parts: every bit of every dtype, and no memory but for the parts."""
+"""Arrays that devices put together from parts: every bit of every dtype, and no memory beside the parts."""
 
 import jax
 import ml_dtypes

@@ -10,6 +10,7 @@ from tests.support.roots import ROOT
 
 (IMPORTS,) = examples.python(ROOT / "docs" / "api.md")
 PUBLIC = {name: getattr(ost, name) for name in ost.__all__ if name != "mapping"}
+PUBLIC |= {f"mapping.{name}": getattr(ost.mapping, name) for name in ost.mapping.__all__}
 ERRORS = [name for name, value in PUBLIC.items() if isinstance(value, type) and issubclass(value, Exception)]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")

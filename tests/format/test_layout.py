@@ -47,7 +47,7 @@ def test_files_are_filled_one_after_the_other(sizes, expected):
         assert layout.index is None
     else:
         assert names == [f"model-{number:05}-of-{len(expected):05}.safetensors" for number in range(1, len(names) + 1)]
-        assert layout.index.total_size == sum(sizes)
+        assert layout.index.metadata["total_size"] == sum(sizes)
 
 
 def test_the_index_has_hugging_faces_name():

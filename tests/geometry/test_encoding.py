@@ -113,6 +113,35 @@ def test_a_box_needs_its_units_and_their_scales_and_nothing_else_is_read(data):
         assert gathered.needed_bytes == gathered.read_bytes == needed(tensor.encoding, copies)
 
 
+@examples(200)
+@given(st.data(), st.integers(1, 6), st.integers(1, 3), st.sampled_from([128, 1024]))
+def test_windows_of_six_bit_codes_begin_and_end_with_whole_bytes(data, rows, groups, staged_bytes):
+    encoding = scaled((rows, 32 * groups), 6, "F6_E3M2", U8, (1, 32))
+    box = data.draw(views.boxes(encoding.shape))
+    copies = [copy for _, copy, _ in View.tensor("t", encoding.shape, FLOAT32).copies(box, [b - a for a, b in box])]
+    if not copies:
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(coalesce, "MAX_STAGED_BYTES", staged_bytes)
+        gathered = gather_encoded.__wrapped__(tuple((copy, False) for copy in copies), encoding, 0)
+    assert gathered.needed_bytes == needed(encoding, copies)
+    elements = []
+    for access in gathered.windowed:
+        for low in range(0, access.runs.nbytes, access.pitch):
+            high = min(low + access.pitch, access.runs.nbytes)
+            window = [
+                row * encoding.shape[-1] + column
+                for area in encoding.areas(access.runs, low, high)
+                for row in area.rows.tolist()
+                for stretch in area.columns
+                for column in range(*stretch)
+            ]
+            assert encoding.bytes_of(len(window)) == high - low
+            elements += window
+    wanted = {unit * 32 + at for copy in copies for unit in quantized.every_source(copy) // 32 for at in range(32)}
+    assert sorted(elements) == sorted(wanted)
+
+
 def tensor_of(encoding):
     return Tensor(encoding, np.random.default_rng(0))
 
@@ -124,7 +153,7 @@ def test_rows_of_blocks_are_read_in_one_request_for_each_tensor():
     assert (access.runs.begin, access.runs.length, access.runs.modes) == (128 * 384, 128 * 384, ())
     (area,) = access.encoding.areas(access.runs, 0, 128 * 384)
     assert (area.rows[0], area.rows[-1], area.columns) == (128, 255, ((0, 384),))
-    (patch,) = (access.shared | access.own([area])).values()
+    (patch,) = (access.shared | access.patches([area])).values()
     assert patch.ranges == ((3 * 4, 3 * 4),)
     assert gathered.num_requests == 2
 

@@ -36,7 +36,10 @@ class Model:
         return View.tensor(name, self.encodings[name].shape, INT)
 
     def scales_of(self, view):
-        return scales_view(view, lambda name: (f"{name}_scale", self.encodings[name]), INT)
+        described = {
+            name: (f"{name}_scale", encoding.parameters[0], encoding.shape) for name, encoding in self.encodings.items()
+        }
+        return scales_view(view, described, INT)
 
     def check(self, view):
         """Each element of the view has the scale of its tile."""

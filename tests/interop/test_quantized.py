@@ -39,7 +39,7 @@ def decoded(config, tensors):
 
 
 def assert_same_numbers(found, expected):
-    """The same bits, but for those of NaNs, which differ between processors."""
+    """The same bits, except those of NaNs, which differ between processors."""
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(found), nan)

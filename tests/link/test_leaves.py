@@ -176,6 +176,14 @@ def test_verify_finds_addresses_that_are_wrong(tmp_path, file, to):
     assert quote("é") not in str(fault)
 
 
+def test_a_config_that_no_family_reads(tmp_path):
+    source = model(tmp_path / "hf", a=A)
+    (source / "config.json").write_text("{")
+    assert ost.open_checkpoint(source).tensors.keys() == {"a"}
+    ost.link(source, tmp_path / "to")
+    np.testing.assert_array_equal(stock(tmp_path / "to")["a"], A)
+
+
 def test_a_variant_without_a_family_is_refused(tmp_path):
     ocp.Checkpointer(ost.SafetensorsHandler()).save(tmp_path / "to", {"a": A})
     with pytest.raises(ost.MappingError, match="variant"):

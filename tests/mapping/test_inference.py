@@ -4,8 +4,7 @@ import pytest
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, stack, tensor
-from orbax_safetensors.mapping.envelope import Envelope
-from orbax_safetensors.mapping.family import envelope_of
+from orbax_safetensors.mapping.family import Envelope, envelope_of
 from orbax_safetensors.mapping.inference import fit
 from tests.support.family_samples import TREES, Sample
 

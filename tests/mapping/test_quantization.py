@@ -80,13 +80,15 @@ def test_blocks_may_be_partial_and_other_tensors_stay_plain():
         "a.input_scale": ((), "F32"),
         "attn.k_scale": ((), "F32"),
         "experts.up_proj_activation_scale": ((), "F32"),
+        "a.qscale_act": ((), "F32"),
     }
     found = quantization(FP8, stored)
     (tensor,) = found.tensors.values()
     assert (tensor.name, tensor.stored) == ("a.weight", ("a.weight", "a.weight_scale_inv"))
     assert (tensor.format, tensor.shape, tensor.axes) == ("fp8", (130, 257), (0, 1))
     assert tensor.encoding == scaled((130, 257), 8, "F8_E4M3", F32, (128, 128))
-    assert found.unused == {"a.input_scale", "attn.k_scale", "experts.up_proj_activation_scale"}
+    unused = {"a.input_scale", "attn.k_scale", "experts.up_proj_activation_scale", "a.qscale_act"}
+    assert found.unused == unused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs that the devices of several processes run together: any number of leaves, and SIGTERM ends who waits."""
+"""Programs that the devices of several processes run together: any number of leaves; SIGTERM ends waiting processes."""
 
 import time
 

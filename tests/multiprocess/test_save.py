@@ -109,7 +109,7 @@ def test_what_all_processes_have_is_shared_evenly(together):
 def test_what_each_process_has_alone_it_writes(together):
     """A process cannot write less than its own shards, and need not write more."""
     written = [of_process["leading"]["bytes_written"][0] for of_process in values(together, "every_tree")]
-    assert max(written) - min(written) <= 2, written  # but for a scalar
+    assert max(written) - min(written) <= 2, written  # except a scalar
 
 
 def test_in_the_background(alone, together):

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
 from orbax_safetensors.devices import agreement
+from orbax_safetensors.devices.active import ActiveProcesses
 from orbax_safetensors.format.dtypes import DTYPES
 from orbax_safetensors.geometry.view import View
+from orbax_safetensors.handlers.beside import write_beside
 from orbax_safetensors.mapping import Family, stack, tensor
 from orbax_safetensors.save import delivery
 from orbax_safetensors.save.job import SaveJob, prepare
-from orbax_safetensors.save.new_files import write_beside
 from orbax_safetensors.save.request import SaveRequest
 from tests.multiprocess.workers_families import made_by_maxtext, sharded, stored_directory
 from tests.multiprocess.workers_save import VALUES, array, value
@@ -104,11 +105,13 @@ def _one_alone(directory: str, job: dict[str, Any], mesh: Mesh) -> list[str]:
         return prepare(SaveRequest(directory, {"a": array(VALUES["table"], mesh, ("x", "y"))}, options=own))
 
     saving = prepared(options(-1))
-    failing = dataclasses.replace(saving, request=dataclasses.replace(saving.request, options=options(1)))
+    unusable = mock.Mock(wraps=saving.store, is_local=False)
+    if jax.process_index() == 1:
+        unusable.below.side_effect = ost.StorageError("cannot be used with these storage_options")
     return [
         _said(lambda: prepared(options(1))),
-        _said(failing.run),
-        _said(lambda: write_beside(directory, {"x": ""}, options=options(0))),
+        _said(dataclasses.replace(saving, store=unusable).run),
+        _said(lambda: write_beside(directory, {"x": ""}, options=options(0), active=ActiveProcesses.all())),
     ]
 
 

@@ -72,7 +72,7 @@ def is_not_there(url):
 
 
 def names_of(objects):
-    """Names, but for those that OCDBT chooses at random, of which there may be any number."""
+    """Names, except those that OCDBT chooses at random, of which there may be any number."""
     return {re.sub(r"/d/[0-9a-f]{32}$", "/d/*", name).partition("/")[2] for name in objects}
 
 

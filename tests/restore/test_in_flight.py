@@ -41,11 +41,11 @@ def in_thread(function, *arguments):
 
 def test_who_takes_a_slot_waits_for_what_was_sent_first():
     in_flight = InFlight(100, 100, 100)
-    first, second = in_flight.take(60, 60, [60]), in_flight.take(40, 40, [40])
+    first, second = in_flight.take(60, [60]), in_flight.take(40, [40])
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
     send(in_flight, second, sent[1])
-    thread, results = in_thread(in_flight.take, 50, 50, [50])
+    thread, results = in_thread(in_flight.take, 50, [50])
     assert sent[0].waited.wait(20)
     sent[1].arrived.set()
     assert not results
@@ -57,8 +57,8 @@ def test_who_takes_a_slot_waits_for_what_was_sent_first():
 
 def test_who_takes_a_slot_waits_for_what_is_not_sent_yet():
     in_flight = InFlight(100, 100, 100)
-    slot = in_flight.take(80, 80, [80])
-    thread, results = in_thread(in_flight.take, 50, 50, [50])
+    slot = in_flight.take(80, [80])
+    thread, results = in_thread(in_flight.take, 50, [50])
     assert not results
     sent = Sent()
     sent.arrived.set()
@@ -69,25 +69,25 @@ def test_who_takes_a_slot_waits_for_what_is_not_sent_yet():
 
 def test_memory_is_free_only_once_it_has_arrived():
     in_flight = InFlight(2**20, 2**20, 2**20)
-    first = in_flight.take(10, 10, [10])
+    first = in_flight.take(10, [10])
     sent = Sent()
     send(in_flight, first, sent)
-    second = in_flight.take(10, 10, [10])
+    second = in_flight.take(10, [10])
     assert second.memory[0].ctypes.data != first.memory[0].ctypes.data
     sent.arrived.set()
-    third = in_flight.take(10, 10, [10])
+    third = in_flight.take(10, [10])
     assert third.memory[0].ctypes.data == first.memory[0].ctypes.data
 
 
 @pytest.mark.parametrize(
     ("taken", "wanted"),
-    [((1000, 1000, [1000]), (1, 1, [1])), ((100, 100), (1, 1))],
+    [((1000, [1000]), (1, [1])), ((100,), (1,))],
     ids=["more than the limit goes alone", "bytes without memory of ours count as well"],
 )
 def test_who_takes_a_slot_waits_if_the_limit_is_reached(taken, wanted):
     in_flight = InFlight(100, 100, 100)
     slot = in_flight.take(*taken)
-    assert [buffer.nbytes for buffer in slot.memory] == (taken[2] if len(taken) > 2 else [])
+    assert [buffer.nbytes for buffer in slot.memory] == (taken[1] if len(taken) > 1 else [])
     thread, results = in_thread(in_flight.take, *wanted)
     sent = Sent()
     sent.arrived.set()
@@ -99,8 +99,8 @@ def test_who_takes_a_slot_waits_if_the_limit_is_reached(taken, wanted):
 
 def test_memory_is_used_again_before_all_that_may_be_in_flight_is():
     in_flight = InFlight(1000, 20, 1000)
-    first, mapped = in_flight.take(20, 20, [20]), in_flight.take(500, 500)
-    thread, results = in_thread(in_flight.take, 20, 20, [20])
+    first, mapped = in_flight.take(20, [20]), in_flight.take(500)
+    thread, results = in_thread(in_flight.take, 20, [20])
     sent = Sent(), Sent()
     send(in_flight, first, sent[0])
     send(in_flight, mapped, sent[1])
@@ -115,8 +115,8 @@ def test_who_waits_fails_at_the_end(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
     raised = []
     in_flight = InFlight(100, 100, 100)
-    in_flight.take(100, 100)
-    thread, _ = in_thread(in_flight.take, 1, 1)
+    in_flight.take(100)
+    thread, _ = in_thread(in_flight.take, 1)
     in_flight.end()
     thread.join(20)
     assert raised == [CancelledError]
@@ -126,7 +126,7 @@ def test_who_waits_fails_at_the_end(monkeypatch):
 
 def test_drain_waits_for_everything():
     in_flight = InFlight(100, 100, 100)
-    slot = in_flight.take(10, 7)
+    slot = in_flight.take(10)
     thread, results = in_thread(in_flight.drain)
     sent = Sent()
     send(in_flight, slot, sent)
@@ -135,7 +135,7 @@ def test_drain_waits_for_everything():
     sent.arrived.set()
     thread.join(20)
     assert results == [None]
-    assert in_flight.arrived == 7
+    assert in_flight.arrived == 10
     in_flight.drain()
 
 
@@ -143,7 +143,7 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
     in_flight = InFlight(100, 100, 100)
     sent = Sent(), Sent()
     for number in range(2):
-        send(in_flight, in_flight.take(10, 10), sent[number])
+        send(in_flight, in_flight.take(10), sent[number])
     sent[0].error = RuntimeError("out of memory on the device")
     is_ready = sent[0].is_ready
     sent[0].is_ready = lambda: False
@@ -161,7 +161,7 @@ def test_an_array_that_fails_is_the_error_of_who_waits_and_settle_passes_over_it
 
 def test_a_transfer_that_has_failed_is_an_error_even_if_nobody_waited_for_it():
     in_flight = InFlight(100, 100, 100)
-    room = in_flight.take(10, 10)
+    room = in_flight.take(10)
     failed = Sent()
     failed.arrived.set()
     failed.error = RuntimeError("RESOURCE_EXHAUSTED")

@@ -17,8 +17,9 @@ from orbax_safetensors.devices.sharding import device_boxes
 from orbax_safetensors.geometry.view import View
 from orbax_safetensors.restore import parts
 from orbax_safetensors.restore.cooperative import _Leaf, _shards
+from orbax_safetensors.restore.leaf_request import leaf_request
 from orbax_safetensors.restore.parts import parts_of
-from orbax_safetensors.restore.target import Target, leaf_request
+from orbax_safetensors.restore.target import Target
 from tests.support.files import DTYPES, random_bits
 from tests.support.measure import different_shards
 from tests.support.strategies import examples
@@ -260,4 +261,5 @@ def test_whose_devices_an_array_is_asked_for_on(mesh):
         assert leaf_request(None, args).processes == found, args
     with jax.set_mesh(mesh):
         assert leaf_request(None, ocp.ArrayRestoreArgs(sharding=abstract)).processes == {0}
-    assert leaf_request(None, ocp.ArrayRestoreArgs(sharding="x")) is None
+    with pytest.raises(ost.TensorMismatchError, match="expected a sharding"):
+        leaf_request(None, ocp.ArrayRestoreArgs(sharding="x"))

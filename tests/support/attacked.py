@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_safetensors as ost
+from orbax_safetensors.restore.leases import Leases
 from orbax_safetensors.storage import leased_mapping
 from orbax_safetensors.transfer.reader import Reader
 from tests.support.accelerator import Accelerator, accelerator
@@ -63,28 +64,31 @@ def restore(directory, arrival, seed):
 
 
 def main(directory, with_leases):
-    readers, to_come = [], 0
-    enter, hand_over = Reader.__enter__, Accelerator.hand_over
+    leases, to_come = [], 0
+    enter, begin, hand_over = Reader.__enter__, Leases.__init__, Accelerator.hand_over
 
     def entered(reader):
-        readers[:] = [reader]
         if not to_come:
             print("now", flush=True)
         return enter(reader)
+
+    def begun(new):
+        leases[:] = [new]
+        begin(new)
 
     def handed_over(device, make):
         nonlocal to_come
         to_come -= 1
         if not to_come:
             print("now", flush=True)
-            while not readers[0].leases.wanted and not select.select([sys.stdin], [], [], 0.002)[0]:
+            while not leases[0].wanted and not select.select([sys.stdin], [], [], 0.002)[0]:
                 pass
         return hand_over(device, make)
 
     def without_leases(descriptor, command, *_):
         return fcntl.F_RDLCK if command == fcntl.F_GETLEASE else 0
 
-    Reader.__enter__, Accelerator.hand_over = entered, handed_over
+    Reader.__enter__, Leases.__init__, Accelerator.hand_over = entered, begun, handed_over
     if with_leases == "no":
         leased_mapping.fcntl = types.SimpleNamespace(**vars(fcntl) | {"fcntl": without_leases})
     for line in sys.stdin:

@@ -22,7 +22,7 @@ def entry(dtype: str = '"U8"', shape: str = "[1]", offsets: str = "[0,1]", extra
 
 
 def tensor(**fields: str) -> Crafted:
-    """A file with one tensor `bad`, of one U8 but for the given fields, as JSON text."""
+    """A file with one tensor `bad`, of one U8 except for the given fields, as JSON text."""
     return Crafted(file_of(f'{{"bad":{entry(**fields)}}}', ONE), "bad")
 
 

@@ -17,7 +17,7 @@ MODELS = "/models/"  # where the pages say that checkpoints are
 # Commands of a shell that pages show and no test runs: they install, or are other programs.
 NOT_RUN = (
     "pip install ",
-    "shtab ",
+    "orbax-safetensors --completion ",
     "export ",
     "python -m maxtext.",
     "python -m pytest",

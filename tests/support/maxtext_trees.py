@@ -21,7 +21,7 @@ from tests.multiprocess.workers_families import (
 from tests.support.tiers import cross
 
 MODES = ("scanned", "unscanned")
-# Their parameters are moved. What the others compute, a save undoes but for a rounding.
+# Their parameters are moved. What the others compute, a save undoes, except for rounding.
 MOVED = ("deepseek3", "deepseek3.2", "deepseek3_mtp", "gpt-oss", "qwen3")
 # Between them: experts and none, towers, every attention, what is moved and what is computed, both modes.
 COVER = {

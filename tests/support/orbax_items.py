@@ -124,7 +124,7 @@ def boxes(draw, shape):
 
 
 def file_names(root):
-    """Names of files, but for those that OCDBT chooses at random, of which there may be any number."""
+    """Names of files, except those that OCDBT chooses at random, of which there may be any number."""
     names = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     if ocp.__version__.startswith("0.11."):  # writes it on Google Cloud Storage only
         names = {name for name in names if not name.endswith("commit_success.txt")}

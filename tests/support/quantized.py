@@ -27,27 +27,28 @@ def execute(gathered, codes, parameters, destinations, dtype=np.float32):
     asked = Asked()
     for access in gathered.windowed:
         assert isinstance(access, Encoded)
-        per_byte = access.encoding.elements_per_byte
+        encoding = access.encoding
         shared = held_by(access.shared, parameters, asked)
         for low in range(0, access.runs.nbytes, access.pitch):
             high = min(low + access.pitch, access.runs.nbytes)
             pieces = list(access.runs.pieces(low, high))
             asked.codes += pieces
             packed, done = read(codes, pieces), 0
-            decoded = np.empty((high - low) * per_byte, dtype)
-            areas = list(access.encoding.areas(access.runs, low, high))
-            own = held_by(access.own(areas), parameters, asked)
+            decoded = np.empty(encoding.elements_in(high - low), dtype)
+            areas = list(encoding.areas(access.runs, low, high))
+            own = held_by(access.patches(areas), parameters, asked)
             memory = packed.nbytes + sum(stored.nbytes for _, stored in (*own.values(), *shared.values()))
             held = [(shared | own)[number] for number in range(len(parameters))]
             for area in areas:
                 end = done + len(area.rows) * area.width
-                decode(access.encoding, area, packed[done // per_byte : end // per_byte], held, decoded[done:end])
+                area_codes = packed[encoding.bytes_of(done) : encoding.bytes_of(end)]
+                decode(encoding, area, area_codes, held, decoded[done:end])
                 done = end
             assert done == decoded.size
             asked.memory.append(memory + decoded.size * 4)
-            first = low * per_byte
+            first, last = encoding.elements_in(low), encoding.elements_in(high)
             for use in access.uses:
-                for copy in use.copy.within(first, high * per_byte):
+                for copy in use.copy.within(first, last):
                     views.run([TensorCopy("t", copy.shifted(-first), ())], {"t": decoded}, destinations[use.buffer])
     return asked
 
@@ -88,7 +89,7 @@ def needed(encoding, copies):
     """Bytes of all units of codes and of all words of parameters that some element is in, one after the other."""
     elements = np.unique(np.concatenate([every_source(copy) for copy in copies]))
     unit = encoding.unit
-    nbytes = len(np.unique(elements // unit)) * unit // encoding.elements_per_byte
+    nbytes = len(np.unique(elements // unit)) * encoding.bytes_of(unit)
     rows, columns = encoding.shape[-2:]
     for parameter in encoding.parameters:
         (high, wide), (down, across) = parameter.grid, parameter.per_word
@@ -123,8 +124,8 @@ def check_counts(gathered, asked, encoding, copies, staged_bytes):
     assert gathered.num_requests == len(asked.codes) + len(asked.parameters)
     assert gathered.window_bytes == max(asked.memory)
     longest = coalesce._TALLEST * staged_bytes
-    assert all(access.pitch * 4 * encoding.elements_per_byte <= longest for access in gathered.windowed)
+    assert all(encoding.elements_in(access.pitch) * 4 <= longest for access in gathered.windowed)
     codes = [begin + at for begin, length in asked.codes for at in range(length)]
     assert len(codes) == len(set(codes))
     assert needed(encoding, copies) <= gathered.needed_bytes <= gathered.read_bytes
-    assert math.prod(encoding.shape) - encoding.padding == encoding.nbytes * encoding.elements_per_byte
+    assert math.prod(encoding.shape) - encoding.padding == encoding.elements_in(encoding.nbytes)

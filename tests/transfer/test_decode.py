@@ -12,7 +12,7 @@ from orbax_safetensors.geometry.encoding import Area, Encoding, Parameter, Role
 from orbax_safetensors.transfer.decode import _CHUNK, decode
 from tests.support.quantized import as_bytes, scaled
 
-F32, U8, I32 = (DTYPES[name] for name in ("F32", "U8", "I32"))
+F32, BF16_STORED, U8, I32 = (DTYPES[name] for name in ("F32", "BF16", "U8", "I32"))
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -47,8 +47,7 @@ def decoded(encoding, codes, *parameters, dtype=np.float32, rows=None, columns=N
     every, width = math.prod(encoding.shape[:-1]), encoding.shape[-1]
     area = Area(np.arange(every) if rows is None else rows, columns or ((0, width),))
     matrix = as_bytes(codes).reshape(every, -1)
-    per_byte = encoding.elements_per_byte
-    parts = [matrix[area.rows, begin // per_byte : end // per_byte] for begin, end in area.columns]
+    parts = [matrix[area.rows, encoding.bytes_of(begin) : encoding.bytes_of(end)] for begin, end in area.columns]
     held = []
     for parameter, stored in zip(encoding.parameters, map(as_bytes, parameters), strict=True):
         patch = encoding.patch(parameter, [area], 0)
@@ -86,6 +85,21 @@ def test_every_mxfp4_code_with_every_scale(dtype, repeated):
     each = [e2m1(code) for pair in zip(range(16), range(15, -1, -1), strict=True) for code in pair]
     expected = np.array(each) * np.ldexp(1.0, scales.astype(int) - 127)[:, None]
     assert_same_numbers(out, rounded(expected, dtype))
+
+
+@pytest.mark.parametrize("different", [8, 2**16])  # with tables of all scales, and of none: there are too many
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+def test_every_int4_code_with_scales_of_16_bits(dtype, different):
+    """In two calls, of which the second meets scales that the first has made tables for."""
+    step = 2**16 // different
+    scales = np.repeat(np.arange(0, 2**16, step), step if different == 8 else 1).astype(np.uint16)
+    codes = np.tile(np.arange(16, dtype=np.uint8) | np.arange(16, dtype=np.uint8)[::-1] << 4, len(scales))
+    values = np.tile(np.stack([np.arange(16), np.arange(16)[::-1]], -1).reshape(-1) - 8, (len(scales), 1))
+    encoding = scaled((len(scales), 32), 4, "offset4", BF16_STORED, (1, 32))
+    with np.errstate(all="ignore"):
+        expected = values * scales.view(BF16).astype(np.float64)[:, None]
+    for _ in range(2):
+        assert_same_numbers(decoded(encoding, codes, scales, dtype=dtype), rounded(expected, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)

@@ -17,9 +17,8 @@ import numpy as np
 
 from orbax_safetensors.errors import MappingError
 from orbax_safetensors.mapping import Family, Tree, View, stack, tensor
-from orbax_safetensors.mapping.envelope import Envelope
 from orbax_safetensors.mapping.families.stored import Config, Leaves, biased, completed, kernel, norm
-from orbax_safetensors.mapping.family import LeafShapes, Variant
+from orbax_safetensors.mapping.family import Envelope, LeafShapes, Variant
 
 Layer = Callable[[str, Config], Leaves]  # the parts of the layer `h`
 Norm = Callable[[str, int], View]  # the scale of the norm that is stored under a name, of this size

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from orbax_safetensors.restore.leases import Leases
 from orbax_safetensors.storage.leased_mapping import LeasedMapping
 from orbax_safetensors.storage.local import LocalFile
-from orbax_safetensors.transfer.leases import Leases
 
 
 def test_a_lease_does_not_end_while_it_is_looked_at(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ class Leases:
             return [number for number, (mapping, _) in self._held.items() if mapping.is_wanted]
 
     def refuse(self, numbers: Iterable[int]) -> None:
-        """Lease these files no more. Those who hold them keep them."""
+        """Lease these files no more. Holders keep their leases."""
         self._refused.update(numbers)
 
     def abandon(self) -> None:

@@ -1,0 +1,136 @@
+"""`diff`: what tells two checkpoints apart, of whatever kind they are. No device is started."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import isfinite
+from typing import Any
+
+from orbax_safetensors.checkpoint.files import is_orbax
+from orbax_safetensors.cli.arguments import add_family, refuse, variant
+from orbax_safetensors.cli.long_run import Reporter
+from orbax_safetensors.cli.parser import Parser
+from orbax_safetensors.cli.tables import Cell, Printer, shape_text
+from orbax_safetensors.storage.paths import place
+from orbax_safetensors.streaming.comparison import ArrayDifference, Comparison, compare
+from orbax_safetensors.streaming.open_source import open_source
+from orbax_safetensors.streaming.tiles import TileSource
+
+# argparse leaves this text as it is.
+_DESCRIPTION = """\
+Compares the names, shapes, dtypes and values of all arrays of two checkpoints,
+each of any kind: safetensors files, a link, or a checkpoint of Orbax. Reads
+both in tiles, in bounded memory. Exits with 0 if they are the same.
+
+With --family, safetensors files are compared as the tree that the family makes
+of them: with a conversion, say, or decoded (--family dequantized).
+
+examples:
+  orbax-safetensors diff qwen3/ tuned/
+  orbax-safetensors diff qwen3/ maxtext/ --family maxtext
+"""
+
+# For the tiles of both checkpoints; each source has as much for its reads.
+_MEMORY_BYTES = 2**30
+
+
+def add_parser(add: Callable[..., Parser]) -> Parser:
+    """Return the parser of the command, which `add` has made."""
+    parser = add("diff", help="compare two checkpoints", description=_DESCRIPTION)
+    parser.add_argument("first", metavar="A")
+    parser.add_argument("second", metavar="B")
+    add_family(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace, output: Printer) -> int:
+    """Print what tells `args.first` and `args.second` apart; return 1 if anything does."""
+    switches = variant(args)
+    paths = args.first, args.second
+    of_orbax = [is_orbax(place(path)) for path in paths]
+    if all(of_orbax):
+        refuse(args, ("family",), "is for safetensors, and A and B are checkpoints of Orbax")
+    # Beside a checkpoint of Orbax, a link has the names that Orbax restores.
+    as_orbax = any(of_orbax) and args.family is None
+    sources: list[TileSource] = []
+    with ExitStack() as stack:
+        for path in paths:
+            source = open_source(path, _MEMORY_BYTES, family=args.family, variant=switches, as_orbax=as_orbax)
+            stack.callback(source.close)
+            sources.append(source)
+        first, second = sources
+        reporter = stack.enter_context(Reporter(args.command, sys.stderr))
+        compared = compare(first, second, _MEMORY_BYTES, reporter)
+    if args.json:
+        output.json(_document(first, second, compared))
+    else:
+        _show(first, second, compared, output)
+    return 0 if compared.same else 1
+
+
+def _document(first: TileSource, second: TileSource, compared: Comparison) -> dict[str, Any]:
+    return {
+        "paths": [first.path, second.path],
+        "same": compared.same,
+        "equal": compared.equal,
+        "only": list(compared.only),
+        "different": [
+            {
+                "name": array.name,
+                "shapes": [list(shape) for shape in array.shapes],
+                "dtypes": [dtype.name for dtype in array.dtypes],
+                "elements": array.elements,
+                "changed": array.changed,
+                "largest_difference": None if array.largest is None or not isfinite(array.largest) else array.largest,
+            }
+            for array in compared.different
+        ],
+    }
+
+
+def _show(first: TileSource, second: TileSource, compared: Comparison, output: Printer) -> None:
+    for side, names in zip("AB", compared.only, strict=True):
+        if names:
+            output.table((f"only in {side}",), [(text,) for text, _ in output.joined(names)])
+    shapes: dict[tuple[str, str], list[str]] = {}
+    for array in compared.different:
+        if array.changed is None:
+            one, two = map(shape_text, array.shapes)
+            shapes.setdefault((one, two), []).append(array.name)
+    if shapes:
+        rows = [(text, *pair) for pair, names in shapes.items() for text, _ in output.joined(names)]
+        output.table(("other shape", "in A", "in B"), rows)
+    values = [array for array in compared.different if array.changed is not None]
+    if values:
+        _show_values(values, output)
+    output.facts(
+        [
+            ("A", first.path),
+            ("B", second.path),
+            ("equal arrays", compared.equal),
+            ("different arrays", len(compared.different)),
+            ("only in A", len(compared.only[0])),
+            ("only in B", len(compared.only[1])),
+        ]
+    )
+
+
+def _show_values(arrays: Sequence[ArrayDifference], output: Printer) -> None:
+    """Print the arrays whose values differ most first; on a terminal those whose names differ in numbers are one."""
+    groups: dict[str, dict[str, ArrayDifference]] = {}
+    for array in arrays:
+        dtypes = " and ".join(dict.fromkeys(dtype.name for dtype in array.dtypes))
+        groups.setdefault(dtypes, {})[array.name] = array
+    rows: list[tuple[Cell, ...]] = []
+    for dtypes, named in groups.items():
+        for text, names in output.joined(named):
+            joined = [named[name] for name in names]
+            changed, elements = sum(array.changed or 0 for array in joined), sum(array.elements for array in joined)
+            largest = max(array.largest or 0 for array in joined)
+            rows.append((text, dtypes, changed, elements, f"{largest:.6g}"))
+    rows.sort(key=lambda row: -float(row[-1]))
+    output.worst(("other values", "dtype", "changed", "elements", "largest difference"), rows)
