@@ -124,7 +124,7 @@ def test_the_examples_for_maxtext(scan_layers, mesh):
 def test_the_examples_of_tables(tmp_path, capsys):
     stored = examples.make_models(tmp_path)["llama"]
     *blocks, with_tunix = examples.python(TABLES)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     assert "tunix" in with_tunix  # tests/interop/test_tunix.py runs it
     names = {}
     try:

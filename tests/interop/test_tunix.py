@@ -5,7 +5,7 @@ tables, as they are, and the `tunix` families restore the same trees with these 
 """
 
 import json
-import re
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import flax
@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from packaging.requirements import Requirement
 from safetensors.numpy import load_file
 
 import orbax_safetensors as ost
@@ -24,6 +25,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("einops", reason="einops is not installed: pip install --no-deps google-tunix einops")
 pytest.importorskip("jaxtyping", reason="jaxtyping is not installed")
 
+from tests.support import examples  # noqa: E402
 from tests.support.roots import ROOT  # noqa: E402
 from tests.support.tiers import cross  # noqa: E402
 from tests.support.tunix_models import flax_as_it_was, import_tunix, tunix_model  # noqa: E402
@@ -64,11 +66,11 @@ IMAGES = {
 }
 # What Tunix's loaders do after they have applied the table.
 EXPERTS_IN_ONE = {r"(.*)\.experts\.[0-9]+\.(\w+)\.kernel": r"\1.\2"}
-KEYS_AND_VALUES_IN_ONE = {
-    r"tmp\.layers\.(\d+)\.attn\.q": (r"layers.\1.attn.q_einsum.w", ((0, 2, 1, 3), (4, 64, 32))),
-    r"tmp\.layers\.(\d+)\.attn\.[kv]": (r"layers.\1.attn.kv_einsum.w", ((0, 2, 1, 3), None)),
-}
-ALL_THREE_IN_ONE = {r"tmp\.layers\.(\d+)\.attn\.[qkv]": (r"layers.\1.attn.qkv_einsum.w", ((0, 2, 1, 3), None))}
+# The rows of the page for Gemma, as it has them.
+PAGE = ROOT / "docs" / "tables.md"
+ROWS: dict[str, Any] = {}
+exec(next(block for block in examples.python(PAGE) if "q_einsum" in block), ROWS)
+KEYS_AND_VALUES_IN_ONE, ALL_THREE_IN_ONE = ROWS["gemma"], ROWS["all_three"]
 
 
 class Case(NamedTuple):
@@ -97,6 +99,21 @@ CASES = {
 }
 NAMES = cross(CASES, ["qwen3, experts", "gemma3"])
 UNREAD = [r"(vision_tower|multi_modal_projector)\..*"]
+
+
+def required(package):
+    """Return what a package requires without extras."""
+    requirements = [Requirement(text) for text in metadata.requires(package)]
+    return {one.name.replace("_", "-"): one.specifier for one in requirements if "extra" not in str(one.marker)}
+
+
+def test_pip_installs_it_beside_this_package():
+    """What both require are releases that are here; an older safetensors is required by Tunix alone."""
+    ours, theirs = required("orbax-safetensors"), required("google-tunix")
+    assert ours.keys() & theirs.keys() == {"orbax-checkpoint", "fsspec"}
+    for name in ours.keys() & theirs.keys():
+        assert (ours[name] & theirs[name]).contains(metadata.version(name)), name
+    assert "safetensors" in theirs
 
 
 def saved(case, directory):
@@ -165,7 +182,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     config = tunix_model(case.kind, case.sizes).config
     model = import_tunix("tunix.models.qwen3.model")
     monkeypatch.setattr(model.ModelConfig, "qwen3_0p6b", lambda: config)
-    *_, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tables.md").read_text(), re.DOTALL)
+    *_, block = examples.python(PAGE)
     names = {"jax": jax, "ocp": ocp, "ost": ost, "from_table": from_table}
     exec(block.replace("/models/", f"{tmp_path}/"), names)
     leaves = nnx.to_pure_dict(nnx.state(names["qwen3"]))
