@@ -3,8 +3,8 @@
     python examples/small_models.py /models
 
 If you may not write to `/models`, take another directory, here and in the code of the guides. The models are a Qwen3, a
-Llama, a Gemma 3, the Qwen3 in fp8, a LoRA adapter of it, and parameters of models of Flax and Equinox, in files that the
-`safetensors` package writes.
+Llama, a Gemma 3, the Qwen3 in fp8, a LoRA adapter of the Qwen3, and parameters of models of Flax and Equinox, in files
+that the `safetensors` package writes.
 """
 
 import argparse
