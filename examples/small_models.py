@@ -3,7 +3,8 @@
     python examples/small_models.py /models
 
 If you may not write to `/models`, take another directory, here and in the code of the guides. The models are a Qwen3, a
-Llama, the Qwen3 in fp8, and parameters of models of Flax and Equinox, in files that the `safetensors` package writes.
+Llama, a Gemma 3, the Qwen3 in fp8, a LoRA adapter of the Qwen3, and parameters of models of Flax and Equinox, in files
+that the `safetensors` package writes.
 """
 
 import argparse
@@ -44,6 +45,30 @@ LLAMA = {
     "num_key_value_heads": 4,
     "head_dim": 8,
     **COMMON,
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,  # a cycle of five local layers and a global one, and one more
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+}
+LORA = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": "qwen3",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["up_proj"],
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
 FILE_BYTES = 30_000
@@ -87,6 +112,27 @@ def llama() -> Arrays:
     return decoder(LLAMA) | tables | {"lm_head.weight": random(128, 64)}
 
 
+def gemma3() -> Arrays:
+    """It normalises what goes into the layers' two halves, and what comes out."""
+    norms = {
+        f"model.layers.{n}.{part}_layernorm.weight": random(32)
+        for n in range(7)
+        for part in ("pre_feedforward", "post_feedforward")
+    }
+    of_heads = {f"model.layers.{n}.self_attn.{part}_norm.weight": random(16) for n in range(7) for part in "qk"}
+    return decoder(GEMMA3) | norms | of_heads
+
+
+def lora() -> Arrays:
+    """An adapter of the Qwen3, as PEFT writes it."""
+    adapter = Arrays()
+    for layer in range(QWEN3["num_hidden_layers"]):
+        module = f"base_model.model.model.layers.{layer}.mlp.up_proj"
+        adapter[f"{module}.lora_A.weight"] = random(4, 32, dtype=np.float32)
+        adapter[f"{module}.lora_B.weight"] = random(48, 4, dtype=np.float32)
+    return adapter
+
+
 def in_fp8(tensors: Arrays) -> Arrays:
     """The same model with its projections in fp8, with a scale for each block of 16 x 16."""
     quantised = dict(tensors)
@@ -116,8 +162,12 @@ def equinox() -> Arrays:
 
 
 def write(directory: Path, tensors: Arrays, config: dict[str, Any] | None) -> None:
-    """Write a model as the Hub has it: with a config in several files and an index, without one in one file."""
+    """Write a model as the Hub has it: with a config in several files and an index; an adapter, or layers, in one."""
     directory.mkdir(parents=True)
+    if config is LORA:
+        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
+        return
     if config is None:
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return
@@ -145,6 +195,8 @@ def make_models(directory: Path) -> dict[str, Arrays]:
     models: dict[str, tuple[Arrays, dict[str, Any] | None]] = {
         "qwen3": (qwen3_tensors, QWEN3),
         "llama": (llama(), LLAMA),
+        "gemma3": (gemma3(), GEMMA3),
+        "qwen3-lora": (lora(), LORA),
         "qwen3-fp8": (in_fp8(qwen3_tensors), QWEN3 | FP8),
         "mlp": ({name: array for layer in mlp for name, array in linear(*layer).items()}, None),
         "dense": (linear("params.Dense_0", 16, 32), None),

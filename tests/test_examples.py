@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import orbax_safetensors as ost
+from tests.support import examples
 from tests.support.roots import ROOT
 
 MODELS = ROOT / "examples" / "small_models.py"
@@ -66,3 +68,10 @@ def test_a_notebook(notebook, tmp_path):
     for needed in ("nbclient", "ipykernel", "torch", "transformers"):
         pytest.importorskip(needed)
     run(tmp_path, "-m", "jupyter", "execute", "--timeout=150", "--kernel_name=python3", notebook)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize("family", ["maxtext", "tunix"])
+def test_families_take_the_small_models(tmp_path, model, family):
+    examples.make_models(tmp_path)
+    assert ost.open_checkpoint(tmp_path / model, family=family).leaves

@@ -216,7 +216,7 @@ def show(checkpoint: Checkpoint, reports: list[dict[str, Any]], faults: list[str
             for report in reports
         ),
     )
-    drawn = stretches(checkpoint, PROCESSES)
+    drawn = stretches(checkpoint)
     reads = {report["process"]: np.array(report["drawn"]) for report in reports}
     output.drawing(picture(drawn, reads, PROCESSES))
     output.line("")

@@ -64,7 +64,7 @@ def _work(path: str) -> dict[str, Any]:
     files = [file.path for file in checkpoint.files]
     shards, differing = compare(arrays, {name: files[checkpoint[name].file] for name in arrays})
     cost = ost.plan_restore(path, restore_args).processes[jax.process_index()]
-    drawn = stretches(checkpoint, jax.process_count())
+    drawn = stretches(checkpoint)
     needed, read = amounts(executed_plan(checkpoint, restore_args), drawn)
     return {
         "process": jax.process_index(),

@@ -1,21 +1,23 @@
-"""Which process reads which bytes: the files as bands of cells, with a row for each process, drawn with rich.
+"""Which process reads which bytes: each leaf as a band of cells, with a row for each process.
 
-The bytes are those that `TransferPlan`s request. Headers, which each process reads first, are left out.
+The bytes are those that `TransferPlan`s request. Headers, which each process reads first, are left out. Leaves whose
+names differ in numbers alone, as those of layers, are one band.
 """
 
 from __future__ import annotations
 
-import posixpath
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import accumulate, groupby, pairwise
 from math import log, prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from orbax_safetensors import Checkpoint
-from orbax_safetensors.cli.tables import human_bytes
+from orbax_safetensors.cli.tables import human_bytes, in_braces
 from orbax_safetensors.errors import printable
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import Runs
@@ -26,53 +28,133 @@ if TYPE_CHECKING:
 
 # Cells of the longest band, which fit a terminal of 80 columns beside the names of processes.
 _CELLS = 64
-# If each file had a band of its own and there were more rows than these, all files are one band.
-_MOST_ROWS = 32
+# The most bands. If there would be more, the smallest leaves share one, as those do that do not fill a cell.
+_MOST_BANDS = 24
 _CELL = "█"
 
 # From little to much, in red, green and blue.
 _READ = (207, 224, 247), (13, 63, 143)
 _OVER_READ = (251, 220, 184), (163, 60, 0)
 _NOTHING = "rgb(233,235,238)"
+_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
+<style>
+text {{ font: 13px system-ui, sans-serif; fill: #1f2933; white-space: pre; }}
+.title {{ font-size: 15px; font-weight: 600; }}
+.small {{ font-size: 12px; fill: #52606d; }}
+.ground {{ fill: #fbfcfd; stroke: #cbd2d9; }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #e4e7eb; }}
+.small {{ fill: #b4bdc8; }}
+.ground {{ fill: #1b2027; stroke: #3e4c59; }}
+}}
+</style>
+<rect class="ground" x="0.5" y="0.5" width="{width}" height="{height}" rx="8"/>
+{shapes}
+</svg>
+"""
 # What a process needs of what it reads, at least, unless the cell says that it reads too much.
 _NEEDED = 0.9
 
 
 class Stretches(NamedTuple):
-    """The data of all files, one after the other, cut into stretches of about equal length.
+    """The stored bytes of all leaves, cut into stretches.
+
+    A place is the offset of a byte if the data of all files are one after the other.
 
     Attributes:
       begin: what to add to the offset of a byte in each file for its place.
       cuts: the places between which the stretches lie, ascending.
-      bands: the caption of each band, and how many stretches it has.
+      cells: the cell of each stretch, -1 for bytes that no leaf has. A cell has a stretch in each of several tensors if
+        these are short.
+      bands: the caption of each band, and how many cells it has.
     """
 
     begin: list[int]
     cuts: np.ndarray
+    cells: np.ndarray
     bands: list[tuple[str, int]]
 
+    def sums(self, of_stretches: np.ndarray) -> np.ndarray:
+        """Return the sum over the stretches of each cell."""
+        inside, count = self.cells >= 0, sum(cells for _, cells in self.bands)
+        return np.bincount(self.cells[inside], of_stretches[inside], count)
 
-def stretches(checkpoint: Checkpoint, rows: int) -> Stretches:
-    """Cut the data of a checkpoint for a picture of as many rows in each band."""
+
+class _Range(NamedTuple):
+    """The places of a stored tensor, or of a piece of it."""
+
+    begin: int
+    end: int
+
+
+def stretches(checkpoint: Checkpoint) -> Stretches:
+    """Cut the stored bytes of a checkpoint's leaves for a picture."""
     headers = [file.header for file in checkpoint.files]
-    names = [printable(posixpath.basename(file.path)) for file in checkpoint.files]
-    sizes = [header.file_bytes - header.data_start for header in headers]
-    ends = list(accumulate(sizes))
+    ends = list(accumulate(header.file_bytes - header.data_start for header in headers))
     begin = [end - header.file_bytes for end, header in zip(ends, headers, strict=True)]
-    if len(sizes) > 1 and len(sizes) * rows > _MOST_ROWS:
-        names = [f"{len(names):,} files, {names[0]} to {names[-1]}"]
-        sizes, ends = [ends[-1]], [ends[-1]]
-    longest = max(1, *sizes)
-    cuts, bands = [], []
-    for name, size, end in zip(names, sizes, ends, strict=True):
+    bands = _bands(checkpoint, begin)
+    longest = max((_nbytes(ranges) for _, ranges in bands), default=0)
+    pieces: list[tuple[int, int, int]] = []
+    captions: list[tuple[str, int]] = []
+    first = 0
+    for text, ranges in bands:
+        size = _nbytes(ranges)
         cells = min(max(round(_CELLS * size / longest), 1), size)
-        cuts.append(np.linspace(end - size, end, cells, endpoint=False).astype(np.int64))
-        bands.append((f"{name}, {human_bytes(size)}", cells))
-    return Stretches(begin, np.append(np.concatenate(cuts), ends[-1]), bands)
+        edges = np.linspace(0, size, cells + 1).astype(np.int64).tolist()
+        before = 0
+        for low, high in ranges:
+            inner = edges[bisect_right(edges, before) : bisect_left(edges, before + high - low)]
+            cuts = [low, *(low + edge - before for edge in inner), high]
+            pieces += [
+                (start, stop, first + bisect_right(edges, start - low + before) - 1) for start, stop in pairwise(cuts)
+            ]
+            before += high - low
+        captions.append((f"{printable(text)}, {human_bytes(size)}", cells))
+        first += cells
+    pieces.sort()
+    places = np.array(sorted({place for start, stop, _ in pieces for place in (start, stop)} or {0}), np.int64)
+    numbers = np.full(len(places) - 1, -1)
+    numbers[np.searchsorted(places, [start for start, _, _ in pieces])] = [cell for _, _, cell in pieces]
+    return Stretches(begin, places, numbers, captions)
+
+
+def _bands(checkpoint: Checkpoint, begin: list[int]) -> list[tuple[str, list[_Range]]]:
+    """Return the names of leaves, those that differ in numbers alone as one, with what is stored of them, in order."""
+    drawn: set[str] = set()  # a tensor of several leaves is drawn with the first
+    bands = []
+    for text, names in in_braces(checkpoint.leaves):
+        tensors = {checkpoint.whole(tensor) for name in names for tensor in checkpoint.leaves[name].tensors}
+        stored = {part for tensor in tensors for part in _stored(checkpoint, tensor)} - drawn
+        drawn |= stored
+        ranges = []
+        for name in stored:
+            for piece in checkpoint[name].pieces:
+                start = begin[piece.file] + checkpoint.files[piece.file].header.data_start + piece.entry.begin
+                ranges.append(_Range(start, start + piece.entry.nbytes))
+        bands.append((text, sorted(one for one in ranges if one.end > one.begin)))
+    bands = [band for band in bands if band[1]]
+    by_size = sorted(bands, key=lambda band: -_nbytes(band[1]))
+    least = _nbytes(by_size[0][1]) / _CELLS if bands else 0
+    large = {text for text, ranges in by_size[: _MOST_BANDS - 1] if _nbytes(ranges) >= least}
+    small = [band for band in bands if band[0] not in large]
+    if len(small) > 1:
+        ranges = sorted(one for _, ranges in small for one in ranges)
+        bands = [*(band for band in bands if band[0] in large), (f"{len(small):,} others", ranges)]
+    return bands
+
+
+def _stored(checkpoint: Checkpoint, tensor: str) -> Sequence[str]:
+    quantized = checkpoint.quantized.get(tensor)
+    return (tensor,) if quantized is None else quantized.stored
+
+
+def _nbytes(ranges: Sequence[_Range]) -> int:
+    return sum(end - begin for begin, end in ranges)
 
 
 def amounts(plan: TransferPlan, drawn: Stretches) -> np.ndarray:
-    """Return the bytes that a process needs (first row) and reads (second row) of each stretch.
+    """Return the bytes that a process needs (first row) and reads (second row) of each cell.
 
     What is read is exact, except that scales are spread evenly over those of their tensor. What is needed of a part is
     spread evenly over what is read of it.
@@ -81,12 +163,11 @@ def amounts(plan: TransferPlan, drawn: Stretches) -> np.ndarray:
     out = np.zeros((2, len(cuts) - 1))
     for file, begin, runs, weights in _reads(plan):
         begin += drawn.begin[file]
-        first, stop = bisect_right(cuts, begin + runs.begin) - 1, bisect_left(cuts, begin + runs.end)
-        # Most lie in one stretch, and a sum is cheaper.
-        inside = np.diff(_below(runs, drawn.cuts[first : stop + 1] - begin)) if stop - first > 1 else runs.nbytes
+        first, stop = max(bisect_right(cuts, begin + runs.begin) - 1, 0), bisect_left(cuts, begin + runs.end)
+        inside = np.diff(_below(runs, drawn.cuts[first : stop + 1] - begin))
         for row, weight in zip(out, weights, strict=True):
             row[first:stop] += weight * inside
-    return out
+    return np.stack([drawn.sums(row) for row in out])
 
 
 def _reads(plan: TransferPlan) -> Iterator[tuple[int, int, Runs, tuple[float, float]]]:
@@ -131,32 +212,90 @@ def picture(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: in
     """Return the picture of what some processes read: their `amounts`, by number, of `process_count` processes."""
     from rich.text import Text
 
-    least = 1 / (2 * process_count)  # half of what each process has if all share evenly
-    nbytes = np.diff(drawn.cuts)
-    rows = {
-        f" process {process:>{len(str(max(reads)))}} ": [
-            _colour(needed, read, least) for needed, read in zip(*(amount / nbytes), strict=True)
-        ]
-        for process, amount in reads.items()
-    }
     out, first = Text(), 0
+    rows = _rows(drawn, reads, process_count)
     for caption, cells in drawn.bands:
         out.append(f" {caption}\n")
-        for name, colours in rows.items():
-            out.append(name, "dim")
+        for name, colours in rows:
+            out.append(f" {name} ", "dim")
             for colour in colours[first : first + cells]:
                 out.append(_CELL, colour)
             out.append("\n")
         out.append("\n")
         first += cells
+    out.append(" A cell is a part of the leaf's bytes in the files.")
+    for colours, text in _legend(process_count):
+        out.append("\n ")
+        for colour in colours:
+            out.append(_CELL, colour)
+        out.append(f" {text}")
+    return out
+
+
+def svg(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int, title: str) -> str:
+    """Return the same picture as an SVG, with a title, for pages light or dark."""
+    width, height, left, y = 10, 15, 108, 30
+    shapes = [f'<text class="title" x="12" y="{y}">{escape(title)}</text>']
+
+    def cells(colours: Sequence[str], x: int) -> None:
+        for colour, run in groupby(enumerate(colours), itemgetter(1)):
+            numbers = [number for number, _ in run]
+            shapes.append(
+                f'<rect x="{x + width * numbers[0]}" y="{y}" width="{width * len(numbers)}" height="{height}" '
+                f'fill="{colour}"/>'
+            )
+
+    first = 0
+    rows = _rows(drawn, reads, process_count)
+    for caption, count in drawn.bands:
+        y += 30
+        shapes.append(f'<text x="12" y="{y}">{escape(caption)}</text>')
+        y += 7
+        for name, colours in rows:
+            shapes.append(f'<text class="small" x="12" y="{y + 12}">{name}</text>')
+            cells(colours[first : first + count], left)
+            y += height
+        first += count
+    y += 30
+    shapes.append(f'<text x="12" y="{y}">A cell is a part of the leaf\'s bytes in the files.</text>')
+    y += 8
+    for colours, text in _legend(process_count):
+        cells(colours, 12)
+        shapes.append(f'<text class="small" x="{left}" y="{y + 12}">{text}</text>')
+        y += height + 4
+    return _SVG.format(width=left + _CELLS * width + 12, height=y + 10, shapes="\n".join(shapes))
+
+
+def _rows(drawn: Stretches, reads: Mapping[int, np.ndarray], process_count: int) -> list[tuple[str, list[str]]]:
+    """Return the name of each process, and the colours of all its cells."""
+    nbytes = drawn.sums(np.diff(drawn.cuts))
+    least, digits = _least(process_count), len(str(max(reads)))
+    return [
+        (
+            f"process {process:>{digits}}",
+            [_colour(needed, read, least) for needed, read in zip(*(amount / nbytes), strict=True)],
+        )
+        for process, amount in reads.items()
+    ]
+
+
+def _legend(process_count: int) -> list[tuple[list[str], str]]:
+    """Return what colours mean."""
+    least = _least(process_count)
     ramp = np.geomspace(least, 1, 8)
-    out.append(" A cell is a stretch of a file.\n ").append(_CELL, _NOTHING).append(" the process does not read it\n ")
-    for share in ramp:
-        out.append(_CELL, _colour(share, share, least))
-    out.append(f" it reads and needs 1/{2 * process_count:,} of it or less ... all of it\n ")
-    for share in ramp:
-        out.append(_CELL, _colour(0, share, least))
-    return out.append(" over-read: it reads as much, and needs less than nine tenths of that")
+    return [
+        ([_NOTHING], "not read by the process"),
+        (
+            [_colour(share, share, least) for share in ramp],
+            f"read and needed: pale 1/{2 * process_count:,} of the cell or less, dark all of it",
+        ),
+        ([_colour(0, share, least) for share in ramp], "over-read: of what is read, less than nine tenths is needed"),
+    ]
+
+
+def _least(process_count: int) -> float:
+    """Return the share of a cell with the palest colour: half of what each process has if all share evenly."""
+    return 1 / (2 * process_count)
 
 
 def _colour(needed: float, read: float, least: float) -> str:

@@ -51,9 +51,9 @@ from orbax_safetensors.cli.partition import (
     parse_mesh,
     spread,
 )
-from orbax_safetensors.cli.picture import amounts, picture, stretches
+from orbax_safetensors.cli.picture import amounts, picture, stretches, svg
 from orbax_safetensors.cli.plan_tables import Scenario, comparison, details, orbax_over_reads, orbax_restore, saved
-from orbax_safetensors.cli.tables import Facts, Page, Printer
+from orbax_safetensors.cli.tables import Drawing, Facts, Page, Printer
 from orbax_safetensors.devices.partition import Partition, partition
 from orbax_safetensors.errors import printable
 from orbax_safetensors.orbax_store import OrbaxCheckpoint, open_orbax
@@ -121,7 +121,7 @@ def add_parser(add: Callable[..., Parser]) -> Parser:
         "--all-processes", action="store_true", help="look at every process (default: of more than 4, at 4)"
     )
     parser.add_argument("--files", action="store_true", help="also print what each process reads of each file")
-    parser.add_argument("--picture", metavar="FILE", help="also draw which process reads which bytes, as an HTML page")
+    parser.add_argument("--picture", metavar="FILE", help="also draw which process reads what, as FILE.html or .svg")
     parser.add_argument("--save", action="store_true", help="plan a save of that tree instead")
     parser.add_argument(
         "--bandwidth",
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace, output: Printer) -> int:
         refuse(args, ("files", "picture", "save"), "is for one --mesh")
     if args.save:
         refuse(args, ("picture",), "is of a restore, and --save asks for a save")
-    page = None if args.picture is None else Page(args.picture)
+    page = _page(args.picture)
     switches = variant(args)
     options = SafetensorsOptions() if args.streams is None else SafetensorsOptions(threads=args.streams)
     with no_collection():
@@ -310,15 +310,25 @@ def _scenario(
     return Scenario(mesh, shapes, axes, restored, plan, time)
 
 
-def _draw(scenario: Scenario, tree: Facts, page: Page) -> None:
-    """Write the page of one mesh: which bytes processes read, above what the command prints."""
+def _draw(scenario: Scenario, tree: Facts, page: Page | Drawing) -> None:
+    """Write the picture of one mesh: which bytes processes read, on a page above what the command prints."""
     restore = scenario.restore
-    drawn = stretches(restore.checkpoint, len(restore.looked_at))
+    drawn = stretches(restore.checkpoint)
     reads = {process: amounts(restore.transfer(process), drawn) for process in restore.looked_at}
-    page.line(f"What processes read and over-read to restore {restore.checkpoint.path}")
+    title = f"Read and over-read by each process, to restore {restore.checkpoint.path}"
+    if isinstance(page, Drawing):
+        page.write(svg(drawn, reads, restore.process_count, printable(title)))
+        return
+    page.line(title)
     page.drawing(picture(drawn, reads, restore.process_count))
     details(scenario, tree, page, files=False)
     page.write()
+
+
+def _page(path: str | None) -> Page | Drawing | None:
+    if path is None:
+        return None
+    return Drawing(path) if path.endswith(".svg") else Page(path)
 
 
 def _axes(

@@ -311,6 +311,20 @@ class Printer:
         self._line(f" {(' ' * _GAP).join(aligned)} ", style)
 
 
+class Drawing:
+    """A file for one drawing."""
+
+    def __init__(self, path: str) -> None:
+        """Raise `StorageError` if the directory of the file `path` does not exist."""
+        self.path = Path(as_text(path))
+        if not self.path.absolute().parent.is_dir():
+            raise StorageError(f"{self.path}: there is no directory to write it to")
+
+    def write(self, content: str) -> None:
+        """Write the file."""
+        self.path.write_text(content, encoding="utf-8")
+
+
 class Page(Printer):
     """A page of HTML, complete in itself, that looks as a terminal does."""
 
@@ -318,12 +332,11 @@ class Page(Printer):
         """Begin a page for the file `path`; raise `StorageError` if its directory does not exist."""
         from rich.console import Console
 
-        self.path = Path(as_text(path))
-        if not self.path.absolute().parent.is_dir():
-            raise StorageError(f"{self.path}: there is no directory to write it to")
+        self._file = Drawing(path)
+        self.path = self._file.path
         stream = io.StringIO()
         super().__init__(stream, Console(record=True, file=stream, width=_PAGE_COLUMNS, highlight=False))
 
     def write(self) -> None:
         """Write what has been printed to the file."""
-        self.path.write_text(self._console.export_html(), encoding="utf-8")
+        self._file.write(self._console.export_html())

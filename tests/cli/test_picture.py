@@ -3,6 +3,7 @@
 import re
 from itertools import pairwise
 from math import prod
+from xml.etree import ElementTree
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,7 +21,7 @@ from orbax_safetensors.geometry.box import Box
 from orbax_safetensors.geometry.coalesce import Direct
 from orbax_safetensors.geometry.strided import runs_of
 from orbax_safetensors.transfer.plan import Block, Location, Part, TransferPlan, transfer_plan
-from tests.support import pages
+from tests.support import examples, pages
 from tests.support.roots import TESTDATA
 
 QWEN3 = TESTDATA / "qwen3"
@@ -54,26 +55,27 @@ def filled(held, gap):
 
 @pytest.mark.parametrize("axis", [0, -1, None])
 @pytest.mark.parametrize("max_gap_bytes", [0, 50, 10_000])
-@pytest.mark.parametrize("rows", [1, 40])
-def test_cells_are_the_bytes_of_boxes(axis, max_gap_bytes, rows):
-    checkpoint = open_checkpoint(QWEN3)
-    drawn = stretches(checkpoint, rows)
-    assert len(drawn.bands) == (3 if rows == 1 else 1)
+@pytest.mark.parametrize("family", [None, "maxtext"])
+def test_cells_are_the_bytes_of_boxes(axis, max_gap_bytes, family):
+    """By the file: each byte that is read, and the leaf that it belongs to."""
+    stored = open_checkpoint(QWEN3)
+    drawn = stretches(open_checkpoint(QWEN3, family=family))
+    assert len(drawn.bands) > 5
+    assert drawn.sums(np.diff(drawn.cuts)).sum() == stored.nbytes
+    cell_of = np.repeat(drawn.cells, np.diff(drawn.cuts))
     for process in range(PROCESSES):
         needed, read = [], []
-        for file in checkpoint.files:
+        for file in stored.files:
             for name, entry in sorted(file.header.tensors.items(), key=lambda item: item[1].begin):
-                view = checkpoint.leaves[name]
+                view = stored.leaves[name]
                 held = np.zeros((*view.shape, view.dtype.itemsize), bool)
                 held[tuple(slice(*edge) for edge in share(view.shape, process, axis))] = True
                 assert held.size == entry.nbytes
                 read.append(filled(held.ravel(), max_gap_bytes))
                 # Spread evenly over what is read of the tensor.
                 needed.append(read[-1] * (np.count_nonzero(held) / np.count_nonzero(read[-1])))
-        expected = [
-            np.add.reduceat(np.concatenate(tensors).astype(float), drawn.cuts[:-1]) for tensors in (needed, read)
-        ]
-        found = amounts(planned(checkpoint, process, axis, max_gap_bytes), drawn)
+        expected = [np.bincount(cell_of, np.concatenate(tensors)) for tensors in (needed, read)]
+        found = amounts(planned(stored, process, axis, max_gap_bytes), drawn)
         assert found[1].tolist() == expected[1].tolist()
         np.testing.assert_allclose(found[0], expected[0])
 
@@ -82,7 +84,7 @@ def test_full_size_models_encoded_or_not(full_size_model):
     _, directory = full_size_model
     checkpoint = open_checkpoint(directory, family="maxtext")
     plan = planned(checkpoint, 1, -1, 2**14)
-    needed, read = amounts(plan, stretches(checkpoint, PROCESSES))
+    needed, read = amounts(plan, stretches(checkpoint))
     # Of scales, those beside the needed ones are read as well, which is not drawn.
     assert read.sum() == pytest.approx(plan.moved_bytes, rel=0.02 if checkpoint.quantized else 1e-9)
     assert needed.sum() == pytest.approx(plan.needed_bytes, rel=0.02 if checkpoint.quantized else 1e-9)
@@ -102,31 +104,73 @@ def test_runs_are_counted_between_any_cuts(data):
     inner = data.draw(st.sets(st.integers(1, runs.end)))
     cuts = np.array(sorted({0, runs.end + 2} | inner))
     part = Part("t", Location(0, 100, np.dtype(np.uint8)), Direct(runs, 0, 0), ())
-    found = amounts(TransferPlan((), (part,), (), ()), Stretches([-100], cuts, []))
+    found = amounts(
+        TransferPlan((), (part,), (), ()), Stretches([-100], cuts, np.arange(len(cuts) - 1), [("t", len(cuts) - 1)])
+    )
     expected = [sum(low <= byte < high for byte in held) for low, high in pairwise(cuts)]
     assert found.tolist() == [expected, expected]
 
 
-def test_a_file_is_as_wide_as_it_is_long(directory, tmp_path):
-    first, second = stretches(read_checkpoint(directory), 2).bands
-    assert first == ("model-00001-of-00002.safetensors, 12.2 KiB", 64)
-    assert second == ("model-00002-of-00002.safetensors, 205 Bytes", 1)
+def test_a_leaf_is_as_wide_as_it_is_long(directory, tmp_path):
+    assert stretches(read_checkpoint(directory)).bands == [
+        ("layer.{0..1}.kernel, 12.2 KiB", 64),
+        ("3 others, 213 Bytes", 1),
+    ]
     save_file({"a": np.zeros(3, np.uint8), "none": np.zeros((0, 2), np.int8)}, tmp_path / "few.safetensors")
-    assert stretches(read_checkpoint(tmp_path / "few.safetensors"), 2).cuts.tolist() == [0, 1, 2, 3]
+    few = stretches(read_checkpoint(tmp_path / "few.safetensors"))
+    assert (few.cuts.tolist(), few.bands) == ([0, 1, 2, 3], [("a, 3 Bytes", 3)])
     save_file({"none": np.zeros((0, 2), np.int8)}, tmp_path / "none.safetensors")
-    assert stretches(read_checkpoint(tmp_path / "none.safetensors"), 2).cuts.tolist() == [0]
+    assert stretches(read_checkpoint(tmp_path / "none.safetensors")).cuts.tolist() == [0]
 
 
-def test_many_files_are_one_band(cli, tmp_path):
-    (tmp_path / "model").mkdir()
-    for number in range(12):
-        name = f"model-{number:05}-of-12.safetensors"
-        save_file({f"{number}": np.zeros((8, 8), np.float32)}, tmp_path / "model" / name)
-    page = drawn(cli, tmp_path, tmp_path / "model", "--mesh", "x=16", "--processes", "16")
-    assert "\n 12 files, model-00000-of-12.safetensors to model-00011-of-12.safetensors, 3.0 KiB\n" in page.text
-    assert [len(row) for row in page.cells()] == [64] * 4
+def test_leaves_of_layers_are_one_band_and_many_leaves_share_one(cli, tmp_path):
+    tensors = {f"layers.{n}.w": np.zeros((8, 8), np.float32) for n in range(12)}
+    save_file(
+        tensors | {f"{chr(97 + n)}": np.zeros((8, 8 + n), np.float32) for n in range(26)}, tmp_path / "a.safetensors"
+    )
+    page = drawn(cli, tmp_path, tmp_path, "--mesh", "x=16", "--processes", "16")
+    assert "\n layers.{0..11}.w, 3.0 KiB\n" in page.text
+    assert "\n 4 others, " in page.text
+    assert len(page.cells()) == 24 * 4
     assert "\n process  0 █" in page.text
     assert "\n process 15 █" in page.text
+
+
+def test_quantised_tensors_are_drawn_with_their_scales(cli, tmp_path):
+    examples.make_models(tmp_path)
+    fp8 = stretches(open_checkpoint(tmp_path / "qwen3-fp8", family="maxtext"))
+    assert fp8.sums(np.diff(fp8.cuts)).sum() == read_checkpoint(tmp_path / "qwen3-fp8").nbytes
+
+
+def test_bytes_that_no_leaf_has_are_in_no_cell(tmp_path):
+    examples.make_models(tmp_path)
+    drawn = stretches(open_checkpoint(tmp_path / "llama", family="maxtext"))
+    left_out = sum(
+        array.nbytes for name, array in read_checkpoint(tmp_path / "llama").tensors.items() if "inv_freq" in name
+    )
+    assert drawn.sums(np.diff(drawn.cuts)).sum() == read_checkpoint(tmp_path / "llama").nbytes - left_out
+
+
+def test_the_same_picture_as_svg(cli, tmp_path):
+    tensors = {"a": np.zeros((64, 16), np.float32), "<b>&": np.zeros((64, 16), np.float32)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    result = cli(
+        "plan", tmp_path, "--mesh", "x=2", "--processes", "2", "--spec", "a=-,x", "--picture", tmp_path / "p.svg"
+    )
+    assert (result.status, result.err) == (0, "")
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in root.iter(f"{space}text")]
+    assert texts[:3] == [f"Read and over-read by each process, to restore {tmp_path}", "<b>&, 4.0 KiB", "process 0"]
+    colours = {element.get("fill") for element in root.iter(f"{space}rect")}
+    assert {pages.kind(tuple(map(int, re.findall(r"\d+", colour)))) for colour in colours if colour} == {
+        "read",
+        "over-read",
+        "nothing",
+    }
+    content = (tmp_path / "p.svg").read_text()
+    assert "href" not in content
+    assert "url(" not in content
 
 
 def drawn(cli, tmp_path, path, *argv):
@@ -142,10 +186,10 @@ def test_over_reads_have_another_hue_and_an_advice(cli, tmp_path):
     argv = ["--mesh", "x=2", "--processes", "2", "--spec", "a=-,x", "--spec", "b=x,-"]
     page = drawn(cli, tmp_path, tmp_path, *argv)
     kinds = [[pages.kind(colour) for colour in row] for row in page.cells()]
-    over, exact, nothing = ["over-read"] * 32, ["read"] * 16, ["nothing"] * 16
-    assert kinds == [[*over, *exact, *nothing], [*over, *nothing, *exact]]
+    over, exact, nothing = ["over-read"] * 64, ["read"] * 32, ["nothing"] * 32
+    assert kinds == [over, over, [*exact, *nothing], [*nothing, *exact]]
     # The whole is darker than a part of it.
-    assert sum(page.cells()[0][20]) < sum(page.cells()[0][31])
+    assert sum(page.cells()[0][20]) < sum(page.cells()[0][63])
     assert re.search(r"^ a +4\.0 KiB +\S+ KiB +1\.98 +x,- +1\.00", page.text, re.MULTILINE)
 
 
@@ -167,7 +211,7 @@ def test_names_are_text_and_nothing_else(cli, tmp_path):
     page = drawn(cli, tmp_path, directory, "--mesh", "x=2", "--spec", ".=-,x", "--processes", "2")
     assert "script" not in page.tags
     assert f"/{pages.CLEAN}\n" in page.text
-    assert f"\n {pages.CLEAN}.safetensors, 4.0 KiB\n" in page.text
+    assert f"\n {pages.CLEAN}, 4.0 KiB\n" in page.text
     assert f"\n {pages.CLEAN} " in page.text.split("leaf ")[1]
 
 
@@ -207,7 +251,7 @@ def test_the_demo_draws_what_was_measured(restored, tmp_path):
     kinds = [[pages.kind(colour) for colour in row] for row in page.cells()]
     ends = ["over-read", "read"]
     assert kinds == [["read"] * 32 + ["nothing"] * 30 + ends, ["nothing"] * 32 + ["read"] * 30 + ends]
-    assert f"\n {pages.CLEAN}.safetensors, 64 Bytes\n" in page.text
+    assert "\n a, 64 Bytes\n" in page.text
     assert "script" not in page.tags
     assert "All bits are equal: 16 shards" in page.text
 
@@ -220,6 +264,6 @@ def test_the_demo_shows_what_went_wrong(restored, tmp_path):
 
 def test_a_terminal_of_80_columns_holds_the_picture(restored):
     checkpoint, reports = restored
-    drawn = stretches(checkpoint, 2)
+    drawn = stretches(checkpoint)
     reads = {report["process"] + 998: np.array(report["drawn"]) for report in reports}
     assert max(map(len, str(picture(drawn, reads, 1000)).splitlines())) <= 80

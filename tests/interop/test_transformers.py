@@ -176,7 +176,9 @@ def test_restored_and_saved_again_is_the_same_model(tmp_path, model):
 
 def test_the_small_models_of_the_guides(tmp_path, mesh):
     examples.make_models(tmp_path)
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    for name, architecture in (("llama", "LlamaForCausalLM"), ("gemma3", "Gemma3ForCausalLM")):
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert (type(model).__name__, found["missing_keys"], found["mismatched_keys"]) == (architecture, set(), set())
     checkpoint = ost.open_checkpoint(tmp_path / "qwen3")
     assert len(checkpoint.files) > 1
     params = ost.load(tmp_path / "qwen3", NamedSharding(mesh, P()), family="maxtext")
