@@ -54,7 +54,7 @@ class Sink:
     files: tuple[PlannedFile, ...] = ()
     _failure: Exception | None = None
     _ended = False
-    _looked = 0.0
+    _looked: float
 
     @property
     def arrays(self) -> tuple[PlannedArray, ...]:
@@ -148,6 +148,7 @@ class Sink:
     def _start(self, purpose: str, plan: Callable[[], str], *, resume: bool) -> None:
         """Begin in all processes. `plan` must return the same text in each, and must not change any files."""
         self._key = new_key(purpose, self.path)
+        self._looked = time.monotonic()
         self._process = jax.process_index()
         # Distinguishes this run from all others; the same in all processes.
         self._run = all_gather(f"{self._key}/run", secrets.token_hex(8))[0]
