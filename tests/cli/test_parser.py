@@ -65,7 +65,7 @@ def test_without_shtab(cli, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["d"], {"demo", "diff"}),
+        (["d"], {"delta", "demo", "diff"}),
         (["inspect", "--st"], {"--stats"}),
         (["plan", "there", "--family", "tun"], {"tunix", "tunix.gemma3", "tunix.llama3", "tunix.qwen2", "tunix.qwen3"}),
         (["verify", "setup."], {"setup.cfg"}),
