@@ -51,7 +51,8 @@ LARGE = {"layers": 26, "hidden": 4096, "feed_forward": 8192, "vocabulary": 128_2
 LLAMA_1B = {"layers": 16, "hidden": 2048, "feed_forward": 8192, "vocabulary": 128_256}
 
 MESH = {"mesh": {"fsdp": 16}, "spec": {"embedding": (None, "fsdp"), "kernel": ("fsdp",)}}
-TO_MAXTEXT = {"to": "orbax", "family": "maxtext"}
+# The RoPE of Llama 3.1, as `maxtext_llama` has it, whatever the config of the files says.
+TO_MAXTEXT = {"to": "orbax", "family": "maxtext", "variant": {"rope_type": "llama3.1"}}
 # name: (function, source, arguments), in this order; nothing is transposed in those that are compared with `cp`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "to Orbax": ("convert", "hf", {"to": "orbax"}),
