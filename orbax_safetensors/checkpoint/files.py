@@ -74,7 +74,7 @@ def is_orbax(path: str, storage_options: Mapping[str, Any] | None = None) -> boo
         try:
             names = os.listdir(path) if os.path.isdir(path) else None
         except OSError as error:
-            raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+            raise StorageError(f"{path}: cannot list the directory: {error.strerror}") from error
     return names is not None and not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 

@@ -21,7 +21,8 @@ from orbax_safetensors.streaming.cutting import MEMORY_BYTES
 _DESCRIPTION = """\
 Makes .safetensors files a checkpoint of Orbax by writing an index of them.
 Orbax restores the arrays from the files as they are, without this package.
-Makes only the arrays that have to be computed (scaled, cast, decoded)."""
+Arrays that are scaled, cast or decoded are materialised: computed and written
+beside the index. The output calls them "made"."""
 
 _EPILOG = """\
 Without DESTINATION, writes the index beside the files. A DESTINATION that is
@@ -134,6 +135,6 @@ def _print_made(plan: LinkPlan, output: Printer) -> None:
     reasons = dict.fromkeys(array.made for array in made.values())
     rows = [row for reason in reasons for row in output.joined(name for name in made if made[name].made == reason)]
     output.table(
-        ("to be made", "bytes", "because"),
+        ("to materialise", "bytes", "because"),
         ((text, Size(sum(made[name].nbytes for name in names)), made[names[0]].made or "") for text, names in rows),
     )

@@ -289,7 +289,7 @@ class LocalStore:
         except FileNotFoundError as error:
             raise MissingError(f"{path}: {missing(path)}") from error
         except (OSError, ValueError) as error:
-            raise StorageError(f"{path}: cannot be listed: {_reason(error)}") from error
+            raise StorageError(f"{path}: cannot list the directory: {_reason(error)}") from error
 
     def open(self, path: str, stamp: Stamp | None = None) -> LocalFile:
         """Open the file `path` for reading; `StorageError` if it is not in the state of `stamp`."""
@@ -327,7 +327,7 @@ class LocalStore:
                         states[os.path.relpath(file, path)] = _stamp(os.lstat(file))
             return states
         except OSError as error:
-            raise _error(error)(f"{path}: cannot be listed: {_reason(error)}") from error
+            raise _error(error)(f"{path}: cannot list the directory: {_reason(error)}") from error
 
     def delete(self, path: str, names: Iterable[str]) -> None:
         """Delete files below the directory `path`, and subdirectories that they leave empty."""

@@ -138,15 +138,23 @@ def differences(first: np.ndarray, second: np.ndarray) -> tuple[int, float]:
     changed, largest = 0, 0.0
     for begin in range(0, one.size, _ELEMENTS):
         x, y = one[begin : begin + _ELEMENTS], two[begin : begin + _ELEMENTS]
-        a, b = _wide(x), _wide(y)
         if same_dtype:
-            differ = (x.view(np.uint8) != y.view(np.uint8)).reshape(x.size, -1).any(axis=1)
+            differ = _bits(x) != _bits(y)
+            x, y = _wide(x[differ]), _wide(y[differ])
         else:
-            differ = (a != b) & ~((a != a) & (b != b))
-        if differ.any():
-            changed += int(differ.sum())
-            largest = max(largest, _largest(a[differ], b[differ]))
+            x, y = _wide(x), _wide(y)
+            differ = (x != y) & ~((x != x) & (y != y))
+            x, y = x[differ], y[differ]
+        if x.size:
+            changed += x.size
+            largest = max(largest, _largest(x, y))
     return changed, largest
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Return elements as something whose comparison is that of their bits: integers, or bytes if there are none."""
+    itemsize = array.dtype.itemsize
+    return array.view(f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}")
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

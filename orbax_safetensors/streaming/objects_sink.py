@@ -117,7 +117,7 @@ class ObjectsSink(Sink):
 
     def _check_outside(self) -> None:
         if is_below(self._source.path, self.path):
-            raise StorageError(f"{self._source.path}: is in {self.path}, which is to be made")
+            raise StorageError(f"{self._source.path}: is in {self.path}, the destination")
 
     def _see(self) -> str:
         self._done = self._unfinished.done()

@@ -265,7 +265,7 @@ def test_no_such_path_and_remote_paths(tmp_path):
         ost.open_checkpoint(tmp_path / "missing")
     with pytest.raises(ost.StorageError, match="nowhere://host/x: expected a path or one of s3://"):
         ost.open_checkpoint("nowhere://host/x")
-    with pytest.raises(ost.StorageError, match="cannot be listed: .*null"):
+    with pytest.raises(ost.StorageError, match="cannot list the directory: .*null"):
         ost.open_checkpoint("/tmp/a\0b")
     with pytest.raises(ost.StorageError, match="no such file or directory"):
         ost.open_checkpoint(bytes(tmp_path / "missing"))

@@ -197,8 +197,8 @@ def test_one_whose_destination_is_no_path_ends_all(tmp_path):
 def test_one_without_the_source_ends_all(tmp_path, kind):
     first, second = start([command(kind, tmp_path / "to")] * 2, {1: GONE.format(str(KINDS[kind][1]))})
     assert (first.status, second.status) == (1, 1), (first, second)
-    assert second.err == f"error: {KINDS[kind][1]}: cannot be listed: gone\n"
-    assert first.err == f"error: process 1 failed: StorageError: {KINDS[kind][1]}: cannot be listed: gone\n"
+    assert second.err == f"error: {KINDS[kind][1]}: cannot list the directory: gone\n"
+    assert first.err == f"error: process 1 failed: StorageError: {KINDS[kind][1]}: cannot list the directory: gone\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -97,7 +97,7 @@ class AnyOperations(RuleBasedStateMachine):
     @rule(directory=st.sampled_from(DIRECTORIES), data=st.data())
     def deletes(self, directory, data):
         if self.store.is_local and directory not in self.directories:
-            with pytest.raises(StorageError, match="cannot be listed"):
+            with pytest.raises(StorageError, match="cannot list the directory"):
                 self.store.below(self.at(directory))
             return
         below = {path.removeprefix(f"{directory}/"): path for path in self.files if path.startswith(f"{directory}/")}

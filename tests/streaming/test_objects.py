@@ -215,7 +215,7 @@ def test_an_unfinished_one_is_deleted_alone(source, place):
     with pytest.raises(ost.StorageError, match="already exists, and holds 'more'"):
         CALLS["files"](source, f"{place.url}/to")
     CALLS["one file"](source, f"{place.url}/to/more/from")
-    with pytest.raises(ost.StorageError, match="is in gs://.*/to, which is to be made"):
+    with pytest.raises(ost.StorageError, match="is in gs://.*/to, the destination"):
         CALLS["files"](f"{place.url}/to/more/from", f"{place.url}/to")
     assert read_small(store.open(f"{path}/more/mine"), 4) == b"mine"
     assert sorted(content(f"{place.url}/to/more/from")) == ["config.json", "model.safetensors", "tokenizer.json"]
